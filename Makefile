@@ -1,0 +1,92 @@
+# `make demo` and `make test` set everything up by themselves in .venv; see `make help`.
+#
+#   PYTHON=python3.12   the interpreter the environment is made with (default: python3.11, python3 or python)
+#   VENV=path           where the environment is or will be (default: .venv)
+#   ENV_READY=1         install nothing: use VENV, where it is given, else PYTHON, as it is
+#   N=1000              how many calls the fuzz compares
+#   TORCH=cpu|default   PyTorch's CPU build, or the build that pip takes by itself (default: by machine)
+#   ARGS="..."          further arguments for the command of demo, bench, plot, fuzz; PYTEST="..." for the tests
+
+PYTHON ?= $(shell for p in python3.11 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV ?= .venv
+TORCH ?= $(shell if nvidia-smi -L >/dev/null 2>&1 || [ "$$(uname -s)" != Linux ]; then echo default; else echo cpu; fi)
+PYTEST ?= -n auto --maxprocesses=8
+OLDEST := 5.17.0
+N ?= 1000
+
+# `origin` tells whether VENV was named by the user or comes from the line above.
+ifndef ENV_READY
+PY = $(VENV)/bin/python
+else ifeq ($(origin VENV),file)
+PY = $(PYTHON)
+else
+PY = $(VENV)/bin/python
+endif
+OLDEST_DIR = $(abspath $(VENV)/oldest)
+READY := $(if $(ENV_READY),,$(VENV)/.ready)
+OLDEST_READY := $(if $(ENV_READY),,$(OLDEST_DIR)/.ready-$(OLDEST))
+# Tests that no toolkit's version can change.
+NO_TOOLKIT := --ignore-glob='*/tests/*ops*' --ignore-glob='*/test_measure.py' --ignore-glob='*/test_architecture.py'
+RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
+TORCH_PIN = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu gpu check bench plot fuzz clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^#  \( [A-Z_]*=\)/ \1/p' Makefile
+
+demo: $(READY)  ## translate real sentences unpatched and patched, side by side (under 4 minutes on 2 cores)
+	$(RUN) -m fastgen demo $(ARGS)
+
+test: $(READY) $(OLDEST_READY)  ## all tests on the newest transformers, then those that touch it on the oldest supported
+	$(RUN) -m pytest $(PYTEST)
+	@if [ -d $(OLDEST_DIR) ]; then export PYTHONPATH=$(OLDEST_DIR) EXPECT_TRANSFORMERS=$(OLDEST); set -x; \
+	  $(RUN) -m pytest $(PYTEST) $(NO_TOOLKIT); \
+	else echo "not tested on transformers $(OLDEST): $(OLDEST_DIR) is missing and ENV_READY=1 says to install nothing"; fi
+
+test-gpu: $(READY)  ## the tests that need a CUDA device
+	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch sees no CUDA device")'
+	$(RUN) -m pytest -m gpu
+
+gpu: test-gpu bench  ## everything worth running on a GPU machine: its tests, then the benchmarks
+
+check: $(READY)  ## ruff (format, lint) and pyright
+	$(RUN) -m ruff format --check
+	$(RUN) -m ruff check
+	$(RUN) -m pyright --pythonpath $(PY)
+
+bench: $(READY)  ## run the benchmarks, writing JSON to benchmarks/results
+	$(RUN) -m benchmarks $(ARGS)
+
+plot: $(READY)  ## draw the plots from that JSON alone
+	$(RUN) -m benchmarks.plot $(ARGS)
+
+fuzz: $(READY)  ## compare N=1000 random generate calls with unpatched transformers
+	$(RUN) -m tests.fuzz -n $(N) $(ARGS)
+
+clean:  ## remove what make and the tools made: .venv, caches, build output
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# PyTorch first, alone and without what it needs, which the next line installs from the usual index: so pip never
+# picks a build by itself. The CPU build lies in PyTorch's own index, where pip is not told of a nearer place.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "fastgen needs Python 3.11 or newer: none found; name one with PYTHON=/path/to/python" >&2; exit 1; }
+	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	$(PY) -c 'import torch, sys; sys.exit(not "$(TORCH_PIN)".endswith("==" + torch.__version__.split("+")[0]))' 2>/dev/null \
+	  || if [ "$(TORCH)" = cpu ]; then \
+	    $(PY) -m pip install --quiet --no-deps $(TORCH_PIN)+cpu \
+	    || $(PY) -m pip install --no-deps --index-url https://download.pytorch.org/whl/cpu $(TORCH_PIN)+cpu; \
+	  else $(PY) -m pip install --no-deps $(TORCH_PIN); fi
+	$(PY) -m pip install --quiet -c constraints.txt hatchling editables
+	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+# The oldest transformers lies in a folder of its own, which PYTHONPATH puts before the environment's.
+$(OLDEST_DIR)/.ready-$(OLDEST): | $(READY)
+	rm -rf $(OLDEST_DIR)
+	$(PY) -m pip install --quiet --no-deps --target $(OLDEST_DIR) transformers==$(OLDEST)
+	touch $@

@@ -1,0 +1,1 @@
+"""Benchmarks of fastgen against the unpatched toolkit and against CTranslate2; see README.md."""

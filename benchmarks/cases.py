@@ -1,0 +1,270 @@
+"""The benchmark cases, as data: which model at which size, and what `generate` is asked for.
+
+Models are built from a config at the real shape, with random seeded weights, so nothing is downloaded. `Case.tiny()` shrinks a
+case to something that runs in a second, for tests of the benchmark's own logic; its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.weights import Weights
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "en-es"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model with random weights: the name of a transformers config class, its values, and those of the tiny version."""
+
+    config: str
+    values: dict[str, Any]
+    tiny: dict[str, Any]
+    weights: Weights
+
+    def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
+        """Return the model in evaluation mode, with the same weights every time."""
+        import torch
+        import transformers
+
+        config = getattr(transformers, self.config)(**self.values)
+        auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+        torch.manual_seed(0)
+        model = auto.from_config(config, dtype=torch.float32)
+        self.weights.fill(model)
+        return model.to(device=device, dtype=dtype).eval()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        kind: which runner of runners.py measures it: generate, text, grid or memory.
+        help: one line for the reader.
+        shape: the model; None where `models` or a trained model is used.
+        batch, source, beams, new_tokens: sentences, tokens of each source or prompt, beams, tokens generated.
+        options: further arguments of `generate`.
+        target: speed-up over the unpatched toolkit to reach; None where there is none.
+        peer_target: speed-up over CTranslate2 to reach.
+        models: for a table over several models, their names in SHAPES (grid) or in CASES (memory).
+        grid: for a grid, the values of batch, beams and source.
+        rounds: rounds unless the command line says otherwise; the most rounds of a grid's cell.
+    """
+
+    name: str
+    kind: str
+    help: str
+    shape: Shape | None = None
+    batch: int = 0
+    source: int = 0
+    beams: int = 0
+    new_tokens: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    target: float | None = None
+    peer_target: float | None = None
+    models: tuple[str, ...] = ()
+    grid: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    rounds: int = 7
+
+    @property
+    def generate_options(self) -> dict[str, Any]:
+        """Arguments of `generate`: exactly `new_tokens` tokens, so that every run does the same work."""
+        return {
+            "num_beams": self.beams,
+            "do_sample": False,
+            "min_new_tokens": self.new_tokens,
+            "max_new_tokens": self.new_tokens,
+            **self.options,
+        }
+
+    def inputs(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """Return random seeded sources without padding; the vocabulary's ends, where special tokens are, are avoided."""
+        import torch
+
+        ends = min(200, model.config.vocab_size // 8)
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(ends, model.config.vocab_size - ends, (self.batch, self.source), generator=generator)
+        ids = ids.to(model.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def cells(self) -> Iterator[tuple[str, Shape, Case]]:
+        """Yield key, model shape and case of every cell of a grid, cheapest model first."""
+        for model, batch, beams, source in itertools.product(
+            self.models, self.grid["batch"], self.grid["beams"], self.grid["source"]
+        ):
+            key = f"{model}/batch{batch}/beams{beams}/source{source}"
+            shape = SHAPES[model]
+            yield key, shape, replace(self, shape=shape, batch=batch, beams=beams, source=source)
+
+    def tiny(self) -> Case:
+        """Return the case at a size for tests."""
+        return replace(
+            self,
+            shape=self.shape and replace(self.shape, values=self.shape.values | self.shape.tiny),
+            batch=min(self.batch, 3),
+            source=min(self.source, 12),
+            new_tokens=min(self.new_tokens, 6),
+            grid={
+                name: tuple(sorted({min(v, 12 if name == "source" else 2) for v in g})) for name, g in self.grid.items()
+            },
+            options={k: [[60]] if k == "bad_words_ids" else v for k, v in self.options.items()},
+            rounds=2,
+        )
+
+
+def _tiny(**values: Any) -> dict[str, Any]:
+    return {"vocab_size": 61, **values}
+
+
+def _bart_like(layers: int, width: int, heads: int, ffn: int) -> dict[str, Any]:
+    sides = {f"{side}_{name}": value for side in ("encoder", "decoder")
+             for name, value in (("layers", layers), ("attention_heads", heads), ("ffn_dim", ffn))}  # fmt: skip
+    return {"d_model": width, **sides}
+
+
+# forced_eos_token_id=None and forced_bos_token_id=None: all tokens are the model's own choice.
+SHAPES = {
+    "bart_large": Shape(
+        "BartConfig",
+        {"forced_bos_token_id": None, "forced_eos_token_id": None},  # the defaults are bart-large's
+        _tiny(**_bart_like(2, 32, 4, 64)),
+        Weights(gain=2.0, embedding=0.1, mixing=0.03),
+    ),
+    "gpt2": Shape(
+        "GPT2Config",
+        {"pad_token_id": 50256},  # the defaults are the 124M model's
+        _tiny(n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=60, eos_token_id=60, pad_token_id=60),
+        Weights(gain=2.8, embedding=0.1),
+    ),
+    "t5_base": Shape(
+        "T5Config",
+        {
+            "d_model": 768,
+            "d_ff": 3072,
+            "num_layers": 12,
+            "num_heads": 12,
+            "vocab_size": 32128,
+            "decoder_start_token_id": 0,
+        },
+        _tiny(d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8),
+        Weights(gain=2.5, embedding=0.1, mixing=0.1, final_norm=30.0),
+    ),
+    "marian_base": Shape(  # the shape, vocabulary and embedding scale of the OPUS-MT models
+        "MarianConfig",
+        {
+            **_bart_like(6, 512, 8, 2048),
+            "vocab_size": 58101,
+            "max_position_embeddings": 512,
+            "activation_function": "swish",
+            "scale_embedding": True,
+            "forced_eos_token_id": None,
+        },
+        _tiny(**_bart_like(2, 32, 4, 64), pad_token_id=60, decoder_start_token_id=60),
+        Weights(gain=2.0, embedding=0.1, mixing=0.1),
+    ),
+    "small": Shape(  # the shape of the trained model in examples/en-es, long enough for a source of 512
+        "MarianConfig",
+        {
+            **_bart_like(3, 256, 4, 512),
+            "decoder_layers": 2,
+            "vocab_size": 5000,
+            "max_position_embeddings": 512,
+            "scale_embedding": True,
+            "pad_token_id": 0,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "decoder_start_token_id": 0,
+            "forced_eos_token_id": None,
+        },
+        _tiny(**_bart_like(2, 32, 4, 64)),
+        Weights(gain=3.0, embedding=0.1, mixing=0.05),
+    ),
+}
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(
+            "bart_large",
+            "generate",
+            "BART-large shape, summarization: n-gram blocking, a long source",
+            SHAPES["bart_large"],
+            batch=4,
+            source=512,
+            beams=4,
+            new_tokens=32,
+            options={"no_repeat_ngram_size": 3},
+            target=3.5,
+            peer_target=1.5,
+        ),
+        Case(
+            "gpt2",
+            "generate",
+            "GPT-2 124M shape: a prompt of 512",
+            SHAPES["gpt2"],
+            batch=4,
+            source=512,
+            beams=4,
+            new_tokens=32,
+            target=3.5,
+        ),
+        Case(
+            "t5_base",
+            "generate",
+            "T5-base shape: a source of 256",
+            SHAPES["t5_base"],
+            batch=8,
+            source=256,
+            beams=4,
+            new_tokens=32,
+            target=3.0,
+        ),
+        Case(
+            "marian_base",
+            "generate",
+            "Marian-base shape, translation: many short sentences",
+            SHAPES["marian_base"],
+            batch=32,
+            source=32,
+            beams=4,
+            new_tokens=32,
+            options={"bad_words_ids": [[58100]]},  # padding, as in the published models' generation config
+            target=2.0,
+        ),
+        Case(
+            "trained",
+            "text",
+            "the trained model of examples/en-es on its whole test text, sorted by length; time per step",
+            batch=32,
+            beams=4,
+            new_tokens=160,
+            target=2.0,
+            rounds=3,
+        ),
+        Case(
+            "never_worse",
+            "grid",
+            "batch x beams x source, a small and a large model: no cell may be slower than the toolkit",
+            new_tokens=16,
+            target=0.98,
+            models=("small", "bart_large"),
+            grid={"batch": (1, 4, 16), "beams": (1, 2, 4), "source": (16, 128, 512)},
+            rounds=40,
+        ),
+        Case(
+            "kv_memory",
+            "memory",
+            "bytes of the key-value cache, against B*S + B*M*T entries per layer",
+            models=("bart_large", "gpt2", "t5_base", "marian_base"),
+        ),
+    )
+}

@@ -1,0 +1,178 @@
+"""Run benchmark cases: `generate` unpatched and with fastgen, in one process, on one model, with the same inputs.
+
+    python -m benchmarks --list
+    python -m benchmarks --case bart_large gpt2
+    python -m benchmarks --case bart_large --peer ctranslate2
+    python -m benchmarks --case never_worse --cells 'small/*' --resume
+
+One JSON file per case goes to benchmarks/results/<hardware>/. The exit status is 1 if any output differed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import CASES
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PEERS = ("ctranslate2",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases that the arguments name; return the exit status."""
+    args = arguments().parse_args(argv)
+    if args.list:
+        for case in CASES.values():
+            goal = f"at least {case.target:g}x" if case.target else ""
+            print(f"{case.name:<14}{case.kind:<10}{goal:<16}{case.help}")
+        return 0
+    import torch
+    from transformers.utils import logging
+
+    import fastgen  # noqa: F401  (patches transformers; each baseline runs inside fastgen.disabled())
+    from benchmarks import runners
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_grad_enabled(False)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    folder = args.out or RESULTS / hardware(args.device)
+    names = args.case or [name for name, case in CASES.items() if not args.peer or case.peer_target]
+    lines, equal = [], True
+    for name in names:
+        case = runners.sized(CASES[name], args.batch, args.scale == "tiny")
+        file = folder / f"{case.name}{f'_{args.peer}' if args.peer else ''}.json"
+        old = json.loads(file.read_text("utf-8")) if case.kind == "grid" and file.is_file() else {}
+        cells = old.get("result", {}).get("cells", {})
+
+        def save(result: dict[str, Any], case=case, file=file, cells=cells) -> None:
+            whole = {"cells": cells | result["cells"]} if "cells" in result else result
+            write(file, case, args, whole)
+
+        session = runners.Session(
+            device=args.device,
+            dtype=getattr(torch, args.dtype),
+            rounds=args.rounds,
+            tiny=args.scale == "tiny",
+            cells=tuple(args.cells),
+            done=frozenset(cells) if args.resume else frozenset(),
+            save=save,
+            say=lambda line: print(f"  {line}", flush=True),
+            sentences=args.sentences,
+        )
+        print(f"{case.name}: {case.help}", flush=True)
+        if args.peer:
+            from benchmarks import peer_ctranslate2
+
+            result = peer_ctranslate2.run(case, session)
+        else:
+            result = runners.RUNNERS[case.kind](case, session)
+        save(result)
+        rows = table(case, result)
+        lines += rows
+        equal &= agreed(result)
+    print("\n" + "\n".join(lines))
+    return 0 if equal else 1
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").split("\n\n", 1)[0])
+    parser.add_argument("--case", nargs="+", choices=list(CASES), metavar="NAME", help="cases to run (default: all)")
+    parser.add_argument("--list", action="store_true", help="print the cases and their targets, and end")
+    parser.add_argument("--rounds", type=positive, metavar="N", help="rounds (default: the case's; for cells, at most)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="torch's CPU threads (default: torch's choice)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float64"], help="default: float32")
+    parser.add_argument("--batch", type=positive, metavar="B", help="another batch size; the file's name says so")
+    parser.add_argument(
+        "--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the benchmark itself"
+    )
+    parser.add_argument("--sentences", type=positive, metavar="N", help="first lines of the test text only (trained)")
+    parser.add_argument("--cells", nargs="+", default=["*"], metavar="PATTERN",
+                        help="cells of never_worse, as in small/batch4/beams*/source128 (default: all)")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="leave out cells that the results file already holds")
+    parser.add_argument(
+        "--peer", choices=PEERS, help="three-way comparison with this system, for the cases that have one"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    return parser
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def hardware(device: str) -> str:
+    """Return the results' folder: cpu, or the GPU's name."""
+    if not device.startswith("cuda"):
+        return device
+    import torch
+
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+
+
+def write(file: Path, case: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Write everything a figure rests on; a plot needs nothing else."""
+    import fastgen
+    from fastgen.cli.measure import environment
+
+    chosen = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    data = {
+        "case": case.name,
+        "kind": "peer" if args.peer else case.kind,
+        "help": case.help,
+        "target": case.target,
+        "peer_target": case.peer_target,
+        "arguments": chosen,
+        "environment": environment(),
+        "status": fastgen.status().to_dict(),
+        "result": result,
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")  # so that an interrupted run leaves the old file whole
+    part.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    part.replace(file)
+
+
+def agreed(result: dict[str, Any]) -> bool:
+    """Return whether all outputs were equal; a table of memory compares none."""
+    return all(cell["equal"] for cell in result.get("cells", {}).values()) and result.get("equal", True)
+
+
+def table(case: Any, result: dict[str, Any]) -> list[str]:
+    """Return the printed lines of a case: one, or one for each cell, model or system."""
+    from benchmarks.runners import memory_text, outcome_text
+
+    if "models" in result:
+        return [f"{case.name} {name:<14}{side:<10}{memory_text(model, side)}"
+                for name, model in result["models"].items() for side in ("stock", "fastgen")]  # fmt: skip
+    if "cells" in result:
+        return [f"{case.name} {key:<36}{outcome_text(cell)}{missed(cell, case.target)}"
+                for key, cell in result["cells"].items()]  # fmt: skip
+    if "systems" in result:
+        lines = [f"{case.name} {name:<14}{seconds:8.3f} s" for name, seconds in result["systems"].items()]
+        over = [f"{case.name} fastgen over {name:<14}{figure['ratio']:.2f}x [{figure['low']:.2f}, {figure['high']:.2f}]"
+                + missed(figure, case.peer_target if name != "stock" else case.target)
+                for name, figure in result["over"].items()]  # fmt: skip
+        return [*lines, *over]
+    return [f"{case.name:<14}{outcome_text(result)}{missed(result, case.target)}"]
+
+
+def missed(result: dict[str, Any], target: float | None) -> str:
+    """Return a remark if the target was missed."""
+    ratio = result.get("ratio")
+    return f"  BELOW TARGET {target:g}x" if target is not None and ratio is not None and ratio < target else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""How each kind of case is measured. A runner takes a case and a Session and returns JSON-ready results."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastgen
+from benchmarks.cases import CASES, EXAMPLE, Case
+from benchmarks.kv import KVProbe, expected_bytes, last_report
+from benchmarks.margin import Agreement
+from fastgen.cli import measure
+from fastgen.cli.measure import Outcome, Verdict
+
+# A cell of the grid ends when the interval is this narrow, or this many seconds have gone into it.
+CELL_PRECISION, CELL_BUDGET = 0.01, 120.0
+FEW_TOKENS = 4  # a sequence with fewer different tokens than this is called degenerate
+
+
+@dataclass
+class Session:
+    """What the command line chose, for all cases.
+
+    Attributes:
+        rounds: None for the case's own number.
+        cells: patterns of the grid's cells to measure.
+        done: cells already in the results file that need not be measured again.
+        save: called with the results so far, so that a table can be interrupted.
+        say: prints a line.
+        sentences: how many lines of the test text the text runner takes; None for all.
+    """
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    rounds: int | None = None
+    tiny: bool = False
+    cells: tuple[str, ...] = ("*",)
+    done: frozenset[str] = frozenset()
+    save: Callable[[dict[str, Any]], None] = lambda result: None
+    say: Callable[[str], None] = print
+    sentences: int | None = None
+
+    def synchronize(self) -> None:
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize(self.device)
+
+
+def run_generate(case: Case, session: Session) -> dict[str, Any]:
+    """One model, one batch: `generate` unpatched and patched."""
+    assert case.shape is not None
+    model = case.shape.build(session.dtype, session.device)
+    return pair(case, model, session)
+
+
+def pair(case: Case, model: Any, session: Session, **how: Any) -> dict[str, Any]:
+    """Compare one `generate` call with itself unpatched, and record speed, peak memory and the variety of the output."""
+    inputs, options = case.inputs(model), case.generate_options
+    stock, patched = both(lambda: model.generate(**inputs, **options))
+    hits = Hits()
+    outcome = measure.compare(
+        stock,
+        patched,
+        session.rounds or case.rounds,
+        Agreement(model, inputs, options),
+        synchronize=session.synchronize,
+        **how,
+    )
+    result = figures(outcome, case.batch * case.new_tokens) | hits.since()
+    if outcome.equal and not how:
+        result["peak_bytes"] = {
+            "stock": measure.peak_memory(stock, session.device),
+            "fastgen": measure.peak_memory(patched, session.device),
+        }
+        result["distinct_tokens"] = distinct_tokens(stock()[:, -case.new_tokens :])
+    return result
+
+
+def both(call: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return the call unpatched, and as it is."""
+
+    def stock() -> Any:
+        with fastgen.disabled():
+            return call()
+
+    return stock, call
+
+
+def figures(outcome: Outcome, tokens: int) -> dict[str, Any]:
+    """Return an outcome with tokens per second of both; no speed where the outputs differ."""
+    result = outcome.to_dict()
+    if outcome.equal:
+        result["tokens"] = tokens
+        result["tokens_per_second"] = {
+            "stock": tokens / outcome.baseline_seconds,
+            "fastgen": tokens / outcome.candidate_seconds,
+        }
+    return result
+
+
+class Hits:
+    """Counts what fastgen ran and what it left to the toolkit, since it was made."""
+
+    def __init__(self) -> None:
+        self.before = self._counts()
+
+    def since(self) -> dict[str, Any]:
+        names = ("hits", "fallbacks")
+        return {
+            name: {key: n - old.get(key, 0) for key, n in new.items() if n > old.get(key, 0)}
+            for name, new, old in zip(names, self._counts(), self.before, strict=True)
+        }
+
+    @staticmethod
+    def _counts() -> tuple[dict[str, int], dict[str, int]]:
+        rows = fastgen.status().rows
+        fallbacks = {f"{row.name}: {reason}": n for row in rows for reason, n in row.fallbacks.items()}
+        return {row.name: row.hits for row in rows}, fallbacks
+
+
+def distinct_tokens(generated: Tensor) -> dict[str, Any]:
+    """Return how many different tokens the sentences hold: random models may repeat one, which would test little."""
+    counts = [len(set(row)) for row in generated.tolist()]
+    return {
+        "median": statistics.median(counts),
+        "fewest": min(counts),
+        "degenerate": sum(c < FEW_TOKENS for c in counts),
+    }
+
+
+def run_grid(case: Case, session: Session) -> dict[str, Any]:
+    """A table over batch, beams and source; every cell is saved as soon as it is measured."""
+    cells: dict[str, Any] = {}
+    built: dict[int, Any] = {}
+    for key, shape, cell in case.cells():
+        if key in session.done or not any(fnmatch(key, pattern) for pattern in session.cells):
+            continue
+        tiny = cell.tiny() if session.tiny else cell
+        if id(shape) not in built:
+            built.clear()  # one model at a time
+            assert tiny.shape is not None
+            built[id(shape)] = tiny.shape.build(session.dtype, session.device)
+        model = built[id(shape)]
+        cells[key] = pair(tiny, model, session, precision=CELL_PRECISION, budget=CELL_BUDGET)
+        cells[key] |= {"batch": tiny.batch, "beams": tiny.beams, "source": tiny.source, "model": key.split("/", 1)[0]}
+        cells[key]["environment"] = measure.environment()  # cells of one file may come from several runs
+        session.say(f"{key:<40}{outcome_text(cells[key])}")
+        session.save({"cells": cells})
+    return {"cells": cells}
+
+
+def run_text(case: Case, session: Session) -> dict[str, Any]:
+    """The trained model on its test text: texts must be identical; the time of each step is kept beside the batch size."""
+    from transformers import AutoTokenizer, MarianMTModel
+
+    folder, source = EXAMPLE / "model", EXAMPLE / "test.en"
+    for path in (folder / "config.json", source):
+        if not path.is_file():
+            raise FileNotFoundError(f"the case {case.name!r} needs {path}, which is not there")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = MarianMTModel.from_pretrained(folder, dtype=session.dtype).to(session.device).eval()
+    lines = source.read_text("utf-8").splitlines()[: session.sentences or (6 if session.tiny else None)]
+    order = sorted(range(len(lines)), key=lambda i: len(tokenizer(lines[i])["input_ids"]))
+    size = 3 if session.tiny else case.batch
+    options = {"num_beams": case.beams, "max_new_tokens": 20 if session.tiny else case.new_tokens, **case.options}
+    batches = []
+    for at in range(0, len(order), size):
+        texts = [lines[i] for i in order[at : at + size]]
+        encoded = tokenizer(texts, return_tensors="pt", padding=True, truncation=True).to(session.device)
+        batches.append({name: encoded[name] for name in ("input_ids", "attention_mask")})
+
+    outputs: list[Tensor] = []
+
+    def translate() -> list[Tensor]:
+        outputs[:] = [model.generate(**batch, **options) for batch in batches]
+        return list(outputs)
+
+    agreements = [Agreement(model, batch, options) for batch in batches]
+
+    def same(expected: list[Tensor], found: list[Tensor]) -> Verdict:
+        verdicts = [judge(a, b) for judge, a, b in zip(agreements, expected, found, strict=True)]
+        notes = "; ".join(f"batch {i}: {v.note}" for i, v in enumerate(verdicts) if v.note)
+        return Verdict(all(v.equal for v in verdicts), sum(v.near_ties for v in verdicts), notes)
+
+    stock, patched = both(translate)
+    hits = Hits()
+    outcome = measure.compare(stock, patched, session.rounds or case.rounds, same, synchronize=session.synchronize)
+    generated = sum(int((ids[:, 1:] != model.config.pad_token_id).sum()) for ids in outputs)
+    result = figures(outcome, generated) | hits.since() | {"sentences": len(lines)}
+    if outcome.equal:
+        texts = [[tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in run()] for run in (stock, patched)]
+        result["identical_text"] = texts[0] == texts[1]
+        result["steps"] = steps(model, batches, options, stock, session)
+    return result
+
+
+def steps(
+    model: Any, batches: list[dict[str, Tensor]], options: dict[str, Any], stock: Callable[[], Any], session: Session
+) -> dict[str, Any]:
+    """Return (rows, seconds) of the decode steps of all batches: fastgen's own record, and the toolkit's by a hook."""
+    ours = []
+    for batch in batches:
+        before = last_report()
+        model.generate(**batch, **options)
+        report = last_report()
+        if report is not None and report is not before:
+            ours.append([[rows, seconds] for rows, seconds in report.steps])
+    theirs: list[list[list[float]]] = []
+    with fastgen.disabled():
+        for batch in batches:
+            with step_clock(model, session) as stamps:
+                model.generate(**batch, **options)
+            rows = len(batch["input_ids"])
+            theirs.append([[rows, after - before] for before, after in zip(stamps, stamps[1:], strict=False)])
+    return {"fastgen": ours, "stock": theirs}
+
+
+@contextmanager
+def step_clock(model: Any, session: Session) -> Iterator[list[float]]:
+    """Within it, the time at which each forward pass of the unpatched model begins is noted."""
+    stamps: list[float] = []
+
+    def note(*_: Any) -> None:
+        session.synchronize()
+        stamps.append(time.perf_counter())
+
+    handle = model.register_forward_pre_hook(note)
+    try:
+        yield stamps
+    finally:
+        handle.remove()
+
+
+def run_memory(case: Case, session: Session) -> dict[str, Any]:
+    """Bytes of keys and values: the toolkit's, fastgen's, and B*S + B*M*T entries per layer."""
+    models = {}
+    for name in case.models:
+        inner = CASES[name].tiny() if session.tiny else CASES[name]
+        assert inner.shape is not None
+        model = inner.shape.build(session.dtype, session.device)
+        inputs, options = inner.inputs(model), inner.generate_options
+        models[name] = {"expected": expected_bytes(model, inner.batch, inner.source, inner.beams, inner.new_tokens)}
+        for side, context in (("stock", fastgen.disabled), ("fastgen", _as_it_is)):
+            fastgen.release()
+            probe, before, hits = KVProbe(model, inner.new_tokens), last_report(), Hits()
+            with context():
+                model.generate(**inputs, **options, logits_processor=[probe])
+            models[name][side] = {"measured": probe.bytes, **hits.since()}
+            if (report := last_report()) is not None and report is not before:
+                models[name][side] |= {"reported": report.kv_bytes}
+            session.say(f"{name:<14}{side:<10}{memory_text(models[name], side)}")
+        del model
+    return {"models": models}
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+def outcome_text(result: dict[str, Any]) -> str:
+    """Return what a result says in one line; a speed only where the outputs agree."""
+    if not result["equal"]:
+        return f"OUTPUTS DIFFER: {result['note']}"
+    ties = f", {result['near_ties']} near ties" if result["near_ties"] else ""
+    ran = "" if result["hits"] else ", fastgen did not run"
+    return (
+        f"{result['ratio']:.2f}x [{result['low']:.2f}, {result['high']:.2f}]  "
+        f"{result['baseline_seconds']:.3f} s -> {result['candidate_seconds']:.3f} s, {len(result['rounds'])} rounds{ties}{ran}"
+    )
+
+
+def memory_text(model: dict[str, Any], side: str) -> str:
+    measured, expected = model[side]["measured"], model["expected"]["fastgen" if side == "fastgen" else "stock"]
+    return f"{measured / 2**20:10.2f} MiB measured, {expected / 2**20:10.2f} MiB by the formula"
+
+
+RUNNERS = {"generate": run_generate, "grid": run_grid, "text": run_text, "memory": run_memory}
+
+
+def sized(case: Case, batch: int | None, tiny: bool) -> Case:
+    """Return the case at the size the command line asks for; grids and memory tables shrink their own parts."""
+    if tiny and case.kind != "memory":
+        case = case.tiny()
+    if batch is None:
+        return case
+    if case.kind not in ("generate", "text"):
+        raise ValueError(f"--batch {batch} does not go with the case {case.name!r}, which has its own batch sizes")
+    return replace(case, name=f"{case.name}_batch{batch}", batch=batch)

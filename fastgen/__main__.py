@@ -1,0 +1,8 @@
+"""`python -m fastgen` is the `fastgen` command."""
+
+import sys
+
+from fastgen.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Show what fastgen patches in the toolkits that are installed here, and every variable that changes it."""
+
+import argparse
+import importlib
+import json
+import os
+from importlib.util import find_spec
+
+import fastgen
+from fastgen.config import VARIABLES
+
+HELP = "show the patches, their state, and the variables"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    problems = import_targets()
+    status = fastgen.status()
+    variables = [
+        {
+            "name": variable.name,
+            "value": variable.read(os.environ),
+            "default": variable.default,
+            "allowed": list(variable.allowed),
+            "help": variable.help,
+        }
+        for variable in VARIABLES
+    ]
+    if args.json:
+        print(json.dumps({**status.to_dict(), "import_problems": problems, "variables": variables}, indent=2))
+        return 0
+    print(status)
+    for module, problem in problems.items():
+        print(f"\n{module} cannot be imported: {problem}")
+    width = max(len("value"), *(len(variable["value"]) for variable in variables))
+    print(f"\n{'variable':<19}{'value':<{width}}  what it does (allowed values; the default comes first)")
+    for variable in variables:
+        allowed = "|".join(variable["allowed"]) or "any text"
+        print(f"{variable['name']:<19}{variable['value'] or '-':<{width}}  {variable['help']} ({allowed})")
+    return 0
+
+
+def import_targets() -> dict[str, str]:
+    """Import the modules that hold patch targets, where their toolkit is installed: only then are they patched.
+
+    Returns:
+        What went wrong, by module: a broken toolkit is part of the report, not its end.
+    """
+    problems: dict[str, str] = {}
+    for module in dict.fromkeys(row.target.partition(":")[0] for row in fastgen.status().rows):
+        if find_spec(module.partition(".")[0]) is None:
+            continue
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            problems[module] = f"{type(error).__name__}: {error}"
+    return problems

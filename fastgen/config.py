@@ -1,0 +1,117 @@
+"""Every ``FASTGEN_*`` environment variable: one table, read once.
+
+The documentation and ``fastgen status`` print `VARIABLES`; the code asks `settings()`.
+"""
+
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+Ops = Literal["auto", "reference", "triton"]
+Linear = Literal["auto", "off", "plain", "packed"]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Attributes:
+        name: as in the environment.
+        default: the value that an unset or empty variable stands for.
+        allowed: the accepted values; empty where any text is.
+        help: one line.
+    """
+
+    name: str
+    default: str
+    allowed: tuple[str, ...]
+    help: str
+
+    def read(self, environ: Mapping[str, str]) -> str:
+        """Return the variable's value in ``environ``, or its default.
+
+        Raises:
+            ValueError: not an allowed value; the message holds name, value and what is allowed.
+        """
+        value = environ.get(self.name, "").strip() or self.default
+        if self.allowed and value not in self.allowed:
+            raise ValueError(f"{self.name}={value!r}: allowed are {', '.join(map(repr, self.allowed))}")
+        return value
+
+
+VARIABLES = (
+    Variable("FASTGEN", "1", ("1", "0"), "0: `import fastgen` patches nothing; fastgen.enable() still can"),
+    Variable("FASTGEN_SKIP", "", (), "comma-separated patches, or their dotted prefixes, that are left out"),
+    Variable("FASTGEN_OPS", "auto", get_args(Ops), "which implementation of the tensor operations runs"),
+    Variable("FASTGEN_STRICT", "0", ("0", "1"), "1: a fallback or a failed patch raises"),
+    Variable("FASTGEN_PARITY", "0", ("0", "1"), "1: run the toolkit's own code too and report the first divergence"),
+    Variable("FASTGEN_LINEAR", "auto", get_args(Linear), "how linear layers run on CPU through oneDNN"),
+    Variable("FASTGEN_CACHE_DIR", "", (), "folder for kept results; empty: fastgen in the platform's user cache"),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for; see `VARIABLES`."""
+
+    enabled: bool
+    skip: tuple[str, ...]
+    ops: Ops
+    strict: bool
+    parity: bool
+    linear: Linear
+    cache_dir: Path
+
+
+@functools.cache
+def settings() -> Settings:
+    """Return the settings of this process; the environment is read at the first call.
+
+    Raises:
+        ValueError: a variable holds a value that is not allowed.
+    """
+    return read(os.environ)
+
+
+def reload() -> Settings:
+    """Read the environment again (for tests) and return the new settings."""
+    settings.cache_clear()
+    return settings()
+
+
+def read(environ: Mapping[str, str]) -> Settings:
+    """Return the settings that ``environ`` asks for.
+
+    Raises:
+        ValueError: a variable holds a value that is not allowed.
+    """
+    value = {variable.name: variable.read(environ) for variable in VARIABLES}
+    folder = value["FASTGEN_CACHE_DIR"]
+    return Settings(
+        enabled=value["FASTGEN"] == "1",
+        skip=tuple(name for part in value["FASTGEN_SKIP"].split(",") if (name := part.strip())),
+        ops=cast(Ops, value["FASTGEN_OPS"]),
+        strict=value["FASTGEN_STRICT"] == "1",
+        parity=value["FASTGEN_PARITY"] == "1",
+        linear=cast(Linear, value["FASTGEN_LINEAR"]),
+        cache_dir=Path(folder).expanduser().absolute() if folder else _user_cache(environ) / "fastgen",
+    )
+
+
+def _user_cache(environ: Mapping[str, str]) -> Path:
+    variable, below_home = {
+        "win32": ("LOCALAPPDATA", "AppData/Local"),
+        "darwin": ("", "Library/Caches"),
+    }.get(sys.platform, ("XDG_CACHE_HOME", ".cache"))
+    named = Path(environ.get(variable, ""))
+    if named.is_absolute():  # the XDG rules say that a relative path is to be ignored
+        return named
+    try:
+        return Path.home() / below_home
+    except RuntimeError:  # a container's user without a home
+        return Path(tempfile.gettempdir())

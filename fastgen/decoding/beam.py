@@ -1,0 +1,228 @@
+"""Beam search over any model that can make steps, with the finishing rules of a toolkit.
+
+The state is small: running scores, the tokens of the running beams, and the finished hypotheses. Keys and values never move
+(`decoding.cache`), hypotheses are gathered only in a step in which one finished, and sentences that can gain
+nothing more leave the batch (Hoang et al. 2018, section 2.1).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.rules import BeamRule
+from fastgen.decoding.text import Edit, Stop, Text, edited
+from fastgen.ops.kbest import kbest
+
+
+class Stepper(Protocol):
+    """A model that decodes R = B * M rows, one token each at a time."""
+
+    def prefill(self) -> Tensor:
+        """Run the prompt; return the logits (R, V) fp32 of the first new token, a tensor of their own."""
+        ...
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Run the newest token of ids (R, L); return logits as `prefill`."""
+        ...
+
+    def reorder(self, parents: Tensor) -> None:
+        """Let row b * M + m continue beam parents[b, m]; parents (B, M) int64."""
+        ...
+
+    def keep(self, sentences: Tensor) -> None:
+        """Keep these sentences, given as int64 indices into the present ones."""
+        ...
+
+
+@dataclass
+class Trace:
+    """What a caller asked to see of every step: processed log-probabilities and raw logits, (R, V) fp32."""
+
+    scores: list[Tensor] | None = None
+    logits: list[Tensor] | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return self.scores is not None or self.logits is not None
+
+
+@dataclass
+class Hypotheses:
+    """The M best finished hypotheses of each sentence, best first.
+
+    ids (B, M, L) int64 with the prompt; beams (B, M, T) int32, the row each token came from, -1 beyond the end;
+    scores (B, M) fp32; done (B, M) whether the slot is filled.
+    """
+
+    ids: Tensor
+    beams: Tensor
+    scores: Tensor
+    done: Tensor
+
+    def keep(self, sentences: Tensor) -> "Hypotheses":
+        return Hypotheses(*(t[sentences] for t in (self.ids, self.beams, self.scores, self.done)))
+
+    def put(self, sentences: Tensor, rows: "Hypotheses") -> None:
+        """Write the rows of some sentences into the table of all."""
+        for mine, theirs in zip(
+            (self.ids, self.beams, self.scores, self.done), (rows.ids, rows.beams, rows.scores, rows.done), strict=True
+        ):
+            mine[sentences] = theirs
+
+
+def gather(table: Tensor, index: Tensor) -> Tensor:
+    """Return table (B, N) or (B, N, L) at index (B, K) of its second dimension."""
+    return table.gather(1, index if table.dim() == 2 else index[:, :, None].expand(-1, -1, table.shape[2]))
+
+
+@dataclass
+class BeamSearch:
+    """One beam search: the running beams of B sentences and what has finished.
+
+    Args:
+        prompt: (B, P) int64, the tokens every beam starts with.
+        rule: candidates kept, ranking and stopping as the toolkit has them.
+        fill: token that fills a hypothesis beyond its end.
+        sample: draw the candidates instead of taking the best.
+        may_drop: whether finished sentences may leave the batch.
+    """
+
+    prompt: Tensor
+    rule: BeamRule
+    stop: Stop
+    edits: Sequence[Edit]
+    fill: int
+    sample: bool = False
+    may_drop: bool = True
+    trace: Trace = field(default_factory=Trace)
+
+    def __post_init__(self) -> None:
+        b, p = self.prompt.shape
+        m, longest, device = self.rule.beams, self.rule.max_length, self.prompt.device
+        self.length = p
+        self.ids = torch.full((b, m, longest), self.fill, dtype=torch.int64, device=device)
+        self.ids[:, :, :p] = self.prompt[:, None]
+        self.beams = torch.full((b, m, longest - p), -1, dtype=torch.int32, device=device)
+        self.scores = torch.zeros(b, m, device=device)
+        self.scores[:, 1:] = self.rule.never
+        self.improvable = torch.ones(b, dtype=torch.bool, device=device)
+        self.finished = Hypotheses(
+            self.ids.clone(),
+            self.beams.clone(),
+            torch.full((b, m), self.rule.never, device=device),
+            torch.zeros(b, m, dtype=torch.bool, device=device),
+        )
+        self.sentences = torch.arange(b, device=device)  # which of all sentences the running rows are
+        self.result = self.finished  # all sentences; another table once some have left
+
+    def run(self, model: Stepper) -> Hypotheses:
+        """Decode to the end; return the finished hypotheses of all sentences."""
+        logits = model.prefill()
+        while self.advance(model, logits):
+            logits = model.step(self.text.ids)
+        if self.result is not self.finished:
+            self.result.put(self.sentences, self.finished)
+        return self.result
+
+    @property
+    def text(self) -> Text:
+        return Text(self.ids[:, :, : self.length].flatten(0, 1), self.prompt.shape[1])
+
+    def advance(self, model: Stepper, logits: Tensor) -> bool:
+        """Choose the next token of every beam; False when the search is over."""
+        values, beam, token = self._candidates(logits)
+        hits = self.stop(token, self.length + 1, lambda: self._extended(self.ids, beam, token), self._scores_so_far())
+        order = self.rule.running(values, hits)
+        merged = self.rule.merged(
+            self.finished.scores, self.finished.done, values, hits, self.improvable, self._new_tokens() + 1
+        )
+        # What finished is gathered from the tables as they are before the running beams move on.
+        changed = merged.order.ne(torch.arange(self.rule.beams, device=merged.order.device)).any(1)
+        parents = beam.gather(1, order)
+        scores = self.rule.running_scores(values, hits).gather(1, order)
+        improvable = self.improvable & self.rule.improvable(scores[:, 0], merged, self._new_tokens() + 1)
+        done = merged.done.all(1)
+        # The one read of the device in a step.
+        seen = torch.stack([changed, improvable, done, hits.all(1)]).tolist()
+        if any(seen[0]):
+            self._finish(merged.order, beam, token)
+        self.finished.scores, self.finished.done = merged.scores, merged.done
+        self._move_on(parents, token.gather(1, order))
+        self.scores, self.improvable = scores, improvable
+        model.reorder(parents)
+        self.length += 1
+        if self.rule.over(seen[1], seen[2], seen[3]):
+            return False
+        if self.may_drop:
+            self._drop(model, seen[1], seen[2])
+        return True
+
+    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The K candidates of each sentence: running score, beam, token, each (B, K)."""
+        b, m = self.scores.shape
+        if self.trace.logits is not None:
+            self.trace.logits.append(logits.clone())
+        log_probs = edited(torch.log_softmax(logits, -1), self.text, self.edits)
+        if self.trace.scores is not None:
+            self.trace.scores.append(log_probs.clone())
+        vocabulary = log_probs.shape[-1]
+        log_probs = log_probs.view(b, m, vocabulary)
+        if self.sample:
+            total = (log_probs + self.scores[:, :, None]).flatten(1)
+            index = torch.multinomial(torch.softmax(total, -1), self.rule.candidates)
+            values = total.gather(1, index)
+        else:
+            values, index = kbest(log_probs, self.scores, self.rule.candidates)
+        return values, index // vocabulary, index % vocabulary
+
+    def _new_tokens(self) -> int:
+        return self.length - self.prompt.shape[1]
+
+    def _scores_so_far(self) -> tuple[Tensor, ...] | None:
+        return None if self.trace.scores is None else tuple(self.trace.scores)
+
+    def _extended(self, ids: Tensor, beam: Tensor, token: Tensor) -> Tensor:
+        """The candidates' tokens, (B * K, L + 1)."""
+        return torch.cat([gather(ids[:, :, : self.length], beam), token[:, :, None]], 2).flatten(0, 1)
+
+    def _rows(self, beam: Tensor) -> Tensor:
+        """beam (B, K) as the row in the whole batch, int32 as the toolkit's tables have it."""
+        return (beam + self.sentences[:, None] * self.rule.beams).to(torch.int32)
+
+    def _finish(self, order: Tensor, beam: Tensor, token: Tensor) -> None:
+        """Rebuild the table of finished hypotheses: `order` (B, M) indexes finished ones, then candidates."""
+        end, new = self.length + 1, self._new_tokens() + 1
+        for table, running, newest, stop in (
+            (self.finished.ids, self.ids, token, end),
+            (self.finished.beams, self.beams, self._rows(beam), new),
+        ):
+            candidates = torch.cat([gather(running[:, :, : stop - 1], beam), newest[:, :, None]], 2)
+            table[:, :, :stop] = gather(torch.cat([table[:, :, :stop], candidates], 1), order)
+
+    def _move_on(self, parents: Tensor, token: Tensor) -> None:
+        start, new = self.prompt.shape[1], self._new_tokens()
+        self.ids[:, :, start : self.length] = gather(self.ids[:, :, start : self.length], parents)
+        self.ids[:, :, self.length] = token
+        self.beams[:, :, :new] = gather(self.beams[:, :, :new], parents)
+        self.beams[:, :, new] = self._rows(parents)
+
+    def _drop(self, model: Stepper, improvable: list[bool], done: list[bool]) -> None:
+        """Let finished sentences leave, when enough of them have gathered to pay for moving the others."""
+        leaving = [
+            i for i, (open_, full) in enumerate(zip(improvable, done, strict=True)) if self.rule.settled(open_, full)
+        ]
+        if len(leaving) * 8 < len(improvable) or not leaving:
+            return
+        staying = torch.tensor(sorted(set(range(len(improvable))) - set(leaving)), device=self.ids.device)
+        gone = torch.tensor(leaving, device=self.ids.device)
+        if self.result is self.finished:
+            self.result = self.finished.keep(self.sentences)
+        self.result.put(self.sentences[gone], self.finished.keep(gone))
+        self.finished = self.finished.keep(staying)
+        self.prompt, self.ids, self.beams = self.prompt[staying], self.ids[staying], self.beams[staying]
+        self.scores, self.improvable = self.scores[staying], self.improvable[staying]
+        self.sentences = self.sentences[staying]
+        model.keep(staying)

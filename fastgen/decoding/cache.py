@@ -1,0 +1,138 @@
+"""The keys and values of a decode step, stored once per sentence.
+
+One buffer per layer holds, for every sentence, the prefix all its beams share (the prompt of a decoder, or its start
+tokens) and behind it the slots of the generated tokens: the step t writes slots S + t*M + m, one per beam m.
+Nothing is moved when beams are reordered. `Ancestry` says which slots a beam sees, and one attention call serves all the beams of a
+sentence (`ops.beam_attention`).
+
+Sources: FastSeq (shared prefix), FasterTransformer (indirection instead of reorder).
+"""
+
+import torch
+from torch import Tensor
+
+_GROWTH = 32
+"""Decode steps by which the slots grow at least: a buffer is copied once per growth, by half of its size or more."""
+
+
+class Ancestry:
+    """Which slots of the generated tokens each beam sees, shared by all layers.
+
+    `visible` is additive, (B, M, T*M) in float32: 0 at the slots of a beam's own ancestors, -inf elsewhere.
+    """
+
+    def __init__(self, sentences: int, beams: int, device: torch.device) -> None:
+        self.beams = beams
+        self.steps = 0
+        self._own = torch.full((beams, beams), -torch.inf, device=device).fill_diagonal_(0.0)
+        self._visible = torch.empty(sentences, beams, 0, device=device)
+
+    @property
+    def visible(self) -> Tensor:
+        return self._visible[:, :, : self.steps * self.beams]
+
+    def begin_step(self) -> None:
+        """Open the slots of one more token: each beam sees its own."""
+        filled, total = self.steps * self.beams, (self.steps + 1) * self.beams
+        if self._visible.shape[2] < total:
+            grown = self._visible.new_empty(*self._visible.shape[:2], total + max(_GROWTH * self.beams, filled // 2))
+            grown[:, :, :filled] = self._visible[:, :, :filled]
+            self._visible = grown
+        self._visible[:, :, filled:total] = self._own
+        self.steps += 1
+
+    def reorder(self, parents: Tensor) -> None:
+        """Let beam m continue beam parents[b, m]; parents: (B, M) int64."""
+        filled = self.steps * self.beams
+        index = parents[:, :, None].expand(-1, -1, filled)
+        self._visible[:, :, :filled] = self._visible[:, :, :filled].gather(1, index)
+
+    def keep(self, sentences: Tensor) -> None:
+        """Keep these sentences (int64 indices) and forget the others."""
+        self._visible = self._visible.index_select(0, sentences)
+
+
+class LayerKV:
+    """Keys and values of one attention layer over the text so far: a shared prefix, then slots of M per step."""
+
+    def __init__(self) -> None:
+        self.prefix = 0
+        self.steps = 0
+        self.beams = 1
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens that one beam sees."""
+        return self.prefix + self.steps
+
+    @property
+    def slots(self) -> int:
+        return self.prefix + self.steps * self.beams
+
+    @property
+    def keys(self) -> Tensor:
+        """(B, Hkv, S + T*M, D), a view."""
+        assert self._keys is not None
+        return self._keys[:, :, : self.slots]
+
+    @property
+    def values(self) -> Tensor:
+        assert self._values is not None
+        return self._values[:, :, : self.slots]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots in use, without the room to grow."""
+        if self._keys is None or self._values is None:
+            return 0
+        return (self.keys.numel() + self.values.numel()) * self._keys.element_size()
+
+    def extend(self, keys: Tensor, values: Tensor) -> None:
+        """Append tokens that every beam shares: keys, values (B, Hkv, L, D)."""
+        added = keys.shape[2]
+        self._reserve(keys, values, self.prefix + added, room=0 if self.prefix == 0 else _GROWTH)
+        self._keys[:, :, self.prefix : self.prefix + added] = keys  # type: ignore[index]
+        self._values[:, :, self.prefix : self.prefix + added] = values  # type: ignore[index]
+        self.prefix += added
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Write one token of every beam into its slot: keys, values (B*M, Hkv, 1, D)."""
+        start, end = self.slots, self.slots + self.beams
+        self._reserve(keys, values, end, room=max(_GROWTH * self.beams, start // 2))
+        for buffer, new in ((self._keys, keys), (self._values, values)):
+            heads, dim = new.shape[1], new.shape[3]
+            buffer[:, :, start:end] = new.view(-1, self.beams, heads, dim).transpose(1, 2)  # type: ignore[index]
+        self.steps += 1
+
+    def keep(self, sentences: Tensor) -> None:
+        self._keys = self.keys.index_select(0, sentences)
+        self._values = self.values.index_select(0, sentences)
+
+    def of_beams(self, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values as a plain cache holds them, (B*M, Hkv, S + T, D).
+
+        ancestors: (B, M, T) int64, the beam whose slot holds token t of beam m.
+        """
+        b, m, steps = ancestors.shape
+        prefix = torch.arange(self.prefix, device=ancestors.device).expand(b, m, -1)
+        step = torch.arange(steps, device=ancestors.device) * self.beams + self.prefix
+        index = torch.cat([prefix, ancestors + step], 2)
+        sentence = torch.arange(b, device=ancestors.device)[:, None, None]
+        return tuple(  # type: ignore[return-value]
+            kv.transpose(1, 2)[sentence, index].flatten(0, 1).transpose(1, 2) for kv in (self.keys, self.values)
+        )
+
+    def _reserve(self, keys: Tensor, values: Tensor, slots: int, room: int) -> None:
+        """Make room for `slots`; a new buffer gets `room` more than asked."""
+        if self._keys is None or self._values is None:
+            b = keys.shape[0]
+            self._keys = keys.new_empty(b, keys.shape[1], slots + room, keys.shape[3])
+            self._values = values.new_empty(b, values.shape[1], slots + room, values.shape[3])
+        elif self._keys.shape[2] < slots:
+            for name in ("_keys", "_values"):
+                old = getattr(self, name)
+                new = old.new_empty(*old.shape[:2], slots + room, old.shape[3])
+                new[:, :, : self.slots] = old[:, :, : self.slots]
+                setattr(self, name, new)

@@ -1,0 +1,96 @@
+"""The finishing rules of beam search, one object per toolkit: which candidates live on, which finish, when it is over."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Merged(NamedTuple):
+    """The table of finished hypotheses after a step: scores, done (B, M); order (B, M) into M old ones, then K candidates."""
+
+    scores: Tensor
+    done: Tensor
+    order: Tensor
+
+
+class BeamRule(Protocol):
+    """What a toolkit fixes about beam search. B sentences, M beams, K candidates."""
+
+    beams: int
+    max_length: int
+    never: float
+
+    @property
+    def candidates(self) -> int: ...
+    def running_scores(self, values: Tensor, hits: Tensor) -> Tensor: ...
+    def running(self, values: Tensor, hits: Tensor) -> Tensor: ...
+    def merged(
+        self, scores: Tensor, done: Tensor, values: Tensor, hits: Tensor, improvable: Tensor, new_tokens: int
+    ) -> Merged: ...
+    def improvable(self, best: Tensor, merged: Merged, new_tokens: int) -> Tensor: ...
+    def settled(self, improvable: bool, done: bool) -> bool: ...
+    def over(self, improvable: list[bool], done: list[bool], all_hit: list[bool]) -> bool: ...
+
+
+@dataclass
+class TransformersRule:
+    """The rules of transformers 5 (`GenerationMixin._beam_search` and its helpers).
+
+    Args:
+        beams: M. max_length: of prompt and new tokens. prompt_length: tokens of the prompt.
+        ends: how many token ids end a hypothesis. length_penalty: the exponent of a hypothesis' length.
+        early_stopping: True, False or "never", as in GenerationConfig.
+    """
+
+    beams: int
+    max_length: int
+    prompt_length: int
+    ends: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    never: float = -1.0e9
+
+    @property
+    def candidates(self) -> int:
+        """K: enough that M candidates live on when every beam ends in every way it can."""
+        return max(2, 1 + self.ends) * self.beams
+
+    def running_scores(self, values: Tensor, hits: Tensor) -> Tensor:
+        return values + hits.to(torch.float32) * self.never
+
+    def running(self, values: Tensor, hits: Tensor) -> Tensor:
+        """The candidates (B, M) that live on."""
+        return torch.topk(self.running_scores(values, hits), self.beams)[1]
+
+    def merged(
+        self, scores: Tensor, done: Tensor, values: Tensor, hits: Tensor, improvable: Tensor, new_tokens: int
+    ) -> Merged:
+        """Rank what finished among the M best candidates with what had finished before."""
+        finishing = hits.clone()
+        finishing[:, self.beams :] = False
+        ranked = values / (new_tokens**self.length_penalty)
+        # Added one after the other, as the sums round that way.
+        ranked = ranked + (done.all(1, keepdim=True) & (self.early_stopping is True)).to(torch.float32) * self.never
+        ranked = ranked + (~improvable)[:, None].to(torch.float32) * self.never
+        ranked = ranked + (~finishing) * self.never
+        all_scores = torch.cat([scores, ranked], 1)
+        order = torch.topk(all_scores, self.beams)[1]
+        return Merged(all_scores.gather(1, order), torch.cat([done, finishing], 1).gather(1, order), order)
+
+    def improvable(self, best: Tensor, merged: Merged, new_tokens: int) -> Tensor:
+        """Whether the best running beam (B,) could still beat the worst finished hypothesis."""
+        longest = self.max_length - self.prompt_length
+        length = longest if self.early_stopping == "never" and self.length_penalty > 0.0 else new_tokens
+        possible = best[:, None] / (length**self.length_penalty)
+        worst = torch.where(merged.done, merged.scores.min(1, keepdim=True)[0], self.never)
+        return (possible > worst).any(1)
+
+    def settled(self, improvable: bool, done: bool) -> bool:
+        """Whether nothing that a sentence still does can change its hypotheses."""
+        return done and (not improvable or self.early_stopping is True)
+
+    def over(self, improvable: list[bool], done: list[bool], all_hit: list[bool]) -> bool:
+        open_beam = not (all(done) and self.early_stopping is True)
+        return not (any(improvable) and open_beam and not all(all_hit))

@@ -1,0 +1,115 @@
+"""The tokens of the running rows, and the edits and stops that look at them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastgen.ops.ngram_block import ngram_block_
+
+
+@dataclass
+class Text:
+    """Token ids of the running rows: ids (R, L) int64, prompt included; row b * M + m is beam m of sentence b."""
+
+    ids: Tensor
+    prompt_length: int
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+
+class Edit(Protocol):
+    """A change of the scores (R, V) fp32 before selection; may work in place, returns the result."""
+
+    def __call__(self, scores: Tensor, text: Text) -> Tensor: ...
+
+
+@dataclass
+class NGramBlock:
+    """Ban tokens that would repeat an n-gram of their row, prompt and padding included."""
+
+    n: int
+
+    def __call__(self, scores: Tensor, text: Text) -> Tensor:
+        return ngram_block_(scores, text.ids, self.n)
+
+
+@dataclass
+class Ban:
+    """Ban tokens at the lengths for which `active` holds; ids beyond the vocabulary are ignored."""
+
+    tokens: Tensor
+    active: Callable[[int], bool]
+
+    def __call__(self, scores: Tensor, text: Text) -> Tensor:
+        if self.active(text.length):
+            tokens = self.tokens.to(scores.device)
+            scores[:, tokens[(tokens >= 0) & (tokens < scores.shape[1])]] = -torch.inf
+        return scores
+
+
+@dataclass
+class Force:
+    """Leave only one token, with score 0, at the lengths for which `active` holds."""
+
+    tokens: Tensor
+    active: Callable[[int], bool]
+
+    def __call__(self, scores: Tensor, text: Text) -> Tensor:
+        if self.active(text.length):
+            scores = torch.full_like(scores, -torch.inf)
+            scores[:, self.tokens.to(scores.device)] = 0
+        return scores
+
+
+@dataclass
+class Call:
+    """Any function of (ids, scores), such as a toolkit's or a user's logits processor."""
+
+    function: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, scores: Tensor, text: Text) -> Tensor:
+        return self.function(text.ids, scores)
+
+
+def edited(scores: Tensor, text: Text, edits: Sequence[Edit]) -> Tensor:
+    """Apply the edits in order; `scores` may be changed in place."""
+    for edit in edits:
+        scores = edit(scores, text)
+    return scores
+
+
+@dataclass
+class Stop:
+    """When a row is at its end.
+
+    Args:
+        eos: token ids (E,) that end a row, or None.
+        at_length: functions of the length that end all rows at once (a maximal length, a time limit).
+        others: functions of (ids (N, L), scores so far) -> bool (N,), such as a user's stopping criteria.
+    """
+
+    eos: Tensor | None = None
+    at_length: Sequence[Callable[[int], bool]] = ()
+    others: Sequence[Callable[[Tensor, object], Tensor]] = field(default_factory=tuple)
+
+    def __call__(self, tokens: Tensor, length: int, ids: Callable[[], Tensor], scores: object) -> Tensor:
+        """Return for each new token, any shape, whether its row ends; `length` counts the new token.
+
+        `ids` builds the rows (N, length) when a function asks for them; `scores` is handed through.
+        """
+        if any([ends(length) for ends in self.at_length]):  # every function is asked: a limit may warn
+            hits = torch.ones_like(tokens, dtype=torch.bool)
+        elif self.eos is not None:
+            hits = torch.isin(tokens, self.eos)
+        else:
+            hits = torch.zeros_like(tokens, dtype=torch.bool)
+        if self.others:
+            rows = ids()
+            for function in self.others:
+                hits = hits | function(rows, scores).view_as(hits)
+        return hits

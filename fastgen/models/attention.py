@@ -1,0 +1,106 @@
+"""Attention of a toolkit's own module over the shared cache.
+
+A module asks its cache for keys and values and hands them, with the mask it made, to an attention function. During a decode step
+the cache hands out a `ticket` instead: a tensor of the shape the module expects, that names the layer whose keys are meant. It takes no
+memory and is filled with NaN, so that a module which computes with it cannot go unnoticed. `BeamAttention.attend`
+redeems it.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastgen.ops.beam_attention import beam_attention
+
+_NAME = "_fastgen_layer"
+
+
+class Layer(Protocol):
+    """What is needed of a layer of the cache: keys and values (B, Hkv, N, D), N = prefix + steps * M."""
+
+    prefix: int
+    steps: int
+
+    @property
+    def keys(self) -> Tensor: ...
+    @property
+    def values(self) -> Tensor: ...
+
+
+def ticket(layer: Layer, rows: int, length: int) -> Tensor:
+    """Return a stand-in for the keys or values of `layer`: (rows, Hkv, length, D), NaN, one element of memory."""
+    keys = layer.keys
+    shape = (rows, keys.shape[1], length, keys.shape[3])
+    stand_in = torch.full((1, 1, 1, 1), torch.nan, dtype=keys.dtype, device=keys.device).expand(shape)
+    setattr(stand_in, _NAME, layer)
+    return stand_in
+
+
+def layer_of(keys: object) -> Layer | None:
+    """The layer that a ticket names; None for any other tensor."""
+    return getattr(keys, _NAME, None)
+
+
+class BeamAttention:
+    """The attention of one decode step; it turns the masks of the text into masks of the slots, once per step.
+
+    Args:
+        sentences, beams: B and M.
+        visible: (B, M, T*M) additive, which slots of generated tokens each beam sees.
+    """
+
+    def __init__(self, sentences: int, beams: int, visible: Tensor) -> None:
+        self.sentences, self.beams, self.visible = sentences, beams, visible
+        self._masks: dict[tuple[int, int, bool, int], tuple[object, object, Tensor | None]] = {}
+
+    def attend(
+        self,
+        query: Tensor,
+        layer: Layer,
+        mask: Tensor | None,
+        position_bias: Tensor | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Return (B*M, 1, H, D) for query (B*M, H, 1, D).
+
+        mask (bool, True where visible, or additive) and position_bias (additive) are those of the text:
+        (1 or B*M, 1 or H, 1, S + T) where the layer holds text, (.., S) where it holds the encoder's output.
+        """
+        rows, heads, _, dim = query.shape
+        folded = query.view(self.sentences, self.beams, heads, dim)
+        mixed = beam_attention(
+            folded, layer.keys, layer.values, self._of_slots(layer, mask, position_bias, query.dtype), scale, softcap
+        )
+        return mixed.reshape(rows, 1, heads, mixed.shape[3])
+
+    def _of_slots(self, layer: Layer, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """The additive mask over the slots of `layer`, kept for the other layers of this step."""
+        key = (id(mask), id(bias), layer.steps > 0, layer.prefix)
+        if key not in self._masks:
+            text = [self._additive(part, dtype) for part in (mask, bias) if part is not None]
+            total = text[0] + text[1] if len(text) == 2 else text[0] if text else None
+            # The arguments are kept too: an id stays theirs only as long as they live.
+            self._masks[key] = (mask, bias, self._over_slots(layer, total, dtype))
+        return self._masks[key][2]
+
+    def _additive(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """(1 or B*M, h, 1, L) bool or additive -> (1 or B, h, 1 or M, L) additive."""
+        if part.dtype == torch.bool:
+            part = torch.zeros(part.shape, dtype=dtype, device=part.device).masked_fill_(~part, -torch.inf)
+        if part.shape[0] == self.sentences * self.beams and part.shape[0] > 1:
+            return part.view(self.sentences, self.beams, *part.shape[1:]).transpose(1, 2).squeeze(3)
+        return part
+
+    def _over_slots(self, layer: Layer, text: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        if layer.steps == 0:  # the encoder's output: every beam of a sentence sees the same
+            return text
+        visible = self.visible.to(dtype)[:, None]
+        b, m, prefix = self.sentences, self.beams, layer.prefix
+        if text is None:
+            shared = visible.new_zeros(b, 1, m, prefix)
+        else:
+            shared = text[..., :prefix].expand(b, -1, m, -1)
+            visible = visible + text[..., prefix:].repeat_interleave(m, -1)
+        return torch.cat([shared, visible], -1)

@@ -1,0 +1,174 @@
+"""Routing of a live model's linear layers to `ops.linear`, for the time of one call.
+
+The route is an attribute of the instance, put there when a call begins and taken away when the last
+concurrent call ends: no class is touched, and a model at rest is exactly what it was. Layers that are quantised, parametrised, hooked, or
+already overridden keep their own forward.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fastgen import config
+from fastgen.ops import linear as ops
+
+_PROBES = 512
+"""Elements of a weight compared at the start of each call, to notice writes through `.data` that no version shows."""
+
+_lock = threading.RLock()
+_packed: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
+
+
+@dataclass
+class _Route:
+    """The layers of a model that carry a route now, and how many calls use it."""
+
+    layers: list[nn.Module] = field(default_factory=list)
+    users: int = 0
+
+
+_routes: dict[int, _Route] = {}
+
+
+@dataclass
+class _Packed:
+    """A packed copy of a weight and what tells whether the weight is still the one it was made from."""
+
+    address: int
+    version: int
+    probe: Tensor
+    uses: int = 0
+    copy: Tensor | None = None
+
+    def is_stale(self, weight: Tensor) -> bool:
+        return self.address != weight.data_ptr() or self.version != weight._version
+
+    def probe_differs(self, weight: Tensor) -> bool:
+        return not torch.equal(self.probe, _sample(weight))
+
+
+def _sample(weight: Tensor) -> Tensor:
+    flat = weight.detach().view(-1)
+    return flat[:: max(1, flat.numel() // _PROBES)].clone()
+
+
+def _entry(weight: Tensor) -> _Packed:
+    entry = _packed.get(weight)
+    if entry is None or entry.is_stale(weight):
+        entry = _Packed(weight.data_ptr(), weight._version, _sample(weight))
+        with _lock:
+            _packed[weight] = entry
+    return entry
+
+
+def _routed(module: nn.Module, transposed: bool) -> Callable[[Tensor], Tensor]:
+    """Return a forward for a linear layer (transposed: weight (K, N), as GPT-2's Conv1D has it)."""
+    mode = config.settings().linear
+    original = type(module).forward
+    entry: _Packed | None = None
+
+    def forward(x: Tensor) -> Tensor:
+        nonlocal entry
+        weight = module.weight
+        rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+        if (
+            x.dtype != torch.float32
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or not ops.worthwhile(rows, weight.numel())
+        ):
+            return original(module, x)
+        if entry is None or entry.is_stale(weight):
+            entry = _entry(weight)
+        entry.uses += 1
+        if entry.copy is None and mode != "plain" and entry.uses > 1:
+            # A weight used once in its life is not worth the copy; the second use pays for it.
+            entry.copy = ops.pack(weight.t() if transposed else weight)
+        if entry.copy is not None:
+            return ops.linear(x, entry.copy, module.bias)
+        return original(module, x) if transposed else ops.linear(x, weight, module.bias)
+
+    return forward
+
+
+def _is_plain(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return (
+        weight is not None
+        and type(weight) is nn.Parameter
+        and weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+        and not weight.is_inference()
+        and "forward" not in module.__dict__
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+    )
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield (layer, transposed) for every linear layer that can be routed."""
+    for module in model.modules():
+        transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+        if (type(module) is nn.Linear or transposed) and _is_plain(module):
+            yield module, transposed
+
+
+def reason_off(model: nn.Module) -> str | None:
+    """Why linear layers keep torch's own product for this model, or None when they are routed."""
+    if config.settings().linear == "off":
+        return "FASTGEN_LINEAR=off"
+    weight = next(iter(model.parameters()), None)
+    if weight is None or weight.device.type != "cpu":
+        return "not on a CPU"
+    if weight.dtype != torch.float32:
+        return f"weights are {str(weight.dtype).removeprefix('torch.')}, not float32"
+    if not ops.available():
+        return "this torch has no oneDNN linear operators"
+    return None
+
+
+@contextmanager
+def routed(model: nn.Module) -> Iterator[int]:
+    """Route the linear layers of model to oneDNN while the context lasts; yields how many.
+
+    Nested and concurrent contexts of one model share the routes, which the last one takes away.
+    """
+    if reason_off(model) is not None:
+        yield 0
+        return
+    with _lock:
+        route = _routes.setdefault(id(model), _Route())
+        if route.users == 0:
+            for module, transposed in _linears(model):
+                entry = _packed.get(module.weight)
+                if entry is not None and (entry.is_stale(module.weight) or entry.probe_differs(module.weight)):
+                    del _packed[module.weight]
+                module.__dict__["forward"] = _routed(module, transposed)
+                route.layers.append(module)
+        route.users += 1
+    try:
+        yield len(route.layers)
+    finally:
+        with _lock:
+            route.users -= 1
+            if route.users == 0:
+                del _routes[id(model)]
+                for module in route.layers:
+                    module.__dict__.pop("forward", None)
+
+
+def packed_bytes() -> int:
+    """Bytes that packed copies of weights hold now."""
+    return sum(4 * entry.copy.numel() for entry in _packed.values() if entry.copy is not None)
+
+
+def release() -> None:
+    """Drop every packed copy; the next calls make them again."""
+    with _lock:
+        _packed.clear()

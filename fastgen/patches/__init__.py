@@ -1,0 +1,11 @@
+"""What fastgen changes in the toolkits. The only folder that imports a toolkit, and only once the user has.
+
+Each subfolder is one toolkit. Its ``__init__`` holds plain data, `TOOLKIT` and `PATCHES`, declared here.
+"""
+
+from fastgen.patches import transformers
+from fastgen.patches._engine import declare, disable, disabled, enable, release, status
+
+__all__ = ["disable", "disabled", "enable", "release", "status"]
+
+declare(*transformers.PATCHES)

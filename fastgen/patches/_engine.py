@@ -1,0 +1,351 @@
+"""The patch engine: declare what is to be patched; apply it when its toolkit is imported; undo it; report on it.
+
+A patch is data (`Patch`): a target, and a replacement that gets the original as its first argument. The engine imports
+no toolkit and not torch. An import hook puts a plain function into the target's place once its module is there; the
+replacement's own module is imported at the first call that needs it, so that nothing is imported while a toolkit is.
+
+A toolkit's author of patches needs `Toolkit`, `Patch` and, in replacements, `hit`, `fallback`, `running`,
+`current_plan`, `is_disabled`, `on_disable` and `on_release`; users need `enable`, `disable`, `disabled`, `status` and
+`release`.
+
+Locks: `_lock` guards the tables and is never held while something is imported or a replacement or canary runs.
+"""
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, TypeVar
+
+from packaging.version import Version
+
+from fastgen.config import settings
+from fastgen.patches._canary import Canary, asking, resolve
+from fastgen.patches._imports import unfinished, when_finished, when_imported
+from fastgen.patches._patch import FallbackError, Patch, PatchError, Toolkit
+from fastgen.patches._slot import Function, Layer, function_in
+from fastgen.patches._status import Entry, Status, report
+
+__all__ = [
+    "FallbackError",
+    "Patch",
+    "PatchError",
+    "Toolkit",
+    "current_plan",
+    "declare",
+    "disable",
+    "disabled",
+    "enable",
+    "fallback",
+    "hit",
+    "is_disabled",
+    "on_disable",
+    "on_release",
+    "release",
+    "running",
+    "status",
+]
+
+_Plan = TypeVar("_Plan")
+_Callback = TypeVar("_Callback", bound=Callable[[], object])
+
+
+class _DisabledMeanwhile(Exception):
+    """`disable` came between the start of a patched call and the start of its plan."""
+
+
+class _NotYet(Exception):
+    """What a patch needs may still come, as ``module`` is half imported."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+
+current_plan: ContextVar[Any] = ContextVar("fastgen_plan", default=None)
+"""The plan that runs in this context, None outside of one: how an inner patch knows what the outermost decided."""
+
+_lock = threading.RLock()
+_enabled = False
+_plans_running = 0
+_entries: dict[str, Entry] = {}
+_installed: list[Entry] = []  # in the order of installation; undone from the end
+_versions: dict[str, str] = {}  # toolkit name -> version found
+_canaries: dict[str, Canary] = {}  # toolkit name -> the canary of a version newer than tested
+_disable_callbacks: list[Callable[[], object]] = []
+_release_callbacks: list[Callable[[], object]] = []
+_disabled_here: ContextVar[bool] = ContextVar("fastgen_disabled", default=False)
+
+
+def declare(*patches: Patch) -> None:
+    """Add patches to the table; `enable` applies them. Declaring the same patch again changes nothing.
+
+    Raises:
+        ValueError: another patch has the name or the target.
+    """
+    with _lock:
+        for patch in patches:
+            for other in (entry.patch for entry in _entries.values()):
+                if patch != other and (patch.name == other.name or patch.target == other.target):
+                    raise ValueError(f"{patch.name} ({patch.target}) collides with {other.name} ({other.target})")
+            _entries.setdefault(patch.name, Entry(patch))
+
+
+def enable() -> None:
+    """Apply every declared patch: now where its module is imported, else when it is. Twice is harmless.
+
+    Raises:
+        ValueError: ``FASTGEN_SKIP`` names no declared patch.
+        PatchError: a patch failed and ``FASTGEN_STRICT=1``; all others have been applied.
+    """
+    global _enabled
+    skip = settings().skip
+    with _lock:
+        for name in skip:
+            if not any(entry.patch.within(name) for entry in _entries.values()):
+                raise ValueError(f"FASTGEN_SKIP: no patch is named {name!r}; there are {', '.join(_entries)}")
+        _enabled = True
+        for entry in _entries.values():
+            if entry.state == "off" and any(entry.patch.within(name) for name in skip):
+                entry.settle("skipped", "FASTGEN_SKIP")
+            elif entry.state == "off":
+                entry.settle("pending")
+        modules = dict.fromkeys(e.patch.address.module for e in _entries.values() if e.state == "pending")
+    first_error: PatchError | None = None
+    for module in modules:
+        try:
+            _hook(module)
+        except PatchError as error:
+            first_error = first_error or error
+    if first_error is not None:
+        raise first_error
+
+
+def disable() -> None:
+    """Take all patches out again and drop the caches. Twice is harmless.
+
+    An original is put back only where our wrapper is still what lies there. A wrapper that others have wrapped since
+    stays below theirs and becomes transparent; `status` says so.
+
+    Raises:
+        RuntimeError: a plan is running, in whatever thread; nothing has been changed.
+    """
+    global _enabled
+    with _lock:
+        if _plans_running:
+            raise RuntimeError(f"fastgen.disable() while {_plans_running} patched generate call(s) are running")
+        was_enabled, _enabled = _enabled, False
+        kept = [entry for entry in reversed(_installed) if entry.layer is not None and not entry.layer.remove()]
+        _installed[:] = reversed(kept)
+        for entry in _entries.values():
+            entry.settle("off")
+            if entry not in kept:
+                entry.layer = None
+    if was_enabled:
+        for callback in (*_disable_callbacks, *_release_callbacks):
+            callback()
+
+
+@contextmanager
+def disabled() -> Generator[None]:
+    """In this context (thread, task) only, patched calls run the toolkit's own code, uncounted."""
+    token = _disabled_here.set(True)
+    try:
+        yield
+    finally:
+        _disabled_here.reset(token)
+
+
+def is_disabled() -> bool:
+    """Whether patched calls of this context run the toolkit's own code."""
+    return not _enabled or _disabled_here.get()
+
+
+def release() -> None:
+    """Drop everything that is kept between calls to save time."""
+    for callback in tuple(_release_callbacks):
+        callback()
+
+
+@contextmanager
+def running(plan: _Plan) -> Generator[_Plan]:
+    """Make ``plan`` the context's `current_plan`. While any plan runs, `disable` raises.
+
+    To be entered before the call has any side effect: should `disable` have come first, this leaves the replacement by
+    an exception that is the engine's own, and the original runs.
+    """
+    global _plans_running
+    with _lock:
+        if not _enabled:
+            raise _DisabledMeanwhile
+        _plans_running += 1
+    token = current_plan.set(plan)
+    try:
+        yield plan
+    finally:
+        current_plan.reset(token)
+        with _lock:
+            _plans_running -= 1
+
+
+def hit(name: str) -> None:
+    """Count a call that fastgen's code serves. A canary's calls are not counted."""
+    entry = _entry(name)
+    if not asking():
+        with _lock:
+            entry.hits += 1
+
+
+def fallback(name: str, reason: str) -> None:
+    """Count a call that is left to the original. A canary's call that falls back proves nothing, so there it raises.
+
+    Raises:
+        FallbackError: ``FASTGEN_STRICT=1``, or a canary runs.
+    """
+    entry = _entry(name)
+    if not asking():
+        with _lock:
+            entry.fallbacks[reason] += 1
+    if asking() or settings().strict:
+        raise FallbackError(name, reason)
+
+
+def on_disable(callback: _Callback) -> _Callback:
+    """Have ``callback()`` called after each `disable`. Usable as a decorator."""
+    _disable_callbacks.append(callback)
+    return callback
+
+
+def on_release(callback: _Callback) -> _Callback:
+    """Have ``callback()`` drop a cache at each `release` and `disable`. Usable as a decorator."""
+    _release_callbacks.append(callback)
+    return callback
+
+
+def status() -> Status:
+    """Return the state of every patch, with its reason, hits and fallbacks."""
+    modules = {entry.patch.toolkit.module for entry in tuple(_entries.values())}
+    absent = frozenset(module for module in modules if module not in sys.modules and find_spec(module) is None)
+    with _lock:
+        return report(_enabled, tuple(_entries.values()), _versions, _canaries, absent)
+
+
+def _hook(module: str) -> None:
+    when_imported(module, lambda: _arrive(module))
+
+
+def _arrive(module: str) -> None:
+    """Apply the pending patches of a module that is in sys.modules, perhaps half imported."""
+    errors: list[PatchError] = []
+    with _lock:
+        for entry in _entries.values():
+            if entry.state != "pending" or entry.patch.address.module != module or module not in sys.modules:
+                continue
+            try:
+                _apply(entry)
+            except _NotYet as wait:
+                # The awaited import may yet fail and be tried again: hook the module anew rather than look for it.
+                try:
+                    when_finished(wait.module, lambda: _hook(module))
+                except ValueError as error:
+                    errors.append(_fail(entry, error))
+            except Exception as error:  # whatever it is, the user's import goes on
+                errors.append(_fail(entry, error))
+    if errors and settings().strict:
+        raise errors[0]
+
+
+def _apply(entry: Entry) -> None:
+    patch, toolkit = entry.patch, entry.patch.toolkit
+    top, module = sys.modules[toolkit.module], sys.modules[patch.address.module]
+    found = getattr(top, "__version__", None)
+    if found is None:
+        if unfinished(top):
+            raise _NotYet(top)
+        raise ValueError(f"{toolkit.module} has no __version__; {toolkit.versions} is supported")
+    _versions[toolkit.name] = str(found)
+    version = Version(str(found))
+    if not toolkit.supports(version):
+        advice = "; ".join(filter(None, (f"{toolkit.versions} is supported", toolkit.install_hint)))
+        entry.settle("skipped", f"{toolkit.name} {found} found; {advice}")
+        return
+    try:
+        slot = patch.address.find(module)
+    except LookupError:
+        if unfinished(module):
+            raise _NotYet(module) from None
+        raise
+    names = tuple(inspect.signature(function_in(slot.read())).parameters)
+    if names[: len(patch.parameters)] != patch.parameters:
+        raise TypeError(f"parameters ({', '.join(patch.parameters)}, ...) expected, ({', '.join(names)}) found")
+    newer = version > Version(toolkit.tested)
+    if newer and toolkit.canary is not None:
+        canary = _canaries.get(toolkit.name)
+        if canary is None or canary.version != str(found):
+            _canaries[toolkit.name] = Canary(toolkit.canary, toolkit.name, str(found), settings().cache_dir)
+    if entry.layer is not None and entry.layer.reachable:
+        entry.layer.active = True  # disable() had to leave it below another's wrapper
+    else:
+        entry.layer = Layer(slot, functools.partial(_call, entry))
+        entry.layer.install()
+        _installed[:] = [*(other for other in _installed if other is not entry), entry]
+    entry.settle("applied", f"newer than {toolkit.tested}, the newest tested" if newer else "")
+
+
+def _fail(entry: Entry, error: Exception) -> PatchError:
+    reason = f"{type(error).__name__}: {error}"
+    if entry.layer is not None:
+        entry.layer.active = False
+    entry.settle("failed", reason)
+    failure = PatchError(entry.patch.name, reason)
+    failure.__cause__ = error
+    return failure
+
+
+def _call(entry: Entry, original: Function, /, *args: Any, **kwargs: Any) -> Any:
+    """Run what a patched target runs: the replacement, or the original where that is switched off or declined."""
+    if _under_compilation() or is_disabled() or (entry.patch.inner and current_plan.get() is None):
+        return original(*args, **kwargs)
+    replacement = _approved_replacement(entry)
+    if replacement is None:
+        return original(*args, **kwargs)
+    try:
+        return replacement(original, *args, **kwargs)
+    except _DisabledMeanwhile:
+        return original(*args, **kwargs)
+
+
+def _under_compilation() -> bool:
+    """Whether torch.compile is tracing: it cannot follow context variables, and what it compiles is the user's own."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
+def _approved_replacement(entry: Entry) -> Function | None:
+    """Return the replacement; None where the original must run, which is then counted."""
+    canary = _canaries.get(entry.patch.toolkit.name)
+    if canary is not None and not asking() and not canary.ask().equal:
+        fallback(entry.patch.name, "declined by the canary")
+        return None
+    if entry.replacement is None:
+        try:
+            entry.replacement = resolve(entry.patch.replacement)
+        except Exception as error:
+            with _lock:
+                failure = _fail(entry, error)
+            if asking() or settings().strict:
+                raise failure from error
+            fallback(entry.patch.name, "the replacement could not be imported")
+            return None
+    return entry.replacement
+
+
+def _entry(name: str) -> Entry:
+    try:
+        return _entries[name]
+    except KeyError:
+        raise ValueError(f"no patch is named {name!r}; there are {', '.join(_entries)}") from None

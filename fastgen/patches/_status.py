@@ -1,0 +1,180 @@
+"""What became of each patch, and its report, which `fastgen.status()` returns: plain data that prints as a table."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from fastgen._version import __version__
+from fastgen.config import settings
+from fastgen.patches._canary import Canary
+from fastgen.patches._patch import Patch, Toolkit
+from fastgen.patches._slot import Function, Layer
+
+State = Literal["pending", "applied", "skipped", "failed", "off"]
+
+
+@dataclass(eq=False)
+class Entry:
+    """A patch and what became of it so far: the engine's own record, changed under its lock."""
+
+    patch: Patch
+    state: State = "off"
+    reason: str = ""
+    hits: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter[str])
+    layer: Layer | None = None
+    replacement: Function | None = None
+
+    def settle(self, state: State, reason: str = "") -> None:
+        """Set the state and its reason."""
+        self.state, self.reason = state, reason
+
+
+@dataclass(frozen=True)
+class Row:
+    """One patch.
+
+    Attributes:
+        name: as in ``FASTGEN_SKIP``.
+        help: what it does, one line.
+        target: what it wraps.
+        state: pending (its toolkit is not imported yet), applied, skipped (by choice: FASTGEN_SKIP, a version that is
+            not supported, a canary that found a difference), failed (the toolkit is not as expected), off (disabled).
+        reason: why it is so; may be empty for an applied one.
+        hits: calls that ran fastgen's code.
+        fallbacks: calls that ran the toolkit's own code instead, by reason.
+    """
+
+    name: str
+    help: str
+    target: str
+    state: State
+    reason: str
+    hits: int
+    fallbacks: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ToolkitRow:
+    """One toolkit.
+
+    Attributes:
+        name: of the toolkit.
+        found: the imported version, or that there is none yet.
+        supported: version range.
+        tested: the newest version tested.
+        canary: for a newer version, what the comparison with the unpatched toolkit said.
+    """
+
+    name: str
+    found: str
+    supported: str
+    tested: str
+    canary: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of every patch. ``status["transformers.beam_search"]`` is one row; ``print(status)`` shows all.
+
+    Attributes:
+        version: fastgen's.
+        enabled: whether the patches are switched on as a whole.
+        toolkits: what they are made for, and what is there.
+        rows: the patches.
+    """
+
+    version: str
+    enabled: bool
+    toolkits: tuple[ToolkitRow, ...]
+    rows: tuple[Row, ...]
+
+    def __getitem__(self, name: str) -> Row:
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain dicts and tuples, which JSON can hold."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        toolkits = [(t.name, t.found, t.supported, t.tested, t.canary) for t in self.toolkits]
+        patches: list[tuple[str, ...]] = []
+        for row in self.rows:
+            patches.append((row.name, row.state, str(row.hits), str(sum(row.fallbacks.values())), row.reason))
+            patches += [("", "", "", str(count), f"  fallback: {why}") for why, count in sorted(row.fallbacks.items())]
+        return "\n".join(
+            [
+                f"fastgen {self.version}, {'enabled' if self.enabled else 'disabled'}",
+                "",
+                *_table(("toolkit", "found", "supported", "tested", "canary"), toolkits),
+                "",
+                *_table(("patch", "state", "hits", "fallbacks", "reason"), patches, numbers=(2, 3)),
+            ]
+        )
+
+
+def report(
+    enabled: bool,
+    entries: Sequence[Entry],
+    versions: Mapping[str, str],
+    canaries: Mapping[str, Canary],
+    absent: frozenset[str],
+) -> Status:
+    """Return the present state.
+
+    Args:
+        enabled: whether the patches are switched on as a whole.
+        entries: the patches.
+        versions: toolkit name -> version found.
+        canaries: toolkit name -> the canary of a version newer than tested.
+        absent: the top modules of toolkits that are not installed.
+    """
+    toolkits = dict.fromkeys(entry.patch.toolkit for entry in entries)
+    return Status(
+        __version__,
+        enabled,
+        tuple(_toolkit_row(t, versions.get(t.name), canaries.get(t.name), t.module in absent) for t in toolkits),
+        tuple(_row(e, canaries.get(e.patch.toolkit.name), e.patch.toolkit.module in absent) for e in entries),
+    )
+
+
+def _toolkit_row(toolkit: Toolkit, version: str | None, canary: Canary | None, absent: bool) -> ToolkitRow:
+    found = version or ("not installed" if absent else "not imported")
+    said = "not needed" if version else ""
+    if canary is not None:
+        said = str(canary.verdict or "asked at the first patched call")
+    return ToolkitRow(toolkit.name, found, toolkit.versions, toolkit.tested, said)
+
+
+def _row(entry: Entry, canary: Canary | None, absent: bool) -> Row:
+    patch, state, reasons = entry.patch, entry.state, [entry.reason]
+    if state == "pending" and absent:
+        reasons = [f"{patch.toolkit.name} is not installed", patch.toolkit.install_hint]
+    elif state == "pending":
+        reasons = [f"{patch.address.module} is not imported yet"]
+    elif state == "applied" and canary is not None and canary.verdict is not None and not canary.verdict.equal:
+        state, reasons = "skipped", [f"the canary found {canary.verdict}"]
+    elif state == "applied" and entry.layer is not None and not entry.layer.on_top:
+        reasons += ["others have patched over it since"]
+    elif state == "off":
+        reasons = ["disabled" if settings().enabled else "FASTGEN=0"]
+        if entry.layer is not None:
+            reasons += ["our wrapper stays below another's and is transparent"]
+    reason = "; ".join(filter(None, reasons))
+    return Row(patch.name, patch.help, patch.target, state, reason, entry.hits, dict(entry.fallbacks))
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...] = ()) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines: list[str] = []
+    for row in (head, *rows):
+        cells = (
+            cell.rjust(width) if index in numbers else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join(cells).rstrip())
+    return lines

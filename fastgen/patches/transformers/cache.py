@@ -1,0 +1,122 @@
+"""transformers' cache classes over the keys and values of `decoding.cache`."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer
+
+from fastgen.decoding.cache import Ancestry, LayerKV
+from fastgen.models.attention import ticket
+
+
+class SharedCache:
+    """The cache of one call: B sentences with M rows each.
+
+    While the prompt runs, at B rows, its layers behave as transformers' own. `begin_decoding` makes them hold M slots per step;
+    with M > 1 they then hand out tickets, which only `models.attention` can redeem, and with M = 1 plain views.
+    """
+
+    def __init__(self, sentences: int, beams: int, device: torch.device, encoder_decoder: bool) -> None:
+        self.sentences, self.beams = sentences, beams
+        self.decoding = False
+        self.ancestry = Ancestry(sentences, beams, device) if beams > 1 else None
+        self.text: list[LayerKV] = []
+        self.source: list[LayerKV] = []
+        own = Cache(layer_class_to_replicate=partial(_Layer, self, self.text))
+        self.past_key_values: Cache = own
+        if encoder_decoder:
+            self.past_key_values = EncoderDecoderCache(
+                own, Cache(layer_class_to_replicate=partial(_Layer, self, self.source))
+            )
+
+    @property
+    def rows(self) -> int:
+        return self.sentences * self.beams
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values in use."""
+        return sum(layer.nbytes for layer in (*self.text, *self.source))
+
+    @property
+    def stock_nbytes(self) -> int:
+        """Bytes that transformers' own cache would use for the same text: every row holds all it sees."""
+        return sum(layer.nbytes // layer.slots * layer.length * self.beams for layer in (*self.text, *self.source))
+
+    def begin_decoding(self) -> None:
+        self.decoding = True
+        for layer in self.text:
+            layer.beams = self.beams
+
+    def begin_step(self) -> None:
+        if self.ancestry is not None:
+            self.ancestry.begin_step()
+
+    def reorder(self, parents: Tensor) -> None:
+        """Let row b * M + m continue beam parents[b, m]; nothing but the ancestry moves."""
+        if self.ancestry is not None:
+            self.ancestry.reorder(parents)
+
+    def keep(self, sentences: Tensor) -> None:
+        """Keep these sentences only."""
+        self.sentences = sentences.shape[0]
+        if self.ancestry is not None:
+            self.ancestry.keep(sentences)
+        for layer in (*self.text, *self.source):
+            layer.keep(sentences)
+
+    def as_dynamic(self, config: Any) -> Cache:
+        """Return what transformers' own loop would return: a DynamicCache in which every row holds all it sees."""
+        caches: list[Cache] = []
+        for layers in (
+            (self.text, self.source) if isinstance(self.past_key_values, EncoderDecoderCache) else (self.text,)
+        ):
+            cache = DynamicCache(config=config)
+            for index, layer in enumerate(layers):
+                keys, values = layer.of_beams(self._ancestors(layer.steps))
+                cache.update(keys, values, index)
+            caches.append(cache)
+        return caches[0] if len(caches) == 1 else EncoderDecoderCache(*caches)
+
+    def _ancestors(self, steps: int) -> Tensor:
+        """(B, M, T): the beam whose slot holds token t of beam m."""
+        if self.ancestry is None or steps == 0:
+            device = (self.text[0].keys if self.text else torch.empty(0)).device
+            return torch.zeros(self.sentences, self.beams, steps, dtype=torch.int64, device=device)
+        return self.ancestry.visible.view(self.sentences, self.beams, steps, self.beams).argmax(3)
+
+
+class _Layer(DynamicLayer):
+    """One layer of the cache, as transformers' modules see it."""
+
+    def __init__(self, owner: SharedCache, layers: list[LayerKV]) -> None:
+        self._owner, self._kv = owner, LayerKV()
+        layers.append(self._kv)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self._owner.decoding:
+            fresh = self._kv.length == 0
+            self._kv.extend(key_states, value_states)
+            return (key_states, value_states) if fresh else (self._kv.keys, self._kv.values)
+        self._kv.append(key_states, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self._kv.length
+
+    @property
+    def keys(self) -> Tensor:  # type: ignore[override]
+        return self._visible(self._kv.keys)
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        return self._visible(self._kv.values)
+
+    def _visible(self, held: Tensor) -> Tensor:
+        if self._owner.decoding and self._owner.beams > 1:
+            return ticket(self._kv, self._owner.rows, self._kv.length)
+        return held

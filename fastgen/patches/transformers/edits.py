@@ -1,0 +1,91 @@
+"""transformers' logits processors and stopping criteria as the edits and stops of `decoding.text`."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as lp
+from transformers.generation import stopping_criteria as sc
+
+from fastgen.decoding.text import Ban, Call, Edit, Force, NGramBlock, Stop
+
+# Processors that treat every row alike and by its own text alone, so that rows may leave the batch.
+_ROWWISE = (
+    lp.MinLengthLogitsProcessor, lp.MinNewTokensLengthLogitsProcessor, lp.TemperatureLogitsWarper, lp.TopPLogitsWarper,
+    lp.TopKLogitsWarper, lp.MinPLogitsWarper, lp.TypicalLogitsWarper, lp.EpsilonLogitsWarper, lp.EtaLogitsWarper,
+    lp.NoRepeatNGramLogitsProcessor, lp.SequenceBiasLogitsProcessor, lp.NoBadWordsLogitsProcessor,
+    lp.ForcedBOSTokenLogitsProcessor, lp.ForcedEOSTokenLogitsProcessor, lp.InfNanRemoveLogitsProcessor,
+    lp.ExponentialDecayLengthPenalty, lp.LogitNormalization, lp.SuppressTokensAtBeginLogitsProcessor,
+    lp.SuppressTokensLogitsProcessor,
+)  # fmt: skip
+
+
+def edits_of(processors: Sequence[Any], vocabulary: int) -> list[Edit]:
+    """Translate the processors, in order; those without an edit of their own are called as they are."""
+    return [_edit(processor, vocabulary) for processor in processors]
+
+
+def rowwise(processors: Sequence[Any]) -> str | None:
+    """None when rows may leave the batch under these processors, else the name of one that forbids it."""
+    return next((type(p).__name__ for p in processors if type(p) not in _ROWWISE), None)
+
+
+def _edit(processor: Any, vocabulary: int) -> Edit:
+    kind = type(processor)
+    if kind is lp.NoRepeatNGramLogitsProcessor:
+        return NGramBlock(processor.ngram_size)
+    if kind is lp.MinLengthLogitsProcessor:
+        return Ban(processor.eos_token_id, lambda length: length < processor.min_length)
+    if kind is lp.MinNewTokensLengthLogitsProcessor:
+        return Ban(
+            processor.eos_token_id, lambda length: length - processor.prompt_length_to_skip < processor.min_new_tokens
+        )
+    if kind is lp.SuppressTokensLogitsProcessor:
+        return Ban(processor.suppress_tokens, lambda _: True)
+    if kind is lp.SuppressTokensAtBeginLogitsProcessor:
+        return Ban(processor.begin_suppress_tokens, lambda length: length == processor.begin_index)
+    if kind is lp.ForcedBOSTokenLogitsProcessor:
+        return Force(torch.as_tensor(processor.bos_token_id), lambda length: length == 1)
+    if kind is lp.ForcedEOSTokenLogitsProcessor:
+        return Force(processor.eos_token_id, lambda length: length == processor.max_length - 1)
+    if kind is lp.NoBadWordsLogitsProcessor:
+        biases: dict[tuple[int, ...], float] = processor.sequence_bias
+        if all(len(words) == 1 and words[0] < vocabulary for words in biases):
+            return Ban(torch.tensor([words[0] for words in biases], dtype=torch.int64), lambda _: True)
+    # The toolkit's list checks what arguments a processor wants, and raises as stock does.
+    return Call(lp.LogitsProcessorList([processor]))
+
+
+def stop_of(criteria: Sequence[Any]) -> Stop:
+    """Translate the stopping criteria."""
+    eos: list[Tensor] = []
+    at_length: list[Callable[[int], bool]] = []
+    others: list[Callable[[Tensor, object], Tensor]] = []
+    for criterion in criteria:
+        if type(criterion) is sc.EosTokenCriteria:
+            eos.append(criterion.eos_token_id)
+        elif type(criterion) is sc.MaxLengthCriteria:
+            at_length.append(_reaches(criterion))
+        elif type(criterion) is sc.MaxTimeCriteria:
+            at_length.append(_expires(criterion))
+        else:
+            others.append(criterion)
+    return Stop(torch.cat(eos) if eos else None, at_length, others)
+
+
+def known(criteria: Sequence[Any]) -> str | None:
+    """None when the criteria look at a row's newest token and the length alone, else the name of one that does not."""
+    kinds = (sc.EosTokenCriteria, sc.MaxLengthCriteria, sc.MaxTimeCriteria)
+    return next((type(c).__name__ for c in criteria if type(c) not in kinds), None)
+
+
+def _reaches(criterion: Any) -> Callable[[int], bool]:
+    # Asked with an empty row of that length, as the criterion also warns of lengths that the model was not made for.
+    probe = torch.zeros(1, 1, dtype=torch.int64)
+    return lambda length: bool(criterion(probe.expand(1, length), None))
+
+
+def _expires(criterion: Any) -> Callable[[int], bool]:
+    return lambda _: time.time() - criterion.initial_timestamp > criterion.max_time

@@ -1,0 +1,228 @@
+"""transformers' `generate` and its two decoding loops, on the engine of `decoding`."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.generation import utils as gu
+
+from fastgen.decoding.beam import BeamSearch, Trace
+from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.decoding.rules import TransformersRule
+from fastgen.decoding.sample import Sampling
+from fastgen.models.linear import routed
+from fastgen.patches import _engine
+from fastgen.patches.transformers.decide import decide
+from fastgen.patches.transformers.edits import edits_of, stop_of
+from fastgen.patches.transformers.report import CallReport, note
+from fastgen.patches.transformers.stepper import TransformersStepper
+
+_Original = Callable[..., Any]
+
+
+def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`GenerationMixin.generate` with the model's linear layers on their fastest route."""
+    with _engine.running("generate"), routed(self) as layers:
+        if layers:
+            _engine.hit("transformers.generate")
+        return original(self, *args, **kwargs)
+
+
+@dataclass
+class _Call:
+    """What `generate` hands to one of its loops."""
+
+    model: Any
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: Any
+    config: Any
+    synced_gpus: bool
+    model_kwargs: dict[str, Any]
+    streamer: Any = None
+
+    @property
+    def trace(self) -> Trace:
+        wanted = self.config.return_dict_in_generate
+        return Trace(
+            scores=[] if wanted and self.config.output_scores else None,
+            logits=[] if wanted and self.config.output_logits else None,
+        )
+
+    def stepper(self, plan: Plan) -> TransformersStepper:
+        stepper = TransformersStepper(self.model, plan, self.input_ids, self.config, dict(self.model_kwargs))
+        if self.config.return_dict_in_generate and (self.config.output_hidden_states or self.config.output_attentions):
+            stepper.outputs = []
+        return stepper
+
+
+def beam_search(
+    original: _Original,
+    self: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    **model_kwargs: Any,
+) -> Any:
+    """`GenerationMixin._beam_search` over one cache per sentence."""
+    call = _Call(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+    stock = lambda: original(  # noqa: E731
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
+    )
+    return _run("beam", call, _beam_search, stock)
+
+
+def sample(
+    original: _Original,
+    self: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """`GenerationMixin._sample` over one cache per sentence."""
+    call = _Call(
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer
+    )
+    stock = lambda: original(  # noqa: E731
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+    )
+    return _run("sample", call, _sample, stock)
+
+
+def _run(
+    loop: Literal["beam", "sample"], call: _Call, decode: Callable[[_Call, Plan], Any], stock: Callable[[], Any]
+) -> Any:
+    """Decide, then decode here or leave the call to the toolkit; the reason is counted."""
+    name = {"beam": "transformers.beam_search", "sample": "transformers.sample"}[loop]
+    draws = torch.get_rng_state() if call.config.do_sample and call.input_ids.device.type == "cpu" else None
+    try:
+        plan = decide(
+            call.model,
+            loop,
+            call.input_ids,
+            call.logits_processor,
+            call.stopping_criteria,
+            call.config,
+            call.model_kwargs | {"synced_gpus": call.synced_gpus, "streamer": call.streamer},
+        )
+        with _engine.running(plan):
+            result = decode(call, plan)
+    except Unsupported as unsupported:
+        _engine.fallback(name, unsupported.reason)
+        if draws is not None:
+            torch.set_rng_state(draws)
+        return stock()
+    _engine.hit(name)
+    return result
+
+
+def _beam_search(call: _Call, plan: Plan) -> Any:
+    config, m = call.config, plan.beams
+    eos, pad = config._eos_token_tensor, config._pad_token_tensor
+    rule = TransformersRule(
+        beams=m,
+        max_length=config.max_length,
+        prompt_length=call.input_ids.shape[1],
+        ends=0 if eos is None else eos.shape[0],
+        length_penalty=config.length_penalty,
+        early_stopping=config.early_stopping,
+    )
+    model = call.stepper(plan)
+    search = BeamSearch(
+        prompt=call.input_ids[::m],
+        rule=rule,
+        stop=stop_of(call.stopping_criteria),
+        edits=edits_of(call.logits_processor, _vocabulary(call.model)),
+        # As stock has it: a padding id of 0 counts as none.
+        fill=-1 if eos is None else int(pad or eos[0]),
+        sample=config.do_sample,
+        may_drop=plan.drop,
+        trace=call.trace,
+    )
+    best = search.run(model)
+    note(CallReport(plan, model.cache.nbytes, model.cache.stock_nbytes))
+    kept = config.num_return_sequences
+    sequences, beams = best.ids[:, :kept].flatten(0, 1), best.beams[:, :kept].flatten(0, 1)
+    longest = int((beams >= 0).sum(1).max())
+    sequences = sequences[:, : call.input_ids.shape[1] + longest]
+    if not config.return_dict_in_generate:
+        return sequences
+    fields = _fields(call, model, search.trace)
+    fields |= {
+        "sequences": sequences,
+        "sequences_scores": best.scores[:, :kept].flatten() if config.output_scores else None,
+        "beam_indices": beams[:, :longest],
+    }
+    kind = (
+        gu.GenerateBeamEncoderDecoderOutput
+        if call.model.config.is_encoder_decoder
+        else gu.GenerateBeamDecoderOnlyOutput
+    )
+    return kind(**fields)
+
+
+def _sample(call: _Call, plan: Plan) -> Any:
+    config = call.config
+    pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
+    pad = config._pad_token_tensor
+    model = call.stepper(plan)
+    sampling = Sampling(
+        ids=call.input_ids,
+        stop=stop_of(call.stopping_criteria),
+        edits=edits_of(call.logits_processor, _vocabulary(call.model)),
+        pad=pad.to(call.input_ids.device) if pads else None,
+        sample=config.do_sample,
+        may_drop=plan.drop and pads,
+        trace=call.trace,
+        on_tokens=None if call.streamer is None else lambda tokens: call.streamer.put(tokens.cpu()),
+    )
+    with getattr(call.model, "_optimize_model_for_decode", nullcontext)():
+        sequences = sampling.run(model)
+    if call.streamer is not None:
+        call.streamer.end()
+    note(CallReport(plan, model.cache.nbytes, model.cache.stock_nbytes))
+    if not config.return_dict_in_generate:
+        return sequences
+    fields = _fields(call, model, sampling.trace) | {"sequences": sequences}
+    kind = gu.GenerateEncoderDecoderOutput if call.model.config.is_encoder_decoder else gu.GenerateDecoderOnlyOutput
+    return kind(**fields)
+
+
+def _fields(call: _Call, model: TransformersStepper, trace: Trace) -> dict[str, Any]:
+    """The fields that all of `generate`'s outputs have."""
+    config, encoder_decoder = call.config, call.model.config.is_encoder_decoder
+
+    def of_steps(name: str, wanted: bool) -> tuple[Any, ...] | None:
+        return tuple(outputs[name] for outputs in model.outputs or ()) if wanted else None
+
+    fields: dict[str, Any] = {
+        "scores": None if trace.scores is None else tuple(trace.scores),
+        "logits": None if trace.logits is None else tuple(trace.logits),
+        "past_key_values": model.cache.as_dynamic(call.model.config.get_text_config(decoder=True)),
+    }
+    if not encoder_decoder:
+        return fields | {
+            "attentions": of_steps("attentions", config.output_attentions),
+            "hidden_states": of_steps("hidden_states", config.output_hidden_states),
+        }
+    encoder = call.model_kwargs["encoder_outputs"]
+    return fields | {
+        "encoder_attentions": encoder.get("attentions") if config.output_attentions else None,
+        "encoder_hidden_states": encoder.get("hidden_states") if config.output_hidden_states else None,
+        "decoder_attentions": of_steps("decoder_attentions", config.output_attentions),
+        "cross_attentions": of_steps("cross_attentions", config.output_attentions),
+        "decoder_hidden_states": of_steps("decoder_hidden_states", config.output_hidden_states),
+    }
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.config.get_text_config(decoder=True).vocab_size)

@@ -1,0 +1,125 @@
+"""A transformers model that makes decode steps over the shared cache, through its own forward."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.models.attention import BeamAttention
+from fastgen.patches.transformers.attention import current_step
+from fastgen.patches.transformers.cache import SharedCache
+
+
+class TransformersStepper:
+    """A model, the keyword arguments of its forward at B * M rows, and its cache.
+
+    Args:
+        input_ids: (B * M, P). model_kwargs: as `generate` hands them to its loop, expanded to B * M rows.
+        observe: called with the outputs of every forward, those of the prompt at B rows.
+    """
+
+    def __init__(
+        self, model: Any, plan: Plan, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> None:
+        self.model, self.plan, self.config = model, plan, generation_config
+        self.input_ids, self.kwargs = input_ids, model_kwargs
+        self.cache = SharedCache(plan.sentences, plan.beams, input_ids.device, model.config.is_encoder_decoder)
+        self.outputs: list[Any] | None = None
+        self.steps = 0
+
+    def prefill(self) -> Tensor:
+        m = self.plan.beams
+        first = {name: _every(m, value) for name, value in self.kwargs.items()}
+        first["past_key_values"] = self.cache.past_key_values
+        self.kwargs["past_key_values"] = None
+        outputs = self.model._prefill(self.input_ids[::m], self.config, first, is_first_iteration=True)
+        self.cache.begin_decoding()
+        if "encoder_outputs" in self.kwargs:
+            self.kwargs["encoder_outputs"] = _unreadable(self.kwargs["encoder_outputs"])
+        return self._taken(outputs, repeat=m)
+
+    def step(self, ids: Tensor) -> Tensor:
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **self.kwargs)
+        self.cache.begin_step()
+        ancestry = self.cache.ancestry
+        if ancestry is None:
+            outputs = self.model(**inputs, return_dict=True)
+        else:
+            token = current_step.set(BeamAttention(self.cache.sentences, self.cache.beams, ancestry.visible))
+            try:
+                outputs = self.model(**inputs, return_dict=True)
+            finally:
+                current_step.reset(token)
+        return self._taken(outputs)
+
+    def reorder(self, parents: Tensor) -> None:
+        self.cache.reorder(parents)
+
+    def keep(self, sentences: Tensor) -> None:
+        self.cache.keep(sentences)
+        m = self.plan.beams
+        rows = (sentences[:, None] * m + torch.arange(m, device=sentences.device)).flatten()
+        self.kwargs = {name: _select(rows, value) for name, value in self.kwargs.items()}
+
+    def _taken(self, outputs: Any, repeat: int = 1) -> Tensor:
+        """Note what the next step needs and return the logits (R, V) fp32 of the last token, a tensor of their own."""
+        self.kwargs = self.model._update_model_kwargs_for_generation(
+            outputs, self.kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
+        )
+        self.kwargs["past_key_values"] = self.cache.past_key_values
+        if self.outputs is not None:
+            self.outputs.append({name: _repeat(repeat, outputs.get(name)) for name in _OBSERVED})
+        logits = outputs.logits[:, -1].to(dtype=torch.float32, device=self.input_ids.device, copy=repeat == 1)
+        if self.steps == 1 and self.plan.shared and bool(logits.isnan().any()) and not self.prompt_was_nan:
+            raise Unsupported(f"{type(self.model).__name__} computes with the cache in a way of its own")
+        if self.steps == 0:
+            self.prompt_was_nan = bool(logits.isnan().any())
+        self.steps += 1
+        return logits.repeat_interleave(repeat, 0) if repeat > 1 else logits
+
+
+_OBSERVED = ("hidden_states", "decoder_hidden_states", "attentions", "decoder_attentions", "cross_attentions")
+
+
+def _every(m: int, value: Any) -> Any:
+    """Undo the expansion of `generate`: every m-th row of a tensor, and of the tensors in a mapping."""
+    if m == 1:
+        return value
+    if isinstance(value, Tensor):
+        return value[::m]
+    if isinstance(value, Mapping):
+        mapping = cast("Mapping[str, Any]", value)
+        return type(value)({k: _every(m, v) if isinstance(v, Tensor) else v for k, v in mapping.items()})  # type: ignore[call-arg]
+    return value
+
+
+def _select(rows: Tensor, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.index_select(0, rows.to(value.device))
+    if isinstance(value, Mapping):
+        mapping = cast("Mapping[str, Any]", value)
+        return type(value)({k: _select(rows, v) if isinstance(v, Tensor) else v for k, v in mapping.items()})  # type: ignore[call-arg]
+    return value
+
+
+def _repeat(m: int, value: Any) -> Any:
+    """Expand what the prompt's forward returned at B rows to B * M rows."""
+    if m == 1 or value is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.repeat_interleave(m, 0)
+    return tuple(_repeat(m, part) for part in value)
+
+
+def _unreadable(encoder_outputs: Any) -> Any:
+    """Encoder outputs of the same shape that hold no memory: once cross-attention is cached nothing may read them, and what does gets NaN."""
+    return type(encoder_outputs)(
+        {
+            name: torch.full((1,) * value.dim(), torch.nan, dtype=value.dtype, device=value.device).expand(value.shape)
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
+            for name, value in encoder_outputs.items()
+        }
+    )

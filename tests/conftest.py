@@ -1,0 +1,49 @@
+"""What must hold before a test module is imported: no network, one thread, Triton's interpreter without a GPU."""
+
+import atexit
+import importlib.metadata
+import os
+import shutil
+import tempfile
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Tests compare bits and run several at a time: one thread each. Processes that tests start inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
+# What fastgen keeps for later calls must neither come from nor go to the user's own folder.
+os.environ["FASTGEN_CACHE_DIR"] = tempfile.mkdtemp(prefix="fastgen-tests-")
+atexit.register(shutil.rmtree, os.environ["FASTGEN_CACHE_DIR"], ignore_errors=True)
+torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared, so before fastgen.ops is imported
+
+
+def pytest_configure() -> None:
+    """End the run if it was to be on another transformers than it is (`make test` names the oldest one supported)."""
+    wanted = os.environ.get("EXPECT_TRANSFORMERS")
+    found = _version("transformers")
+    if wanted and found != wanted:
+        pytest.exit(f"EXPECT_TRANSFORMERS={wanted}, but transformers {found} is the one that would be imported", 4)
+
+
+def pytest_report_header() -> str:
+    return f"torch {torch.__version__}, transformers {_version('transformers')}, cuda {torch.version.cuda or 'none'}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

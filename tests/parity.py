@@ -1,0 +1,96 @@
+"""Side by side: a call of `generate` with fastgen and the same call without it, compared field by field."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+import fastgen
+
+
+@dataclass
+class Result:
+    """What a call gave: its value or its exception, and where it left the random number generator."""
+
+    value: Any
+    error: BaseException | None
+    random_state: torch.Tensor
+
+
+def call(model: Any, kwargs: dict[str, Any], seed: int) -> Result:
+    """Run `model.generate(**kwargs)`; what raises is a result too."""
+    torch.manual_seed(seed)
+    value, error = None, None
+    try:
+        value = model.generate(**kwargs)
+    except Exception as raised:
+        error = raised
+    return Result(value, error, torch.get_rng_state())
+
+
+def fallbacks() -> dict[str, int]:
+    """The reasons counted so far, of all patches."""
+    counts: dict[str, int] = {}
+    for row in fastgen.status().rows:
+        for reason, count in row.fallbacks.items():
+            counts[reason] = counts.get(reason, 0) + count
+    return counts
+
+
+def hits() -> int:
+    return sum(
+        row.hits for row in fastgen.status().rows if row.name in ("transformers.beam_search", "transformers.sample")
+    )
+
+
+def assert_same(model: Any, kwargs: dict[str, Any], seed: int = 0, tolerance: float = 1e-9) -> Result:
+    """Assert that fastgen changes nothing about a call; return what it gave.
+
+    Stateful arguments are copied for each run. Compared are the exception's type, the output's type and fields, every token,
+    and every number: shape, dtype and value within `tolerance`.
+    """
+    ours = call(model, copy.deepcopy(kwargs), seed)
+    with fastgen.disabled():
+        stock = call(model, copy.deepcopy(kwargs), seed)
+    if stock.error is not None or ours.error is not None:
+        assert type(ours.error) is type(stock.error), f"{ours.error!r} instead of {stock.error!r}"
+        return ours
+    assert type(ours.value) is type(stock.value)
+    _same(ours.value, stock.value, "output", tolerance)
+    if kwargs.get("do_sample"):
+        assert torch.equal(ours.random_state, stock.random_state), "the random number generator was left elsewhere"
+    return ours
+
+
+def _same(ours: Any, stock: Any, where: str, tolerance: float) -> None:
+    if isinstance(stock, ModelOutput):
+        assert list(ours.keys()) == list(stock.keys()), where
+        for name in stock:
+            _same(ours[name], stock[name], f"{where}.{name}", tolerance)
+    elif isinstance(stock, torch.Tensor):
+        assert isinstance(ours, torch.Tensor), where
+        assert ours.shape == stock.shape, f"{where}: shape {tuple(ours.shape)} instead of {tuple(stock.shape)}"
+        assert ours.dtype == stock.dtype, f"{where}: {ours.dtype} instead of {stock.dtype}"
+        if stock.is_floating_point():
+            torch.testing.assert_close(
+                ours, stock, atol=tolerance, rtol=tolerance, equal_nan=True, msg=lambda m: f"{where}: {m}"
+            )
+        else:
+            assert torch.equal(ours, stock), f"{where}: {ours.tolist()} instead of {stock.tolist()}"
+    elif isinstance(stock, tuple):
+        assert len(ours) == len(stock), f"{where}: {len(ours)} entries instead of {len(stock)}"
+        for index, (mine, theirs) in enumerate(zip(ours, stock, strict=True)):
+            _same(mine, theirs, f"{where}[{index}]", tolerance)
+    elif hasattr(stock, "layers") or hasattr(stock, "self_attention_cache"):
+        assert type(ours) is type(stock), where
+        _same(_layers(ours), _layers(stock), where, tolerance)
+    else:
+        assert ours == stock, where
+
+
+def _layers(cache: Any) -> tuple[torch.Tensor, ...]:
+    if hasattr(cache, "self_attention_cache"):
+        return _layers(cache.self_attention_cache) + _layers(cache.cross_attention_cache)
+    return tuple(part for layer in cache.layers for part in (layer.keys, layer.values))

@@ -1,0 +1,174 @@
+"""The `fastgen` command, run as a user runs it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import MarianConfig, MarianMTModel, PreTrainedTokenizerFast
+
+import fastgen
+from fastgen.cli import main
+from fastgen.cli.workloads import NEAR_TIE, Workload, translation
+from fastgen.config import VARIABLES
+from fastgen.models.families import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like examples/en-es, with an untrained toy for a model."""
+    folder = tmp_path_factory.mktemp("en-es")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: i for i, piece in enumerate(["<pad>", "</s>", "<unk>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=256
+    ).save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = MarianConfig(
+        vocab_size=len(vocabulary), d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=256, init_std=0.5,
+        pad_token_id=0, bos_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None,
+    )  # fmt: skip
+    MarianMTModel(config).half().save_pretrained(folder / "model")
+    (folder / "test.en").write_text("One.\nThe second line.\n" * 5, "utf-8")
+    (folder / "test.es").write_text("Uno.\nLa segunda línea.\n" * 5, "utf-8")
+    return folder
+
+
+def fastgen_command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fastgen", *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | variables, timeout=300, check=False
+    )
+
+
+def test_status_imports_the_toolkits_and_lists_every_variable():
+    done = fastgen_command("status", FASTGEN_SKIP="transformers.sample")
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line}
+    assert lines["transformers.beam_search"][0] == "applied"
+    assert lines["transformers.sample"][0] == "skipped"
+    assert lines["FASTGEN_SKIP"][0] == "transformers.sample"
+    assert all(variable.name in lines for variable in VARIABLES)
+
+
+def test_status_as_json():
+    done = fastgen_command("status", "--json", FASTGEN="0")
+    found = json.loads(done.stdout)
+    assert found["enabled"] is False
+    assert {row["state"] for row in found["rows"]} == {"off"}
+    assert found["import_problems"] == {}
+    assert {v["name"]: v["value"] for v in found["variables"]}["FASTGEN"] == "0"
+
+
+def test_a_broken_toolkit_is_reported(tmp_path: Path):
+    (tmp_path / "transformers.py").write_text("raise RuntimeError('half installed')")
+    done = fastgen_command("status", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert done.returncode == 0, done.stderr
+    assert "half installed" in done.stdout
+
+
+def test_help_imports_no_torch():
+    code = "import sys, fastgen.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "demo" in done.stdout
+
+
+def test_demo_shows_speed_only_for_equal_output(
+    example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    figures = tmp_path / "figures.json"
+    assert main(["demo", "--quick", "--examples", str(example), "--json", str(figures)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("same output           yes") == 2
+    assert shown.count("faster by") == 2
+    assert "reference  Uno." in shown
+    assert "transformers.beam_search" in shown
+
+    found = json.loads(figures.read_text("utf-8"))
+    assert found["environment"]["torch"] == torch.__version__
+    for part in found["parts"]:
+        assert part["outcome"]["equal"]
+        assert part["outcome"]["ratio"] > 0
+        assert part["hits"]["transformers.beam_search"] == 2
+        assert part["fallbacks"] == {}
+        kv = part["kv_cache_bytes"]
+        assert kv["fastgen"] < kv["transformers"]
+        assert kv["transformers"] == kv["transformers_computed"]
+    assert found["parts"][0]["bleu_signature"].startswith("nrefs:1")
+    assert len(found["parts"][0]["translations"]) == 8
+
+    run = Workload.run
+
+    def one_token_changed_where_patched(self, after_batch):
+        rows = run(self, after_batch)
+        if not fastgen.patches._engine.is_disabled():
+            rows[0][1] += 1
+        return rows
+
+    monkeypatch.setattr(Workload, "run", one_token_changed_where_patched)
+    assert main(["demo", "--quick", "--examples", str(example), "--json", str(figures)]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("same output           NO: 1 of") == 2
+    assert "faster" not in shown
+    assert "sentences/s" not in shown
+    assert json.loads(figures.read_text("utf-8"))["parts"][0]["outcome"]["ratio"] is None
+
+
+def test_near_ties_are_told_from_differences(example: Path):
+    workload, _ = translation(example, 3)
+    shared = workload.model.model.shared.weight.data
+    shared[50] = shared[51]
+    row = [0, 50, 60, 1]
+    assert workload.margin(2, row, [0, 51, 60, 1]) < NEAR_TIE
+    assert workload.margin(2, row, [0, 50, 61, 1]) > NEAR_TIE
+    assert workload.margin(2, row, [0, 50, 1]) > NEAR_TIE
+    with pytest.raises(ValueError, match="sentence 3 of 3"):
+        workload.margin(3, row, row)
+
+
+def test_demo_says_that_fastgen_did_not_run(example: Path):
+    done = fastgen_command("demo", "--quick", "--examples", str(example), FASTGEN_SKIP="transformers")
+    assert done.returncode == 1
+    assert "fastgen did not run" in done.stdout
+    assert "faster by" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--examples", "/nowhere"], "--examples DIR"),
+        (["--json", "/nowhere/figures.json"], "there is no folder /nowhere"),
+    ],
+)
+def test_demo_explains_what_is_missing(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["demo", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["nothing"], ["demo", "--sentences", "0"], ["demo", "--rounds", "x"]])
+def test_wrong_usage_exits_with_2(words: list[str]):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+
+
+def test_the_documentation_lists_every_variable_and_family():
+    switches, supported = ((ROOT / "docs" / name).read_text("utf-8") for name in ("switches.md", "supported.md"))
+    for variable in VARIABLES:
+        allowed = ", ".join(f"`{value}`" for value in variable.allowed) or "any text"
+        assert f"| `{variable.name}` | {allowed} | {variable.help} |" in switches
+    listed = supported.partition("## Model families")[2].partition("\n## ")[0]
+    assert set(re.findall("`(.+?)`", listed)) - {"model_type", "CONTRIBUTING.md"} == set(FAMILIES)

@@ -1,0 +1,98 @@
+"""Tiny random models of every proven family, built from their configs: no weights are loaded from anywhere.
+
+Weights have an enlarged spread, so that the logits of two tokens are rarely near a tie.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as tf
+
+VOCABULARY = 96
+PAD, EOS, START = 0, 2, 3
+
+_ENCODER_DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 128,
+    "init_std": 1.0, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS, "decoder_start_token_id": START,
+    "forced_eos_token_id": None,
+}  # fmt: skip
+_T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2,
+    "initializer_factor": 3.0, "pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": START,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
+}  # fmt: skip
+_DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.8, "pad_token_id": PAD,
+    "bos_token_id": 1, "eos_token_id": EOS,
+}  # fmt: skip
+
+ENCODER_DECODERS: dict[str, Callable[[], Any]] = {
+    "bart": lambda: tf.BartForConditionalGeneration(tf.BartConfig(**_ENCODER_DECODER)),
+    "mbart": lambda: tf.MBartForConditionalGeneration(tf.MBartConfig(**_ENCODER_DECODER)),
+    "marian": lambda: tf.MarianMTModel(tf.MarianConfig(**_ENCODER_DECODER)),
+    "m2m_100": lambda: tf.M2M100ForConditionalGeneration(tf.M2M100Config(**_ENCODER_DECODER)),
+    "pegasus": lambda: tf.PegasusForConditionalGeneration(tf.PegasusConfig(**_ENCODER_DECODER)),
+    "plbart": lambda: tf.PLBartForConditionalGeneration(tf.PLBartConfig(**_ENCODER_DECODER)),
+    "blenderbot": lambda: tf.BlenderbotForConditionalGeneration(tf.BlenderbotConfig(**_ENCODER_DECODER)),
+    "blenderbot-small": lambda: tf.BlenderbotSmallForConditionalGeneration(
+        tf.BlenderbotSmallConfig(**_ENCODER_DECODER)
+    ),
+    "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(**_T5)),
+    "mt5": lambda: tf.MT5ForConditionalGeneration(tf.MT5Config(**_T5)),
+    "umt5": lambda: tf.UMT5ForConditionalGeneration(tf.UMT5Config(**_T5)),
+}
+
+DECODERS: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: tf.GPT2LMHeadModel(
+        tf.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=256, initializer_range=0.8,
+            pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS,
+        )
+    ),
+    "opt": lambda: tf.OPTForCausalLM(
+        tf.OPTConfig(
+            vocab_size=VOCABULARY, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2,
+            word_embed_proj_dim=16, max_position_embeddings=256, init_std=0.8, pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS,
+        )
+    ),
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_DECODER)),
+    "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**_DECODER)),
+    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**_DECODER)),
+    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**_DECODER, sliding_window=8)),
+    "gemma": lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**_DECODER)),
+    "gemma2": lambda: tf.Gemma2ForCausalLM(
+        tf.Gemma2Config(**_DECODER, sliding_window=8, query_pre_attn_scalar=8, attn_implementation="eager")
+    ),
+    "gemma3_text": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**_DECODER, sliding_window=8, query_pre_attn_scalar=8)),
+    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**{k: v for k, v in _DECODER.items() if k != "head_dim"})),
+}  # fmt: skip
+
+FAMILIES = ENCODER_DECODERS | DECODERS
+
+
+def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
+    """Return a tiny model of a family, ready to generate."""
+    torch.manual_seed(seed)
+    return FAMILIES[family]().to(dtype).eval()
+
+
+def batch(model: Any, sentences: int, length: int, padding: str = "natural", seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return input_ids and attention_mask with sentences of different lengths.
+
+    padding: "none", "left", "right", or "natural": right for an encoder, left for a decoder.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, VOCABULARY, (sentences, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if padding == "natural":
+        padding = "right" if model.config.is_encoder_decoder else "left"
+    if padding != "none":
+        for row in range(sentences - 1):
+            cut = int(torch.randint(0, length, (1,), generator=generator))
+            mask[row, slice(0, cut) if padding == "left" else slice(length - cut, length)] = 0
+        mask[:, length - 1 if padding == "left" else 0] = 1
+        ids[mask == 0] = PAD
+    return {"input_ids": ids, "attention_mask": mask}
