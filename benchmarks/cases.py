@@ -1,7 +1,7 @@
 """The benchmark cases, as data: which model at which size, and what `generate` is asked for.
 
-Models are built from a config at the real shape, with random seeded weights, so nothing is downloaded. `Case.tiny()` shrinks a
-case to something that runs in a second, for tests of the benchmark's own logic; its figures mean nothing.
+Models are built from a config at the real shape, with random seeded weights, so nothing is downloaded. `Case.tiny()`
+shrinks a case to something that runs in a second, for tests of the benchmark's own logic; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "en-es"
 
 @dataclass(frozen=True)
 class Shape:
-    """A model with random weights: the name of a transformers config class, its values, and those of the tiny version."""
+    """A model with random weights: a transformers config class by name, its values, and those of the tiny version."""
 
     config: str
     values: dict[str, Any]
@@ -87,7 +87,7 @@ class Case:
         }
 
     def inputs(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Return random seeded sources without padding; the vocabulary's ends, where special tokens are, are avoided."""
+        """Return random seeded sources without padding or special tokens (which are at the vocabulary's ends)."""
         import torch
 
         ends = min(200, model.config.vocab_size // 8)

@@ -19,9 +19,9 @@ def head_shape(config: Any) -> tuple[int, int, int]:
 
 
 def expected_bytes(model: Any, batch: int, source: int, beams: int, new_tokens: int) -> dict[str, int]:
-    """Return the bytes of B*S + B*M*T entries per layer, and of the toolkit's B*M*(S+T), an entry being one token's K and V.
+    """Return the bytes of B*S + B*M*T entries per layer and of the toolkit's B*M*(S+T) (an entry: one K and V).
 
-    The last token is never fed, so T is `new_tokens`, or one less where the prompt itself ends with the first fed token.
+    The last token is never fed; an encoder-decoder's start token is, so its T is `new_tokens`, else it is one less.
     """
     layers, heads, size = head_shape(model.config)
     entry = 2 * layers * heads * size * torch.finfo(model.dtype).bits // 8
@@ -50,6 +50,7 @@ class KVProbe(LogitsProcessor):
         return scores
 
     def _count(self) -> int:
+        gc.collect()  # what earlier steps and calls left in cycles is not in use
         _, heads, size = head_shape(self.model.config)
         weights = {t.untyped_storage().data_ptr() for t in [*self.model.parameters(), *self.model.buffers()]}
         storages = {}

@@ -1,8 +1,8 @@
 """How close a decision was where two runs of a search parted, in the toolkit's own scores.
 
-Floating point lets two correct programs choose differently where two candidates score the same to within rounding. That
-must not pass for an error, nor an error for that: so the toolkit's own search is replayed from the scores it returns, and
-the gap between the last candidate it kept and the first it dropped is read off.
+Floating point lets two correct programs choose differently where two candidates score the same to within rounding.
+That must not pass for an error, nor an error for that: so the toolkit's own search is replayed from the scores it
+returns, and the gap between the last candidate it kept and the first it dropped is read off.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def margins(
 ) -> dict[int, float]:
     """Return, for each sequence that differs, the margin at which the toolkit's search left the way to `other`.
 
-    Runs the toolkit once more, with its scores. A margin is infinite where the toolkit could not have produced the sequence.
+    Runs the toolkit once more, with its scores. A margin is infinite where the search could not have led there.
 
     Args:
         stock, other: (B, length) token ids as `generate` returns them, one sequence per sentence.
@@ -105,9 +105,9 @@ class BeamReplay:
     def margin(self, scores: Sequence[Tensor], wanted: Sequence[int]) -> float:
         """Return the smallest gap of any decision by which the search may first have parted from `wanted`.
 
-        The run that gave `wanted` had other beams than this one at the step where this one drops `wanted`, or earlier. So up to
-        that step the gap between the last kept and the first dropped candidate counts; where `wanted` is never
-        dropped, also its final score's distance from the best.
+        The run that gave `wanted` had other beams than this one at the step where this one drops `wanted`, or earlier.
+        So up to that step the gap between the last kept and the first dropped candidate counts; where `wanted` is
+        never dropped, also its final score's distance from the best.
 
         Args:
             scores: of each step, (M, V) log-probabilities after the logits processors (raw scores with one beam).
@@ -146,7 +146,7 @@ class BeamReplay:
         return min(smallest, max(finished, default=math.inf) - ours)
 
     def _boundary(self, values: list[float], over: list[bool], going_on: list[int]) -> float:
-        """Return the gap between the last candidate kept and the first dropped, of those that end and those that go on."""
+        """Return the gap between the last kept and the first dropped, among those that end and those that go on."""
         last, gap = self.beams - 1, math.inf
         if len(values) > self.beams and (over[last] or over[self.beams]):  # an ending counts only in the first M places
             gap = _gap(values[last], values[self.beams])

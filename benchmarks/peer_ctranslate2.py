@@ -41,7 +41,7 @@ def load() -> Any:
 
 
 def run(case: Case, session: Any) -> dict[str, Any]:
-    """Time stock, fastgen and CTranslate2 on the same inputs, in turn; all three outputs are compared in every round."""
+    """Time stock, fastgen and CTranslate2 on the same inputs, in turn; all outputs are compared in every round."""
     from benchmarks.runners import Hits, both
 
     ctranslate2 = load()
@@ -139,7 +139,7 @@ def _token(index: int) -> str:
 
 
 def _tokenizer(config: Any) -> Any:
-    """Return a tokenizer whose token of id 7 is `t7`: the converter takes the vocabulary and the special tokens from it."""
+    """Return a tokenizer whose token of id 7 is `t7`; the converter takes vocabulary and special tokens from it."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

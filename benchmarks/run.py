@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     folder = args.out or RESULTS / hardware(args.device)
-    names = args.case or [name for name, case in CASES.items() if not args.peer or case.peer_target]
+    names = args.case or [name for name, case in CASES.items() if not args.peer or case.kind == "generate"]
     lines, equal = [], True
     for name in names:
         case = runners.sized(CASES[name], args.batch, args.scale == "tiny")
@@ -73,7 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             result = peer_ctranslate2.run(case, session)
         else:
-            result = runners.RUNNERS[case.kind](case, session)
+            try:
+                result = runners.RUNNERS[case.kind](case, session)
+            except FileNotFoundError as error:
+                raise SystemExit(f"{case.name}: {error}") from error
         save(result)
         rows = table(case, result)
         lines += rows

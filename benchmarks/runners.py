@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -61,7 +62,7 @@ def run_generate(case: Case, session: Session) -> dict[str, Any]:
 
 
 def pair(case: Case, model: Any, session: Session, **how: Any) -> dict[str, Any]:
-    """Compare one `generate` call with itself unpatched, and record speed, peak memory and the variety of the output."""
+    """Compare one `generate` call with itself unpatched: speed, peak memory, and how varied the output is."""
     inputs, options = case.inputs(model), case.generate_options
     stock, patched = both(lambda: model.generate(**inputs, **options))
     hits = Hits()
@@ -157,13 +158,13 @@ def run_grid(case: Case, session: Session) -> dict[str, Any]:
 
 
 def run_text(case: Case, session: Session) -> dict[str, Any]:
-    """The trained model on its test text: texts must be identical; the time of each step is kept beside the batch size."""
+    """The trained model on its test text; the time of each step is kept beside the number of sentences in it."""
     from transformers import AutoTokenizer, MarianMTModel
 
     folder, source = EXAMPLE / "model", EXAMPLE / "test.en"
     for path in (folder / "config.json", source):
         if not path.is_file():
-            raise FileNotFoundError(f"the case {case.name!r} needs {path}, which is not there")
+            raise FileNotFoundError(f"needs {path}, which is not there")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = MarianMTModel.from_pretrained(folder, dtype=session.dtype).to(session.device).eval()
     lines = source.read_text("utf-8").splitlines()[: session.sentences or (6 if session.tiny else None)]
@@ -176,15 +177,24 @@ def run_text(case: Case, session: Session) -> dict[str, Any]:
         encoded = tokenizer(texts, return_tensors="pt", padding=True, truncation=True).to(session.device)
         batches.append({name: encoded[name] for name in ("input_ids", "attention_mask")})
 
-    outputs: list[Tensor] = []
+    steps: list[list[tuple[int, float]]] = []  # of the newest patched pass, batch by batch
 
     def translate() -> list[Tensor]:
-        outputs[:] = [model.generate(**batch, **options) for batch in batches]
-        return list(outputs)
+        outputs, found, before = [], [], last_report()
+        for batch in batches:
+            outputs.append(model.generate(**batch, **options))
+            if (report := last_report()) is not None and report is not before:
+                found.append(report.steps)
+                before = report
+        if found:
+            steps[:] = found
+        return outputs
 
+    last: list[list[Tensor]] = []
     agreements = [Agreement(model, batch, options) for batch in batches]
 
     def same(expected: list[Tensor], found: list[Tensor]) -> Verdict:
+        last[:] = [expected, found]
         verdicts = [judge(a, b) for judge, a, b in zip(agreements, expected, found, strict=True)]
         notes = "; ".join(f"batch {i}: {v.note}" for i, v in enumerate(verdicts) if v.note)
         return Verdict(all(v.equal for v in verdicts), sum(v.near_ties for v in verdicts), notes)
@@ -192,34 +202,27 @@ def run_text(case: Case, session: Session) -> dict[str, Any]:
     stock, patched = both(translate)
     hits = Hits()
     outcome = measure.compare(stock, patched, session.rounds or case.rounds, same, synchronize=session.synchronize)
-    generated = sum(int((ids[:, 1:] != model.config.pad_token_id).sum()) for ids in outputs)
+    generated = sum(int((ids[:, 1:] != model.config.pad_token_id).sum()) for ids in last[1])
     result = figures(outcome, generated) | hits.since() | {"sentences": len(lines)}
     if outcome.equal:
-        texts = [[tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in run()] for run in (stock, patched)]
+        texts = [[tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in outputs] for outputs in last]
         result["identical_text"] = texts[0] == texts[1]
-        result["steps"] = steps(model, batches, options, stock, session)
+        result["steps"] = {"fastgen": steps, "stock": stock_steps(model, batches, options, session)}
     return result
 
 
-def steps(
-    model: Any, batches: list[dict[str, Tensor]], options: dict[str, Any], stock: Callable[[], Any], session: Session
-) -> dict[str, Any]:
-    """Return (rows, seconds) of the decode steps of all batches: fastgen's own record, and the toolkit's by a hook."""
-    ours = []
-    for batch in batches:
-        before = last_report()
-        model.generate(**batch, **options)
-        report = last_report()
-        if report is not None and report is not before:
-            ours.append([[rows, seconds] for rows, seconds in report.steps])
-    theirs: list[list[list[float]]] = []
+def stock_steps(
+    model: Any, batches: list[dict[str, Tensor]], options: dict[str, Any], session: Session
+) -> list[list[tuple[int, float]]]:
+    """Return (sentences, seconds) of each decode step of the unpatched toolkit, batch by batch."""
+    found = []
     with fastgen.disabled():
         for batch in batches:
             with step_clock(model, session) as stamps:
                 model.generate(**batch, **options)
-            rows = len(batch["input_ids"])
-            theirs.append([[rows, after - before] for before, after in zip(stamps, stamps[1:], strict=False)])
-    return {"fastgen": ours, "stock": theirs}
+            sentences = len(batch["input_ids"])
+            found.append([(sentences, after - before) for before, after in itertools.pairwise(stamps)])
+    return found
 
 
 @contextmanager
@@ -271,15 +274,19 @@ def outcome_text(result: dict[str, Any]) -> str:
         return f"OUTPUTS DIFFER: {result['note']}"
     ties = f", {result['near_ties']} near ties" if result["near_ties"] else ""
     ran = "" if result["hits"] else ", fastgen did not run"
-    return (
-        f"{result['ratio']:.2f}x [{result['low']:.2f}, {result['high']:.2f}]  "
-        f"{result['baseline_seconds']:.3f} s -> {result['candidate_seconds']:.3f} s, {len(result['rounds'])} rounds{ties}{ran}"
-    )
+    interval = f"[{result['low']:.2f}, {result['high']:.2f}]"
+    seconds = f"{result['baseline_seconds']:.3f} s -> {result['candidate_seconds']:.3f} s"
+    return f"{result['ratio']:.2f}x {interval}  {seconds}, {len(result['rounds'])} rounds{ties}{ran}"
 
 
 def memory_text(model: dict[str, Any], side: str) -> str:
-    measured, expected = model[side]["measured"], model["expected"]["fastgen" if side == "fastgen" else "stock"]
-    return f"{measured / 2**20:10.2f} MiB measured, {expected / 2**20:10.2f} MiB by the formula"
+    """Return the bytes that one side holds (with room to grow), those it says are in use, and those of the formula."""
+    held = {
+        "held": model[side]["measured"],
+        "in use": model[side].get("reported"),
+        "by the formula": model["expected"][side],
+    }
+    return ", ".join(f"{n / 2**20:9.2f} MiB {what}" for what, n in held.items() if n is not None)
 
 
 RUNNERS = {"generate": run_generate, "grid": run_grid, "text": run_text, "memory": run_memory}

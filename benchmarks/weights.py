@@ -1,9 +1,10 @@
 """Random weights with which a model's beam search neither ties nor repeats one token for ever.
 
-With transformers' own initialisation the logits are almost equal, so that rounding decides, and deep random decoders collapse: what
-the attention layers return, and the mean of the activations, is nearly the same at every step and drowns the current token, so one
-token is repeated. Here the projections are large (`gain`), what the decoder's attention adds is damped (`mixing`), the second
-feed-forward matrices ignore the mean of their input, and the logits spread over a few nats.
+With transformers' own initialisation the logits are almost equal, so that rounding decides, and deep random decoders
+collapse: what the attention layers return, and the mean of the activations, is nearly the same at every step and drowns
+the current token, so one token is repeated. Here the projections are large (`gain`), what the decoder's attention adds
+is damped (`mixing`), the second feed-forward matrices ignore the mean of their input, and the logits spread over a few
+nats.
 """
 
 from __future__ import annotations

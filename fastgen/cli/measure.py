@@ -1,7 +1,7 @@
 """Compare the speed of a candidate with a baseline, fairly: alternating, paired, with every output compared.
 
-Used by `fastgen demo` and by `benchmarks/`. Machines drift (frequency, neighbours, page cache), so the arms take turns, the
-order is reversed from round to round (A B, B A, ...), and the speed-up is the median of the ratios *within* rounds.
+Used by `fastgen demo` and by `benchmarks/`. Machines drift (frequency, neighbours, page cache), so the arms take turns,
+the order is reversed from round to round (A B, B A, ...), and the speed-up is the median of the ratios *within* rounds.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def compare(
     Args:
         baseline, candidate: called without arguments; what they return goes to `same`, outside the timed part.
         rounds: rounds to run, each timing both once; at most so many with `precision` or `budget`.
-        same: `same(baseline_output, candidate_output)` says whether the outputs agree. The first disagreement ends the comparison.
+        same: `same(baseline_output, candidate_output)` says whether the outputs agree; if not, the comparison ends.
         warmup: untimed calls of each before the first round; the last ones' outputs are compared too.
         synchronize: waits for the device; called before the clock starts and before it stops.
         progress: called as `progress(rounds_done, rounds)`.
@@ -158,7 +158,7 @@ def interleave(
     progress: Progress | None = None,
     enough: Callable[[list[tuple[float, ...]], float], bool] | None = None,
 ) -> tuple[list[tuple[float, ...]], str | None]:
-    """Time several arms in turn, in alternating order; return the seconds of each round and the first difference, if any.
+    """Time several arms in turn, in alternating order; return the seconds of each round, and the first difference.
 
     `check` gets the outputs of one round in the order of `arms` and returns None or what differs, which ends the run.
     """
@@ -206,7 +206,7 @@ def _timed(call: Callable[[], T], synchronize: Callable[[], object] | None) -> t
 
 
 def paired_ratio(baseline: Sequence[float], candidate: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """Return the median of baseline[i] / candidate[i] and its bootstrap 95% interval (the ratio itself for one pair)."""
+    """Return the median of baseline[i] / candidate[i] and its bootstrap 95% interval (no interval for one pair)."""
     if len(baseline) != len(candidate) or not baseline:
         raise ValueError(f"need equally many times of both, at least one; got {len(baseline)} and {len(candidate)}")
     ratios = np.asarray(baseline, dtype=np.float64) / np.asarray(candidate, dtype=np.float64)
@@ -216,7 +216,7 @@ def paired_ratio(baseline: Sequence[float], candidate: Sequence[float], seed: in
 
 
 def peak_memory(call: Callable[[], object], device: str = "cpu") -> int | None:
-    """Run `call` and return the most bytes it held: on CUDA what torch allocated, on Linux the growth of the resident set.
+    """Return the most bytes that `call` held: on CUDA what torch allocated, on Linux the growth of the resident set.
 
     None where neither can be read. The resident set is a coarse measure: memory that an earlier call left with the
     allocator and that is used again does not show as growth.

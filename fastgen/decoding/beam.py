@@ -21,7 +21,7 @@ class Stepper(Protocol):
     """A model that decodes R = B * M rows, one token each at a time."""
 
     def prefill(self) -> Tensor:
-        """Run the prompt; return the logits (R, V) fp32 of the first new token, a tensor of their own."""
+        """Run the prompt; return the logits (R, V) fp32 of the first new token, which nobody may change."""
         ...
 
     def step(self, ids: Tensor) -> Tensor:

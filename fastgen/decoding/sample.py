@@ -64,8 +64,8 @@ class Sampling:
 
     def _choose(self, logits: Tensor, text: Text) -> Tensor:
         if self.trace.logits is not None:
-            self.trace.logits.append(logits.clone() if self.edits else logits)
-        scores = edited(logits, text, self.edits)
+            self.trace.logits.append(logits)
+        scores = edited(logits.clone(), text, self.edits) if self.edits else logits
         if self.trace.scores is not None:
             self.trace.scores.append(scores)
         if self.sample:

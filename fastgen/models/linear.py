@@ -163,6 +163,26 @@ def routed(model: nn.Module) -> Iterator[int]:
                     module.__dict__.pop("forward", None)
 
 
+@dataclass(frozen=True)
+class Survey:
+    """What `routed` would do to a model: layers routed, whether their weights are packed, bytes of the copies at most."""
+
+    layers: int
+    packed: bool
+    packed_bytes: int
+
+
+def survey(model: nn.Module) -> Survey:
+    """Say what `routed` would do, without doing it."""
+    packed = config.settings().linear != "plain"
+    with _lock:
+        route = _routes.get(id(model))
+        layers = [module for module, transposed in _linears(model) if packed or not transposed]
+        layers += [] if route is None else route.layers
+    weights = {id(module.weight): 4 * module.weight.numel() for module in layers}  # tied weights have one copy
+    return Survey(len(layers), packed, sum(weights.values()) if packed else 0)
+
+
 def packed_bytes() -> int:
     """Bytes that packed copies of weights hold now."""
     return sum(4 * entry.copy.numel() for entry in _packed.values() if entry.copy is not None)

@@ -37,6 +37,10 @@ class SharedCache:
         return self.sentences * self.beams
 
     @property
+    def hands_out_tickets(self) -> bool:
+        return self.decoding and self.beams > 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys and values in use."""
         return sum(layer.nbytes for layer in (*self.text, *self.source))
@@ -96,6 +100,7 @@ class _Layer(DynamicLayer):
         self._owner, self._kv = owner, LayerKV()
         layers.append(self._kv)
         self.is_initialized = True
+        self._ticket: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self._owner.decoding:
@@ -110,13 +115,16 @@ class _Layer(DynamicLayer):
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
-        return self._visible(self._kv.keys)
+        return self._handed_out if self._owner.hands_out_tickets else self._kv.keys
 
     @property
     def values(self) -> Tensor:  # type: ignore[override]
-        return self._visible(self._kv.values)
+        return self._handed_out if self._owner.hands_out_tickets else self._kv.values
 
-    def _visible(self, held: Tensor) -> Tensor:
-        if self._owner.decoding and self._owner.beams > 1:
-            return ticket(self._kv, self._owner.rows, self._kv.length)
-        return held
+    @property
+    def _handed_out(self) -> Tensor:
+        """The ticket for this layer, which serves as keys and as values."""
+        rows, length = self._owner.rows, self._kv.length
+        if self._ticket is None or self._ticket.shape[0] != rows or self._ticket.shape[2] != length:
+            self._ticket = ticket(self._kv, rows, length)
+        return self._ticket

@@ -29,7 +29,7 @@ def decide(
     """
     beams = config.num_beams if loop == "beam" else config.num_return_sequences
     _check_call(config, kwargs)
-    _check_model(model)
+    check_model(model)
     _check_cache(kwargs["past_key_values"])
     if beams > 1:
         _check_shared(model, config, kwargs)
@@ -62,7 +62,8 @@ def _check_call(config: Any, kwargs: dict[str, Any]) -> None:
         raise Unsupported(f"cache_implementation={config.cache_implementation!r}")
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
+    """Raise Unsupported where no call of this model is accelerated, whatever its arguments."""
     text = model.config.get_text_config(decoder=True)
     if family_of(model.config.model_type) is None and family_of(text.model_type) is None:
         raise Unsupported(f"model type {model.config.model_type!r} is not proven yet")

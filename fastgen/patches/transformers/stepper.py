@@ -64,14 +64,14 @@ class TransformersStepper:
         self.kwargs = {name: _select(rows, value) for name, value in self.kwargs.items()}
 
     def _taken(self, outputs: Any, repeat: int = 1) -> Tensor:
-        """Note what the next step needs and return the logits (R, V) fp32 of the last token, a tensor of their own."""
+        """Note what the next step needs and return the logits (R, V) fp32 of the last token."""
         self.kwargs = self.model._update_model_kwargs_for_generation(
             outputs, self.kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
         )
         self.kwargs["past_key_values"] = self.cache.past_key_values
         if self.outputs is not None:
             self.outputs.append({name: _repeat(repeat, outputs.get(name)) for name in _OBSERVED})
-        logits = outputs.logits[:, -1].to(dtype=torch.float32, device=self.input_ids.device, copy=repeat == 1)
+        logits = outputs.logits[:, -1].to(dtype=torch.float32, device=self.input_ids.device)
         if self.steps == 1 and self.plan.shared and bool(logits.isnan().any()) and not self.prompt_was_nan:
             raise Unsupported(f"{type(self.model).__name__} computes with the cache in a way of its own")
         if self.steps == 0:

@@ -1,0 +1,200 @@
+"""Draw one plot per table from the JSON in benchmarks/results, and from nothing else, into docs/plots.
+
+python -m benchmarks.plot
+python -m benchmarks.plot --results benchmarks/results/cpu --out /tmp/plots
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+STOCK, FASTGEN, PEER, GOAL = "#9a9a9a", "#1f6fb2", "#d98a29", "#b3261e"
+Data = dict[str, dict[str, Any]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw everything that the results folders hold; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=(__doc__ or "").split("\n\n", 1)[0])
+    parser.add_argument("--results", type=Path, nargs="+", metavar="DIR", help="default: all of benchmarks/results")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "plots", metavar="DIR", help="default: docs/plots")
+    args = parser.parse_args(argv)
+    folders = args.results or sorted(path for path in (ROOT / "benchmarks" / "results").glob("*") if path.is_dir())
+    drawn = 0
+    for folder in folders:
+        data = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))}
+        for name, draw in PLOTS.items():
+            if (figure := draw(data)) is None:
+                continue
+            args.out.mkdir(parents=True, exist_ok=True)
+            file = args.out / f"{folder.name}-{name}.svg"
+            figure.savefig(file, bbox_inches="tight", metadata={"Date": None})  # no date: same data, same file
+            print(file)
+            drawn += 1
+    if not drawn:
+        print(f"nothing to draw in {', '.join(map(str, folders)) or 'benchmarks/results'}", file=sys.stderr)
+    return 0 if drawn else 1
+
+
+def _axes(title: str, size: tuple[float, float], columns: int = 1) -> tuple[Any, Any]:
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams["svg.hashsalt"] = "fastgen"
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _where(data: Data) -> str:
+    place = next(iter(data.values()))["environment"]
+    hardware = place["gpu"] or place["cpu"]
+    return f"{hardware}, {place['threads']} threads, transformers {place['transformers']}"
+
+
+def speed(data: Data) -> Any:
+    """Speed-up of each case with its interval, and the target. Cases whose outputs differed are left out."""
+    rows = {name: d for name, d in data.items() if d["kind"] in ("generate", "text") and d["result"]["equal"]}
+    if not rows:
+        return None
+    figure, (ax,) = _axes(
+        f"Speed-up over unpatched transformers, same output\n{_where(rows)}", (7, 1.2 + len(rows) / 2)
+    )
+    for y, d in enumerate(rows.values()):
+        result = d["result"]
+        ax.barh(y, result["ratio"], color=FASTGEN, height=0.6)
+        ax.plot([result["low"], result["high"]], [y, y], color="black", linewidth=1.5)
+        ax.text(max(result["ratio"], result["high"]), y, f"  {result['ratio']:.2f}x", va="center")
+        if d["target"]:
+            ax.plot([d["target"]] * 2, [y - 0.4, y + 0.4], color=GOAL, linewidth=2)
+    ax.axvline(1, color=STOCK, linewidth=1)
+    ax.set_yticks(range(len(rows)), rows)
+    ax.invert_yaxis()
+    ax.set_xlabel("times as fast; red: target; line: bootstrap 95% interval of the median")
+    return figure
+
+
+def peer(data: Data) -> Any:
+    """Seconds of stock, fastgen and the peer side by side."""
+    rows = {name: d for name, d in data.items() if d["kind"] == "peer" and d["result"]["equal"]}
+    if not rows:
+        return None
+    colours = {"stock": STOCK, "ctranslate2": PEER, "fastgen": FASTGEN}
+    title = f"Seconds per batch, fp32, same weights, same tokens\n{_where(rows)}"
+    figure, axes = _axes(title, (max(6, 2.6 * len(rows) + 1), 3.2), len(rows))
+    for ax, d in zip(axes, rows.values(), strict=True):
+        systems = d["result"]["systems"]
+        bars = ax.bar(list(colours), [systems[name] for name in colours], color=list(colours.values()))
+        ax.bar_label(bars, fmt="%.3g")
+        ax.set_title(d["case"], fontsize=10)
+    axes[0].set_ylabel("seconds (median)")
+    return figure
+
+
+def grid(data: Data) -> Any:
+    """Speed-up of every cell: rows are batch and beams, columns the source length, one panel per model."""
+    rows = {name: d for name, d in data.items() if d["kind"] == "grid"}
+    if not rows:
+        return None
+    cells = [cell for d in rows.values() for cell in d["result"]["cells"].values()]
+    models = list(dict.fromkeys(cell["model"] for cell in cells))
+    if not models:
+        return None
+    figure, axes = _axes(f"Speed-up of every cell\n{_where(rows)}", (3.4 * len(models) + 1, 4.2), len(models))
+    for ax, model in zip(axes, models, strict=True):
+        mine = {(c["batch"], c["beams"], c["source"]): c for c in cells if c["model"] == model}
+        lines = sorted({key[:2] for key in mine})
+        sources = sorted({key[2] for key in mine})
+        values = [[_ratio(mine.get((*line, source))) for source in sources] for line in lines]
+        ax.imshow(values, cmap="RdYlGn", vmin=0.5, vmax=1.5, aspect="auto")
+        for y, line in enumerate(values):
+            for x, value in enumerate(line):
+                cell = mine.get((*lines[y], sources[x]))
+                text = "" if cell is None else "differs" if not cell["equal"] else f"{value:.2f}"
+                ax.text(x, y, text, ha="center", va="center", fontsize=8)
+        ax.set_xticks(range(len(sources)), sources)
+        ax.set_yticks(range(len(lines)), [f"{b} x {m}" for b, m in lines])
+        ax.set_xlabel("source length")
+        ax.set_title(model, fontsize=10)
+    axes[0].set_ylabel("batch x beams")
+    return figure
+
+
+def _ratio(cell: dict[str, Any] | None) -> float:
+    return cell["ratio"] if cell and cell["equal"] else float("nan")
+
+
+def memory(data: Data) -> Any:
+    """Bytes of keys and values: the toolkit's, fastgen's, and the formula's."""
+    rows = {name: d for name, d in data.items() if d["kind"] == "memory"}
+    if not rows:
+        return None
+    models = {name: model for d in rows.values() for name, model in d["result"]["models"].items()}
+    figure, (ax,) = _axes("Key-value cache at the last step", (7, 3.2))
+    bars = (
+        ("transformers", STOCK, lambda m: m["stock"]["measured"]),
+        ("fastgen", FASTGEN, lambda m: m["fastgen"]["measured"]),
+        ("B*S + B*M*T entries", "none", lambda m: m["expected"]["fastgen"]),
+    )
+    for i, (label, colour, value) in enumerate(bars):
+        at = [x + (i - 1) * 0.27 for x in range(len(models))]
+        heights = [value(m) / 2**20 for m in models.values()]
+        edge = "black" if colour == "none" else colour
+        container = ax.bar(at, heights, width=0.27, color=colour, edgecolor=edge, label=label)
+        ax.bar_label(container, fmt="%.3g", fontsize=8)
+    ax.set_xticks(range(len(models)), models)
+    ax.set_ylabel("MiB")
+    ax.legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+    return figure
+
+
+def trained_steps(data: Data) -> Any:
+    """Time of a decode step against the number of sentences in the batch, and over the steps of one batch."""
+    rows = {name: d for name, d in data.items() if any(d["result"].get("steps", {}).get("fastgen", ()))}
+    if not rows:
+        return None
+    steps = next(iter(rows.values()))["result"]["steps"]
+    figure, (left, right) = _axes(f"Time of a decode step on real text, 4 beams\n{_where(rows)}", (9, 3.6), 2)
+    times = defaultdict(list)
+    for batch in steps["fastgen"]:
+        for active, seconds in batch[1:]:  # the first step is the prefill
+            times[active].append(1000 * seconds)
+    active = sorted(times)
+    left.plot(active, [statistics.median(times[n]) for n in active], "o-", color=FASTGEN, markersize=3, label="fastgen")
+    full = [1000 * s for batch in steps["stock"] for _, s in batch[1:]]
+    left.axhline(statistics.median(full), color=STOCK, label="transformers (never drops a sentence)")
+    left.set_xlabel("sentences still in the batch")
+    left.set_ylabel("milliseconds per step (median)")
+    middle = len(steps["fastgen"]) // 2
+    for name, colour in (("stock", STOCK), ("fastgen", FASTGEN)):
+        line = [1000 * seconds for _, seconds in steps[name][middle][1:]]
+        right.plot(range(1, len(line) + 1), line, color=colour, label="transformers" if name == "stock" else name)
+    right.set_xlabel(f"step of batch {middle}")
+    right.set_ylabel("milliseconds")
+    for ax in (left, right):
+        ax.set_ylim(bottom=0)
+        ax.legend(frameon=False, fontsize=8)
+    return figure
+
+
+PLOTS: dict[str, Callable[[Data], Any]] = {
+    "speed": speed,
+    "peer": peer,
+    "never-worse": grid,
+    "kv-memory": memory,
+    "trained-steps": trained_steps,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,317 @@
+"""What a call of `generate` would run and the memory it would take, found without running the model.
+
+transformers' own `generate` prepares the call, on a copy of the model object that shares everything with the model but whose
+decoding loops hand back what they are given, and whose encoder hands back a stand-in. Then `decide` is asked.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.generation import GenerationMixin
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+from transformers.modeling_outputs import BaseModelOutput
+
+from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.models import linear
+from fastgen.patches import _engine
+from fastgen.patches.transformers.decide import check_model, decide
+
+
+@dataclass(frozen=True)
+class Linears:
+    """How linear layers would run.
+
+    Attributes:
+        routed: how many go through oneDNN, for as many rows as make it the faster product.
+        packed: whether their weights are copied into oneDNN's own layout.
+        packed_bytes: what these copies take at most; they are kept between calls.
+        reason: why none is routed.
+    """
+
+    routed: int = 0
+    packed: bool = False
+    packed_bytes: int = 0
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        if self.reason is not None:
+            return f"torch's own: {self.reason}"
+        copies = f"packed copies of at most {_readable(self.packed_bytes)}" if self.packed else "no copies of weights"
+        return f"{self.routed} through oneDNN, {copies}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call of `generate` would run. ``print(explanation)`` shows all.
+
+    Attributes:
+        call: whose `generate`.
+        plan: what fastgen would run; None where transformers' own loop would.
+        reason: why transformers' own loop would run.
+        kv_bytes, stock_kv_bytes: what keys and values take at the maximal length, with fastgen and with transformers'
+            own cache; None without a plan.
+        linears: how linear layers would run, with a plan or without.
+        notes: what a plan leaves out and why, and what else to know.
+    """
+
+    call: str
+    plan: Plan | None
+    reason: str | None
+    kv_bytes: int | None
+    stock_kv_bytes: int | None
+    linears: Linears
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain dicts and tuples, which JSON can hold."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        plan, lines = self.plan, list[tuple[str, str]]()
+        if plan is None:
+            lines.append(("loop", f"transformers' own: {self.reason}"))
+        else:
+            rows = f"{plan.sentences} sentences x {plan.beams} rows"
+            lines.append(("loop", f"fastgen's {plan.method}, {rows}"))
+            lines.append(("cache", "one per sentence, shared by its rows" if plan.shared else "one per row"))
+            lines.append(("finished sentences", "leave the batch" if plan.drop else "stay in the batch"))
+        if self.kv_bytes is not None and self.stock_kv_bytes is not None:
+            ours, stock = _readable(self.kv_bytes), _readable(self.stock_kv_bytes)
+            lines.append(("keys and values", f"at most {ours}, with transformers' own cache {stock}"))
+        lines.append(("linear layers", str(self.linears)))
+        lines += [("note", note) for note in self.notes]
+        return "\n".join([f"{self.call}.generate", *(f"  {name:<19} {text}" for name, text in lines)])
+
+
+def explain(model: Any, **generate_kwargs: Any) -> Explanation:
+    """Say what ``model.generate(**generate_kwargs)`` would run, without running it.
+
+    Raises:
+        TypeError: the model cannot generate.
+        Exception: what `generate` raises for these arguments before its decoding loop.
+    """
+    if not callable(getattr(model, "generate", None)):
+        raise TypeError(f"{type(model).__name__} has no generate")
+    bare = _bare(model)
+    linears = _linears(bare)
+    try:
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise Unsupported("PEFT's prompt learning prepares the call in a way of its own")
+        prepared = _prepare(bare, model, generate_kwargs)
+        plan = decide(
+            bare,
+            prepared.loop,
+            prepared.input_ids,
+            prepared.logits_processor,
+            prepared.stopping_criteria,
+            prepared.config,
+            prepared.kwargs,
+        )
+        note = _check_patch({"beam": "transformers.beam_search", "sample": "transformers.sample"}[prepared.loop])
+    except Unsupported as unsupported:
+        return Explanation(type(bare).__name__, None, unsupported.reason, None, None, linears)
+    ours, stock = _kv_bytes(bare, prepared, plan)
+    notes = (*plan.left_off, note) if note else plan.left_off
+    return Explanation(type(bare).__name__, plan, None, ours, stock, linears, notes)
+
+
+@dataclass
+class _Prepared:
+    """What `generate` hands to one of its loops."""
+
+    loop: Literal["beam", "sample"]
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: Any
+    config: Any
+    kwargs: dict[str, Any]
+
+
+def _bare(model: Any) -> Any:
+    """The model whose `generate` runs in the end: without PEFT's and torch.compile's wrappers."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _prepare(bare: Any, model: Any, kwargs: dict[str, Any]) -> _Prepared:
+    """Have `generate` prepare the call.
+
+    Raises:
+        Unsupported: it would not come to a loop that is patched.
+    """
+    check_model(bare)
+    if type(bare).generate is not GenerationMixin.generate:
+        raise Unsupported(f"{type(bare).__name__} has a generate of its own")
+    if kwargs.get("custom_generate") is not None:
+        raise Unsupported("custom_generate is given")
+    if kwargs.get("cache_implementation") == "paged":
+        raise Unsupported("cache_implementation='paged'")
+    kwargs = {name: value for name, value in kwargs.items() if name not in getattr(model, "special_peft_forward_args", ())}
+    for name in ("encoder_outputs", "past_key_values"):  # which `generate` changes in place
+        if kwargs.get(name) is not None:
+            kwargs[name] = copy.copy(kwargs[name])
+    if kwargs.get("streamer") is not None:
+        kwargs["streamer"] = _Silent()
+    with _engine.disabled():
+        return GenerationMixin.generate(_probe(bare, model.generation_config), **kwargs)
+
+
+def _probe(model: Any, generation_config: Any) -> Any:
+    """Return a model that shares all of `model`'s attributes, and on which `generate` runs no forward."""
+    kind = type(model)
+    methods: dict[str, Any] = {
+        name: _loop(name) for name in GENERATION_MODES_MAPPING.values() if not _is_repository(name)
+    }
+    methods |= {
+        "__module__": kind.__module__,
+        "get_encoder": lambda self, *args, **kwargs: _Encoder(model.get_encoder(*args, **kwargs)),  # pyright: ignore[reportUnknownLambdaType]
+        "load_custom_generate": _load_custom_generate,
+        # What would compute images' features, extend the prompt by generating, and allocate a static cache.
+        "_prepare_multimodal_encoder_kwargs_for_generation": _without_images,
+        "heal_tokens": _as_they_are,
+        "_prepare_static_cache": _without_cache,
+    }
+    probe = object.__new__(type(kind.__name__, (kind,), methods))
+    vars(probe).update(vars(model) | {"generation_config": generation_config})
+    return probe
+
+
+def _is_repository(method: str) -> bool:
+    return "/" in method
+
+
+def _loop(name: str) -> Callable[..., _Prepared]:
+    """Return what takes the place of a loop."""
+
+    def prepared(
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> _Prepared:
+        if name not in _LOOPS:
+            raise Unsupported(f"{name} is not patched")
+        kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
+        return _Prepared(
+            _LOOPS[name], input_ids, logits_processor, stopping_criteria, generation_config, kwargs
+        )
+
+    return prepared
+
+
+_LOOPS: dict[str, Literal["beam", "sample"]] = {"_beam_search": "beam", "_sample": "sample"}
+
+
+def _load_custom_generate(self: Any, repository: str, *args: Any, **kwargs: Any) -> Any:
+    raise Unsupported(f"{repository} runs a loop of its own")
+
+
+def _without_images(self: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"mm_encoder_outputs": {}} | model_kwargs
+
+
+def _as_they_are(self: Any, input_ids: Tensor, *args: Any) -> Tensor:
+    return input_ids
+
+
+def _without_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return DynamicCache()
+
+
+class _Silent(BaseStreamer):
+    """Stands in for a streamer, which must not hear of a call that does not run."""
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class _Encoder:
+    """Stands in for an encoder: outputs of the right length that take no memory."""
+
+    def __init__(self, encoder: Any) -> None:
+        self.forward = encoder.forward  # for its signature
+        self._hf_hook = SimpleNamespace()  # for accelerate, which leaves a mark there
+
+    def __call__(self, **inputs: Any) -> BaseModelOutput:
+        given = next(inputs[name] for name in ("inputs_embeds", "input_ids") if inputs.get(name) is not None)
+        hidden = torch.empty(*given.shape[:2], 1, device="meta")
+        return BaseModelOutput(last_hidden_state=cast(Any, hidden))
+
+
+def _check_patch(name: str) -> str:
+    """Return what `status` says of an applied patch.
+
+    Raises:
+        Unsupported: it is not in place.
+    """
+    row = _engine.status()[name]
+    if row.state != "applied":
+        raise Unsupported(f"{name} is {row.state}: {row.reason}")
+    if _engine.is_disabled():
+        raise Unsupported("inside fastgen.disabled()")
+    return row.reason
+
+
+def _linears(model: Any) -> Linears:
+    row = _engine.status()["transformers.generate"]
+    if row.state != "applied":
+        return Linears(reason=f"transformers.generate is {row.state}: {row.reason}")
+    if (reason := linear.reason_off(model)) is not None:
+        return Linears(reason=reason)
+    survey = linear.survey(model)
+    return Linears(survey.layers, survey.packed, survey.packed_bytes)
+
+
+def _kv_bytes(model: Any, prepared: _Prepared, plan: Plan) -> tuple[int, int]:
+    """What keys and values take at the maximal length, with the shared cache and with transformers' own."""
+    text = model.config.get_text_config(decoder=True)
+    layers: int = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
+    heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim: int = (
+        getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or text.hidden_size // text.num_attention_heads
+    )
+    entry = 2 * heads * dim * _dtype(model).itemsize
+    prompt, source = prepared.input_ids, 0
+    if model.config.is_encoder_decoder:
+        source = layers * prepared.kwargs["encoder_outputs"][0].shape[1]
+    elif prepared.kwargs.get("inputs_embeds") is not None:
+        prompt = prepared.kwargs["inputs_embeds"]
+    # The last token is chosen but never run.
+    prefix, steps = prompt.shape[1], prepared.config.max_length - prepared.input_ids.shape[1] - 1
+    held = sum(min(prefix + steps, window) for window in _windows(prepared, layers, prefix + steps))
+    ours = plan.sentences * (source + layers * (prefix + steps * plan.beams))
+    return ours * entry, plan.rows * (source + held) * entry
+
+
+def _windows(prepared: _Prepared, layers: int, whole: int) -> list[int]:
+    """How many tokens each layer of transformers' own cache holds at most: all, or those in its sliding window."""
+    cache = prepared.kwargs["past_key_values"]
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    held = [getattr(layer, "sliding_window", whole + 1) - 1 for layer in cache.layers]
+    return held if len(held) == layers else [whole] * layers
+
+
+def _dtype(model: Any) -> torch.dtype:
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+
+
+def _readable(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

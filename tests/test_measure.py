@@ -1,0 +1,320 @@
+"""The comparison of speeds (fastgen.cli.measure) and the logic of the benchmarks, at toy size."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import kv, peer_ctranslate2, plot, run
+from benchmarks.cases import CASES, EXAMPLE
+from benchmarks.margin import Agreement, BeamReplay, margins
+from fastgen.cli import measure
+from fastgen.cli.measure import Outcome, Verdict, compare, interleave, paired_ratio
+
+
+def exactly(a, b):
+    return Verdict(a == b, note=f"{a} is not {b}")
+
+
+def sleeper(seconds, result=7):
+    def call():
+        time.sleep(seconds)
+        return result
+
+    return call
+
+
+def test_the_ratio_is_baseline_over_candidate():
+    outcome = compare(sleeper(0.02), sleeper(0.005), 5, exactly)
+    assert outcome.equal
+    assert len(outcome.rounds) == 5
+    assert 2 < outcome.ratio < 4.5
+    assert outcome.low <= outcome.ratio <= outcome.high
+    assert outcome.baseline_seconds > outcome.candidate_seconds
+    assert "x [" in str(outcome)
+
+
+def test_arms_alternate_and_are_warmed_and_synchronized():
+    calls = []
+    arms = [lambda name=name: calls.append(name) for name in "ABC"]
+    times, difference = interleave(arms, 2, lambda outputs: None, synchronize=lambda: calls.append("|"))
+    assert difference is None
+    assert "".join(calls) == "ABC" + "|A||B||C|" + "|C||B||A|"
+    assert [len(row) for row in times] == [3, 3]
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_no_speed_where_outputs_differ(warmup):
+    outcome = compare(sleeper(0, 1), sleeper(0, 2), 3, exactly, warmup=warmup)
+    assert not outcome.equal
+    assert outcome.rounds == []
+    assert math.isnan(outcome.ratio)
+    assert str(outcome) == "outputs differ, no speed given: 1 is not 2"
+    data = json.loads(json.dumps(outcome.to_dict(), allow_nan=False))
+    assert data["ratio"] is None
+    assert data["note"] == "1 is not 2"
+
+
+def test_every_round_is_compared():
+    outputs = iter([1, 1, 1, 2])
+    outcome = compare(lambda: 1, lambda: next(outputs), 5, exactly)
+    assert not outcome.equal
+
+
+def test_near_ties_are_counted_once_per_round():
+    outcome = compare(lambda: 1, lambda: 2, 3, lambda a, b: Verdict(True, near_ties=2))
+    assert outcome.equal
+    assert outcome.near_ties == 2
+    assert "2 near ties" in str(outcome)
+
+
+def test_progress_precision_and_budget():
+    seen = []
+    compare(lambda: 0, lambda: 0, 3, exactly, progress=lambda done, of: seen.append((done, of)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    wide = compare(lambda: 0, lambda: 0, 50, exactly, precision=1e9)
+    assert len(wide.rounds) == measure.MIN_ROUNDS
+    late = compare(lambda: 0, lambda: 0, 50, exactly, budget=0)
+    assert len(late.rounds) == measure.MIN_ROUNDS
+
+
+@pytest.mark.parametrize(("rounds", "warmup"), [(0, 1), (1, -1)])
+def test_bad_numbers_are_named(rounds, warmup):
+    with pytest.raises(ValueError, match=r"0|-1"):
+        compare(lambda: 0, lambda: 0, rounds, exactly, warmup=warmup)
+
+
+def test_an_exception_of_an_arm_passes_and_garbage_collection_is_on_again():
+    import gc
+
+    calls = iter([None, None])
+
+    def fails():
+        return next(calls)
+
+    with pytest.raises(StopIteration):
+        compare(lambda: None, fails, 5, exactly)
+    assert gc.isenabled()
+
+
+def test_paired_ratio():
+    assert paired_ratio([4.0], [2.0]) == (2.0, 2.0, 2.0)
+    baseline, candidate = [2.0, 4.0, 6.0, 8.0, 90.0], [1.0, 2.0, 3.0, 4.0, 9.0]  # drift within the pairs cancels
+    ratio, low, high = paired_ratio(baseline, candidate)
+    assert ratio == 2
+    assert low == 2 <= high
+    assert paired_ratio(baseline, candidate) == (ratio, low, high)
+    with pytest.raises(ValueError, match="got 1 and 2"):
+        paired_ratio([1.0], [1.0, 2.0])
+
+
+def test_environment_is_json():
+    place = json.loads(json.dumps(measure.environment()))
+    assert place["torch"] == torch.__version__
+    assert place["threads"] == torch.get_num_threads()
+    assert {"git_sha", "git_dirty", "cpu", "cores", "date", "python", "transformers", "fastgen", "gpu"} <= set(place)
+
+
+def test_peak_memory_sees_a_large_tensor():
+    if not Path("/proc/self/clear_refs").exists():
+        assert measure.peak_memory(lambda: None) is None
+        return
+    peak = measure.peak_memory(lambda: torch.ones(64, 2**20))
+    assert peak is not None
+    assert peak > 128 * 2**20
+
+
+def test_outcome_without_rounds_has_no_seconds():
+    assert math.isnan(Outcome(True, 0).baseline_seconds)
+
+
+# ---- margins: the toolkit's search replayed
+
+
+@pytest.fixture(scope="module")
+def bart():
+    case = CASES["bart_large"].tiny()
+    assert case.shape is not None
+    return case, case.shape.build(torch.float32, "cpu")
+
+
+def generate_with_scores(case, model, **changes):
+    inputs, options = case.inputs(model), case.generate_options | changes
+    run = model.generate(
+        **inputs, **options, num_return_sequences=case.beams, return_dict_in_generate=True, output_scores=True
+    )
+    return inputs, options, run
+
+
+@pytest.mark.parametrize("changes", [{}, {"min_new_tokens": 1, "eos_token_id": list(range(20)), "length_penalty": 0.5}])
+def test_the_replay_finds_the_toolkits_own_hypotheses(bart, changes):
+    case, model = bart
+    _, options, run = generate_with_scores(case, model, **changes)
+    ends = set(options.get("eos_token_id", [2]))
+    search = BeamReplay(case.beams, ends, case.new_tokens, options.get("length_penalty", 1.0))
+    sequences = run.sequences.view(case.batch, case.beams, -1)[:, :, 1:].tolist()
+    scores = run.sequences_scores.view(case.batch, case.beams).tolist()
+    for row in range(case.batch):
+        steps = [s[row * case.beams : (row + 1) * case.beams] for s in run.scores]
+        for beam in range(case.beams):
+            ids = sequences[row][beam]
+            stop = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))
+            margin = search.margin(steps, ids[:stop])
+            assert 0 <= margin <= scores[row][0] - scores[row][beam] + 1e-5
+
+
+def test_a_wrong_sequence_is_no_near_tie(bart):
+    case, model = bart
+    inputs, options = case.inputs(model), case.generate_options
+    agreement = Agreement(model, inputs, options)
+    stock = model.generate(**inputs, **options)
+    assert agreement(stock, stock.clone()) == Verdict(True)
+    wrong = stock.clone()
+    wrong[1, 3] = (wrong[1, 3] + 1) % model.config.vocab_size
+    assert set(margins(model, inputs, options, stock, wrong)) == {1}
+    verdict = agreement(stock, wrong)
+    assert not verdict.equal
+    assert "1 of 3 sequences differ" in verdict.note
+    assert agreement(stock, wrong) is verdict
+    assert Agreement(model, inputs, options, tolerance=1e9)(stock, wrong) == Verdict(True, 1, verdict.note)
+    assert not agreement(stock, stock[:1]).equal
+
+
+def test_a_tie_has_no_margin():
+    step = torch.tensor([[-1.0, -1.0, -5.0, -9.0]]).expand(2, 4)
+    greedy = BeamReplay(1, set(), 2)
+    assert greedy.margin([step[:1], step[:1]], [1, 0]) == 0
+    assert greedy.margin([step[:1], step[:1]], [2, 0]) == 4
+    beams = BeamReplay(2, set(), 2)
+    assert beams.margin([step, step], [1, 1]) == 0  # four hypotheses tie for two places
+    far = torch.tensor([[-1.0, -2.0, -5.0, -9.0]]).expand(2, 4)
+    assert beams.margin([far, far], [2, 0]) == 3
+
+
+# ---- the benchmarks themselves
+
+
+def bench(*words):
+    return run.main(["--scale", "tiny", "--threads", "1", *map(str, words)])
+
+
+@pytest.fixture(autouse=True)
+def same_threads():
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
+        yield
+    torch.set_num_threads(threads)
+
+
+def result_of(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_cases_run_and_say_what_they_rest_on(tmp_path, capsys):
+    assert bench("--case", "bart_large", "gpt2", "t5_base", "marian_base", "--out", tmp_path) == 0
+    out = capsys.readouterr().out
+    for name in ("bart_large", "gpt2", "t5_base", "marian_base"):
+        data = result_of(tmp_path, name)
+        assert name in out
+        assert data["result"]["equal"]
+        assert len(data["result"]["rounds"]) == 2
+        assert data["environment"]["torch"] == torch.__version__
+        assert "status" in data
+    assert plot.main(["--results", str(tmp_path), "--out", str(tmp_path / "plots")]) == 0
+    first = (tmp_path / "plots" / f"{tmp_path.name}-speed.svg").read_bytes()
+    plot.main(["--results", str(tmp_path), "--out", str(tmp_path / "plots")])
+    assert (tmp_path / "plots" / f"{tmp_path.name}-speed.svg").read_bytes() == first
+
+
+def test_no_speed_is_printed_or_written_for_a_wrong_output(tmp_path, capsys, monkeypatch):
+    from transformers import BartForConditionalGeneration
+
+    from fastgen.patches import _engine
+
+    right = BartForConditionalGeneration.generate
+
+    def wrong(self, *args, **kwargs):
+        ids = right(self, *args, **kwargs)
+        if not _engine.is_disabled() and isinstance(ids, torch.Tensor):
+            ids[:, -1] = (ids[:, -1] + 1) % self.config.vocab_size
+        return ids
+
+    monkeypatch.setattr(BartForConditionalGeneration, "generate", wrong)
+    assert bench("--case", "bart_large", "--out", tmp_path) == 1
+    assert "OUTPUTS DIFFER: 3 of 3" in capsys.readouterr().out
+    result = result_of(tmp_path, "bart_large")["result"]
+    assert result["ratio"] is None
+    assert result["rounds"] == []
+    assert "tokens_per_second" not in result
+    assert plot.main(["--results", str(tmp_path), "--out", str(tmp_path)]) == 1
+
+
+def test_a_grid_is_measured_in_pieces(tmp_path):
+    assert bench("--case", "never_worse", "--cells", "small/batch1/*", "--rounds", 1, "--out", tmp_path) == 0
+    cells = result_of(tmp_path, "never_worse")["result"]["cells"]
+    assert {cell["batch"] for cell in cells.values()} == {1}
+    bench("--case", "never_worse", "--cells", "small/*/beams1/*", "--rounds", 1, "--resume", "--out", tmp_path)
+    merged = result_of(tmp_path, "never_worse")["result"]["cells"]
+    assert set(merged) - set(cells) == {"small/batch2/beams1/source12"}
+    assert all(merged[key] == cell for key, cell in cells.items())
+    assert plot.main(["--results", str(tmp_path), "--out", str(tmp_path)]) == 0
+
+
+def test_memory_counts_keys_and_values(tmp_path):
+    assert bench("--case", "kv_memory", "--out", tmp_path) == 0
+    for model in result_of(tmp_path, "kv_memory")["result"]["models"].values():
+        assert model["stock"]["measured"] == model["expected"]["stock"]
+        assert model["expected"]["fastgen"] < model["expected"]["stock"]
+        assert model["fastgen"]["measured"] > 0
+    assert plot.main(["--results", str(tmp_path), "--out", str(tmp_path)]) == 0
+
+
+def test_bytes_by_the_formula(bart):
+    _, model = bart
+    assert kv.head_shape(model.config) == (2, 4, 8)
+    entry = 2 * 2 * 4 * 8 * 4
+    assert kv.expected_bytes(model, 3, 12, 4, 6) == {
+        "fastgen": entry * (3 * 12 + 3 * 4 * 6),
+        "stock": entry * (3 * 4 * (12 + 6)),
+    }
+
+
+@pytest.mark.skipif(not (EXAMPLE / "model" / "config.json").is_file(), reason="the trained model is not there")
+def test_the_trained_model(tmp_path):
+    assert bench("--case", "trained", "--out", tmp_path) == 0
+    result = result_of(tmp_path, "trained")["result"]
+    assert result["identical_text"]
+    assert result["sentences"] == 6
+    assert len(result["steps"]["stock"]) == 2
+
+
+@pytest.mark.parametrize("name", ["bart_large", "gpt2", "t5_base", "marian_base"])
+def test_ctranslate2_gives_the_same_tokens(tmp_path, name):
+    pytest.importorskip("ctranslate2", reason="a dependency of this benchmark only")
+    assert bench("--case", name, "--peer", "ctranslate2", "--out", tmp_path) == 0
+    result = result_of(tmp_path, f"{name}_ctranslate2")["result"]
+    assert result["near_ties"] == {"fastgen": 0, "ctranslate2": 0}
+    assert set(result["systems"]) == {"stock", "fastgen", "ctranslate2"}
+    assert plot.main(["--results", str(tmp_path), "--out", str(tmp_path)]) == 0
+
+
+def test_a_missing_peer_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "ctranslate2", None)
+    with pytest.raises(SystemExit, match=r"pip install ctranslate2==4\.8\.5"):
+        peer_ctranslate2.load()
+
+
+def test_list_names_every_case(capsys):
+    assert run.main(["--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in CASES)
+
+
+def test_another_batch_size_has_its_own_file(tmp_path):
+    assert bench("--case", "bart_large", "--batch", 2, "--rounds", 1, "--out", tmp_path) == 0
+    assert (tmp_path / "bart_large_batch2.json").is_file()
+    with pytest.raises(ValueError, match="never_worse"):
+        bench("--case", "never_worse", "--batch", 2, "--out", tmp_path)

@@ -1,0 +1,792 @@
+"""Every op against its reference: odd shapes, real vocabularies, dtypes, strides, ties, bad values.
+
+And the routes that bring `ops.linear` into a live model: never a stale copy of a weight, nothing left behind.
+"""
+
+import copy
+import gc
+import math
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
+from transformers.pytorch_utils import Conv1D
+
+from fastgen import config
+from fastgen.models import linear as routes
+from fastgen.ops import kbest as kbest_module
+from fastgen.ops import linear as linear_ops
+from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
+from fastgen.ops.kbest import kbest, kbest_reference
+from fastgen.ops.ngram_block import ngram_block_, ngram_block_reference
+
+INF = torch.inf
+VOCABULARIES = (32_128, 50_264)
+
+
+def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def _unmodified(*tensors: Tensor) -> Callable[[], bool]:
+    before = [(tensor.clone(), tensor._version) for tensor in tensors]
+
+    def holds() -> bool:
+        return all(
+            torch.equal(tensor.nan_to_num(7.0), old.nan_to_num(7.0)) and tensor._version == version
+            for tensor, (old, version) in zip(tensors, before, strict=True)
+        )
+
+    return holds
+
+
+# k-best
+
+
+def _check_kbest(log_probs: Tensor, scores: Tensor, k: int) -> None:
+    """Values and indices are those of `torch.topk`, bit for bit."""
+    unmodified = _unmodified(log_probs, scores)
+    values, indices = kbest(log_probs, scores, k)
+    wanted_values, wanted_indices = kbest_reference(log_probs, scores, k)
+    assert indices.dtype == torch.int64
+    assert values.dtype == log_probs.dtype
+    assert torch.equal(values.nan_to_num(7.0), wanted_values.nan_to_num(7.0))
+    assert torch.equal(indices, wanted_indices)
+    assert unmodified()
+
+
+@pytest.fixture
+def _groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny inputs go through groups, as large ones do."""
+    monkeypatch.setattr(kbest_module, "SMALL", 0)
+    monkeypatch.setattr(kbest_module, "GROUP", 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("b", "m", "v", "k"),
+    [
+        (1, 1, 1, 1), (1, 1, 7, 7), (3, 5, 33, 10), (2, 3, 127, 6), (2, 3, 128, 6), (7, 1, 129, 2), (1, 4, 5_001, 8),
+        (64, 4, 5_000, 8), (5, 5, 4_999, 10), (1, 1, 70_000, 1), (2, 1, 128 * 300, 2),
+        *((3, 4, v, 8) for v in VOCABULARIES),
+        *((2, 5, v, 105) for v in VOCABULARIES),
+    ],
+)  # fmt: skip
+def test_kbest(b: int, m: int, v: int, k: int, dtype: torch.dtype) -> None:
+    log_probs = torch.log_softmax(_randn(b, m, v, dtype=dtype) * 3, -1)
+    _check_kbest(log_probs, _randn(b, m, seed=1, dtype=dtype), k)
+    first_step = torch.full((b, m), -1e9, dtype=dtype)
+    first_step[:, 0] = 0  # in float32 all beams but the first tie
+    _check_kbest(log_probs, first_step, k)
+
+
+@pytest.mark.parametrize("v", VOCABULARIES)
+def test_kbest_ranks_groups_instead_of_tokens(v: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a tie the reference, which would hide a mistake of the groups, is not asked."""
+    log_probs, scores = torch.log_softmax(_randn(3, 4, v, dtype=torch.float64), -1), _randn(3, 4, seed=1).double()
+    wanted = kbest_reference(log_probs, scores, 8)
+    monkeypatch.setattr(kbest_module, "kbest_reference", lambda *_: pytest.fail("the reference ran"))
+    values, indices = kbest(log_probs, scores, 8)
+    assert torch.equal(values, wanted[0])
+    assert torch.equal(indices, wanted[1])
+
+
+@pytest.mark.parametrize("kind", ["every other", "transposed", "expanded", "part", "tail", "scores"])
+@pytest.mark.parametrize("v", [1_000, VOCABULARIES[1]])
+def test_kbest_strided(kind: str, v: int) -> None:
+    scores = _randn(2, 4, seed=1)
+    log_probs = {
+        "every other": lambda: _randn(2, 4, 2 * v)[:, :, ::2],
+        "transposed": lambda: _randn(2, v, 4).transpose(1, 2),
+        "expanded": lambda: _randn(2, 1, v).expand(2, 4, v),
+        "part": lambda: _randn(4, 4, v + 9)[1:3, :, 5 : v + 5],
+        "tail": lambda: _randn(2, 8, v)[:, ::2],
+        "scores": lambda: _randn(2, 4, v),
+    }[kind]()
+    if kind == "scores":
+        scores = _randn(4, 2, seed=1).t()
+    _check_kbest(log_probs, scores, 8)
+
+
+@pytest.mark.parametrize("v", [96, 1_000, *VOCABULARIES])
+@pytest.mark.parametrize("levels", [1, 2, 40])
+def test_kbest_ties(v: int, levels: int) -> None:
+    """Few different values: which of the equal ones come first is for `torch.topk` to say."""
+    log_probs = torch.randint(0, levels, (3, 4, v), generator=torch.Generator().manual_seed(v)).float() / 8
+    _check_kbest(log_probs, torch.zeros(3, 4), 8)
+    _check_kbest(log_probs, torch.tensor([[0.0, -0.125, -0.25, 0.0]] * 3), 8)
+
+
+@pytest.mark.parametrize(
+    "where", ["the last two", "the last and the next", "far below", "across groups", "in the tail"]
+)
+def test_kbest_one_tie(where: str) -> None:
+    """A tie among the k best, one that decides who is among them, and one that does not matter."""
+    b, m, v, k = 2, 4, VOCABULARIES[0], 8
+    log_probs = torch.log_softmax(_randn(b, m, v).double(), -1)
+    scores = torch.zeros(b, m, dtype=torch.float64)
+    order = log_probs.flatten(1).argsort(1, descending=True)
+    first, second = {
+        "the last two": (k - 2, k - 1), "the last and the next": (k - 1, k), "far below": (k + 5, k + 6),
+        "across groups": (0, 1), "in the tail": (0, k),
+    }[where]  # fmt: skip
+    for row in range(b):
+        flat = log_probs[row].view(-1)
+        if where == "in the tail":
+            flat[m * v - 1] = flat[m * v - 2] = 1.0
+        else:
+            flat[order[row, second]] = flat[order[row, first]]
+    _check_kbest(log_probs, scores, k)
+
+
+@pytest.mark.parametrize("v", [96, 1_000, *VOCABULARIES])
+def test_kbest_bans(v: int) -> None:
+    log_probs, scores, k = torch.log_softmax(_randn(3, 4, v), -1), _randn(3, 4, seed=1), 8
+    log_probs[0, 1] = -INF  # one beam
+    log_probs[1] = -INF  # a sentence
+    _check_kbest(log_probs, scores, k)
+    log_probs[2, :, 3:] = -INF  # a sentence with fewer candidates than groups asked for
+    _check_kbest(log_probs, scores, k)
+    log_probs[2, :, 1:] = -INF  # fewer than k
+    _check_kbest(log_probs, scores, k)
+    scores[2, 0] = -INF
+    _check_kbest(log_probs, scores, k)
+    log_probs.fill_(-INF)
+    _check_kbest(log_probs, scores, k)
+    log_probs[0, 2, 5] = INF
+    _check_kbest(log_probs, scores, k)
+
+
+@pytest.mark.parametrize("v", [96, 1_000, *VOCABULARIES])
+@pytest.mark.parametrize("kind", ["one", "two", "a beam", "a sentence", "all", "in the tail", "score"])
+def test_kbest_nan(v: int, kind: str) -> None:
+    """`torch.topk` ranks NaN first; which of several comes first is for it to say."""
+    log_probs, scores = torch.log_softmax(_randn(3, 4, v), -1), _randn(3, 4, seed=1)
+    if kind == "one":
+        log_probs[1, 2, v // 2] = torch.nan
+    elif kind == "two":
+        log_probs[1, 2, v // 2] = log_probs[1, 3, v // 3] = torch.nan
+    elif kind == "in the tail":
+        log_probs[1, 2, -1] = torch.nan
+    elif kind == "score":
+        scores[1, 2] = torch.nan
+    else:
+        log_probs[{"a beam": (1, 2), "a sentence": (1,), "all": ()}[kind]] = torch.nan
+    _check_kbest(log_probs, scores, 8)
+
+
+@pytest.mark.usefixtures("_groups")
+def test_kbest_in_groups_of_four() -> None:
+    """Many small inputs: every position of the winners, in groups and behind them."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2_000):
+        b, m = (int(torch.randint(1, 6, (1,), generator=generator)) for _ in range(2))
+        v = int(torch.randint(16, 70, (1,), generator=generator))
+        k = int(torch.randint(1, min(m * v, 4 * m) + 1, (1,), generator=generator))
+        log_probs = torch.randn(b, m, v, generator=generator)
+        if torch.rand(1, generator=generator) < 0.5:
+            log_probs = (log_probs * 4).round() / 4
+        if torch.rand(1, generator=generator) < 0.3:
+            log_probs[torch.rand(b, m, v, generator=generator) < 0.7] = -INF
+        _check_kbest(log_probs, torch.randn(b, m, generator=generator), k)
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "scores", "shown"),
+    [
+        ((4, 9), (4,), "(4, 9)"), ((2, 3, 9), (3, 2), "(3, 2)"), ((2, 3, 9), (2, 3, 1), "(2, 3, 1)"),
+        ((2, 3, 9), (6,), "(6,)"), ((1, 2, 3, 9), (1, 2), "(1, 2, 3, 9)"),
+    ],
+)  # fmt: skip
+def test_kbest_errors(log_probs: tuple[int, ...], scores: tuple[int, ...], shown: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(shown)):
+        kbest(torch.zeros(log_probs), torch.zeros(scores), 2)
+
+
+def test_kbest_more_than_there_are() -> None:
+    for v in (5, VOCABULARIES[0]):
+        with pytest.raises(RuntimeError, match="out of range"):
+            kbest(torch.zeros(1, 2, v), torch.zeros(1, 2), 2 * v + 1)
+
+
+# n-grams
+
+
+def _ids(rows: int, length: int, tokens: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, tokens, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _check_ngrams(scores: Tensor, ids: Tensor, n: int) -> Tensor:
+    wanted = ngram_block_reference(scores, ids, n)
+    unmodified = _unmodified(ids)
+    found = ngram_block_(scores, ids, n)
+    assert found is scores
+    assert unmodified()
+    torch.testing.assert_close(scores, wanted, atol=0, rtol=0, equal_nan=True)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(
+    ("rows", "length", "vocabulary", "tokens"),
+    [
+        (1, 1, 1, 1), (1, 5, 3, 3), (5, 33, 7, 7), (16, 130, 96, 4), (3, 6, 96, 96), (4, 64, VOCABULARIES[0], 9),
+        (4, 64, VOCABULARIES[1], 50_264),
+    ],
+)  # fmt: skip
+def test_ngrams(rows: int, length: int, vocabulary: int, tokens: int, n: int, dtype: torch.dtype) -> None:
+    scores, ids = _randn(rows, vocabulary, dtype=dtype), _ids(rows, length, tokens)
+    toolkit = NoRepeatNGramLogitsProcessor(n)(ids, scores.clone())
+    found = _check_ngrams(scores, ids, n)
+    assert torch.equal(found, toolkit)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_ngrams_of_length_n(n: int) -> None:
+    for length in range(n + 2):
+        _check_ngrams(_randn(3, 5), torch.ones(3, length, dtype=torch.int64), n)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_ngrams_outside_the_vocabulary(n: int) -> None:
+    ids = _ids(6, 40, 4) * 7 - 7  # -7, 0, 7, 14 of 12 tokens
+    _check_ngrams(_randn(6, 12), ids, n)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_ngrams_ban_everything(n: int) -> None:
+    """All tokens banned, and scores that are infinite already, token 0 among them."""
+    scores = _randn(4, 3)
+    scores[0], scores[1, 0], scores[2, 0], scores[3] = -INF, -INF, INF, INF
+    ids = torch.tensor([[0, 1, 2, 0, 2, 1, 0, 0, 1, 1, 2, 2, 0]] * 4)
+    found = _check_ngrams(scores, ids, n)
+    assert n > 1 or bool((found == -INF).all())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_ngrams_beside_nan(n: int) -> None:
+    """NaN stays NaN where nothing is banned."""
+    scores, ids = _randn(3, 8), torch.tensor([[1, 2, 1, 2, 1]] * 3)
+    scores[:, 0] = scores[:, 5] = torch.nan
+    _check_ngrams(scores, ids, n)
+
+
+def test_ngrams_over_nan() -> None:
+    """A banned token is -inf whatever its score was."""
+    scores, ids = _randn(2, 8), torch.tensor([[1, 2, 1, 2, 1]] * 2)
+    scores[:, 2] = torch.nan
+    _check_ngrams(scores, ids, 2)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_ngrams_strided(n: int) -> None:
+    base = _randn(12, 40)
+    untouched = base[1::2].clone()
+    _check_ngrams(base[::2, ::4], _ids(6, 20, 5), n)
+    assert torch.equal(base[1::2], untouched)
+    _check_ngrams(_randn(9, 6).t(), _ids(6, 20, 5), n)
+    _check_ngrams(_randn(6, 9), _ids(40, 12, 5)[::2, ::2].t()[:6], n)
+    _check_ngrams(_randn(6, 9), _ids(1, 20, 5).expand(6, 20), n)
+
+
+@pytest.mark.parametrize(
+    ("n", "rows", "shown"), [(0, 2, "n = 0"), (-3, 2, "n = -3"), (2, 3, "(3, 4)")], ids=["zero", "negative", "rows"]
+)
+def test_ngrams_errors(n: int, rows: int, shown: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(shown)):
+        ngram_block_(torch.zeros(2, 5), torch.zeros(rows, 4, dtype=torch.int64), n)
+
+
+# Attention of beams
+
+
+def _attention(b: int, m: int, h: int, kv: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        _randn(b, m, h, d, dtype=dtype),
+        _randn(b, kv, n, d, seed=1, dtype=dtype),
+        _randn(b, kv, n, d, seed=2, dtype=dtype),
+    )
+
+
+def _check_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, softcap: float | None = None
+) -> Tensor:
+    """Equal in float64; elsewhere the error is at most twice that of the reference, and a little."""
+    scale = query.shape[-1] ** -0.5
+    unmodified = _unmodified(query, keys, values, *([] if mask is None else [mask]))
+    found = beam_attention(query, keys, values, mask, scale, softcap)
+    assert unmodified()
+    reference = beam_attention_reference(query, keys, values, mask, scale, softcap)
+    assert found.shape == query.shape
+    assert found.dtype == query.dtype
+    exact = beam_attention_reference(
+        query.double(), keys.double(), values.double(), None if mask is None else mask.double(), scale, softcap
+    )
+    assert torch.equal(found.isnan(), exact.isnan())
+    error, allowed = (
+        (x.double() - exact).nan_to_num(0.0).abs().max().item() for x in (found, reference.to(query.dtype))
+    )
+    floor = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[query.dtype]
+    assert error <= 2 * allowed + floor
+    return found
+
+
+_DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(
+    ("b", "m", "h", "kv", "n", "d"),
+    [
+        (1, 1, 1, 1, 1, 1), (2, 3, 4, 4, 7, 8), (3, 5, 6, 2, 33, 5), (1, 4, 8, 1, 129, 64), (5, 2, 3, 3, 1, 7),
+        (2, 1, 4, 2, 17, 16),
+    ],
+)  # fmt: skip
+def test_attention(b: int, m: int, h: int, kv: int, n: int, d: int, softcap: float | None, dtype: torch.dtype) -> None:
+    query, keys, values = _attention(b, m, h, kv, n, d, dtype)
+    _check_attention(query, keys, values, None, softcap)
+    for shape in ((b, 1, m, n), (1, 1, 1, n), (b, 1, 1, n), (1, h, 1, n), (b, h, m, n), (1, h, m, n), (1, 1, m, n)):
+        mask = _randn(*shape, seed=3, dtype=dtype)
+        mask[..., 1::2] = -INF
+        _check_attention(query, keys, values, mask, softcap)
+
+
+def test_attention_is_the_toolkits() -> None:
+    query, keys, values = _attention(3, 4, 6, 2, 21, 8, torch.float64)
+    mask = torch.zeros(3, 1, 4, 21, dtype=torch.float64).masked_fill_(_randn(3, 1, 4, 21) > 0.5, -INF)
+    mask[..., 0] = 0
+    found = _check_attention(query, keys, values, mask)
+    torch_own = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, mask, enable_gqa=True)
+    torch.testing.assert_close(found, torch_own.transpose(1, 2), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_attention_masked_rows(dtype: torch.dtype) -> None:
+    """A beam that sees nothing: NaN under -inf, as softmax has it; the mean of the values under the lowest number."""
+    query, keys, values = _attention(2, 3, 4, 2, 9, 8, dtype)
+    mask = torch.zeros(2, 1, 3, 9, dtype=dtype)
+    mask[1, :, 2] = -INF
+    assert bool(_check_attention(query, keys, values, mask)[1, 2].isnan().all())
+    mask[1, :, 2] = torch.finfo(dtype).min
+    found = _check_attention(query, keys, values, mask)
+    if dtype is torch.float64:
+        torch.testing.assert_close(found[1, 2], values[1].mean(1).repeat_interleave(2, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_attention_strided(dtype: torch.dtype) -> None:
+    query, keys, values = _attention(3, 4, 6, 2, 40, 8, dtype)
+    part = slice(3, 21)
+    _check_attention(query, keys[:, :, part], values[:, :, part], None)
+    _check_attention(query, keys[:, :, ::2], values[:, :, ::2], None)
+    folded = _randn(3, 6, 4, 8, dtype=dtype).transpose(1, 2)
+    _check_attention(folded, keys.transpose(2, 3).contiguous().transpose(2, 3), values, None)
+    _check_attention(_randn(3, 4, 6, 16, dtype=dtype)[..., ::2], keys, values, None)
+    mask = _randn(3, 1, 4, 80, dtype=dtype)[..., ::2]
+    _check_attention(query, keys, values, mask)
+    _check_attention(query, keys, values, _randn(4, 6, 40, dtype=dtype).transpose(0, 1)[None].expand(3, -1, -1, -1))
+
+
+def test_attention_does_not_see_what_is_masked() -> None:
+    """Slots that a beam does not see may hold anything finite."""
+    query, keys, values = _attention(2, 3, 4, 4, 9, 8, torch.float64)
+    mask = torch.zeros(2, 1, 3, 9, dtype=torch.float64)
+    mask[..., 5:] = -INF
+    short = beam_attention(query, keys[:, :, :5], values[:, :, :5], mask[..., :5], 1.0)
+    keys[:, :, 5:], values[:, :, 5:] = 1e30, 1e30
+    torch.testing.assert_close(beam_attention(query, keys, values, mask, 1.0), short, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("query", "keys"), [((2, 3, 4, 8), (3, 4, 5, 8)), ((2, 3, 4, 8), (2, 3, 5, 8)), ((2, 3, 4, 8), (2, 4, 5, 6))]
+)
+def test_attention_errors(query: tuple[int, ...], keys: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=re.escape(str(query)) + ".*" + re.escape(str(keys))):
+        beam_attention(torch.zeros(query), torch.zeros(keys), torch.zeros(keys), None, 1.0)
+
+
+# Linear layers
+
+needs_onednn = pytest.mark.skipif(not linear_ops.available(), reason="this torch has no oneDNN linear operators")
+
+
+def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    reference = linear_ops.linear_reference(x, weight, bias)
+    allowed = 2 * (reference.double() - exact).abs().max().item() if exact.numel() else 0.0
+    allowed += 1e-6 * math.sqrt(weight.shape[1])
+    unmodified = _unmodified(x, weight, *([] if bias is None else [bias]))
+    for form in (weight, linear_ops.pack(weight), linear_ops.pack(weight, 1)):
+        found = linear_ops.linear(x, form, bias)
+        assert found.shape == exact.shape
+        assert found.dtype == torch.float32
+        assert exact.numel() == 0 or (found.double() - exact).abs().max().item() <= allowed
+    assert unmodified()
+
+
+@needs_onednn
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(
+    ("lead", "k", "n"),
+    [
+        ((1,), 1, 1), ((1,), 7, 5), ((3,), 33, 129), ((2, 1), 320, 320), ((17,), 321, 319), ((4, 5, 3), 96, 100),
+        ((130,), 64, 64), ((4, 1), 64, VOCABULARIES[0]), ((3,), 31, VOCABULARIES[1]), ((), 16, 8),
+    ],
+)  # fmt: skip
+def test_linear(lead: tuple[int, ...], k: int, n: int, with_bias: bool) -> None:
+    _check_linear(_randn(*lead, k), _randn(n, k, seed=1), _randn(n, seed=2) if with_bias else None)
+
+
+@needs_onednn
+def test_linear_strided() -> None:
+    """x and the weight; of the bias see below."""
+    weight, bias = _randn(48, 32, seed=1), _randn(48, seed=2)
+    _check_linear(_randn(6, 64)[:, ::2], weight, bias)
+    _check_linear(_randn(32, 6).t(), weight, bias)
+    _check_linear(_randn(6, 9, 32)[:, -1], weight, bias)
+    _check_linear(_randn(1, 32).expand(6, 32), weight, bias)
+    _check_linear(_randn(6, 32), _randn(32, 48).t(), bias)  # as GPT-2's Conv1D
+    _check_linear(_randn(6, 32), _randn(96, 64)[::2, ::2], bias)
+
+
+@needs_onednn
+@pytest.mark.parametrize("kind", ["every other", "expanded"])
+def test_linear_strided_bias(kind: str) -> None:
+    bias = _randn(96)[::2] if kind == "every other" else _randn(1).expand(48)
+    _check_linear(_randn(6, 32), _randn(48, 32, seed=1), bias)
+
+
+@needs_onednn
+def test_linear_special_values() -> None:
+    """NaN and infinity spread as they do in torch's own product."""
+    x, weight = _randn(4, 32), _randn(48, 32, seed=1)
+    x[0, 3], x[1, 4] = torch.nan, INF
+    for form in (weight, linear_ops.pack(weight)):
+        found, reference = linear_ops.linear(x, form), F.linear(x, weight)
+        assert torch.equal(found.isnan(), reference.isnan())
+        assert torch.equal(found.isinf(), reference.isinf())
+
+
+def test_worthwhile() -> None:
+    small, large = linear_ops.SMALL_WEIGHT, 4 * linear_ops.SMALL_WEIGHT
+    for rows, elements, wanted in (
+        (0, large, True), (1, small - 1, False), (31, small - 1, False), (32, small - 1, True), (1, small, False),
+        (2, small, True), (1, large, True),
+    ):  # fmt: skip
+        assert linear_ops.worthwhile(rows, elements) is wanted, (rows, elements)
+
+
+# The routes
+
+
+class Net(nn.Module):
+    """Two linear layers that are worth packing, one too small, one Conv1D, and a tied one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(320, 640)
+        self.small = nn.Linear(640, 4)
+        self.conv = Conv1D(320, 640)
+        self.last = nn.Linear(320, 640, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.last(self.conv(torch.tanh(hidden))) + self.small(hidden).sum()
+
+
+@pytest.fixture
+def net() -> Iterator[Net]:
+    routes.release()
+    yield Net().eval()
+    assert not routes._routes
+    routes.release()
+
+
+X = _randn(5, 320, seed=9)
+
+
+def _run(net: nn.Module, times: int = 3) -> Tensor:
+    """The output of the last of several calls: from the second on a weight is packed."""
+    with torch.no_grad():
+        for _ in range(times):
+            found = net(X)
+    return found
+
+
+def _routed_run(net: nn.Module, times: int = 3) -> Tensor:
+    with routes.routed(net) as count:
+        assert count
+        return _run(net, times)
+
+
+def _check_routes(net: nn.Module) -> None:
+    """The routed model computes what the model at rest computes with the weights it has now."""
+    torch.testing.assert_close(_routed_run(net), _run(net, 1), atol=1e-3, rtol=1e-4)
+    assert not _routed(net)
+
+
+def _routed(net: nn.Module) -> list[str]:
+    return [name for name, module in net.named_modules() if "forward" in module.__dict__]
+
+
+@needs_onednn
+def test_routes(net: Net) -> None:
+    at_rest = {name: dict(module.__dict__) for name, module in net.named_modules()}
+    with routes.routed(net) as count:
+        assert count == 4
+        assert _routed(net) == ["first", "small", "conv", "last"]
+        _run(net)
+        assert routes.packed_bytes() == 4 * (320 * 640 + 320 * 640)  # the tied weight once, the small one not at all
+    assert {name: dict(module.__dict__) for name, module in net.named_modules()} == at_rest
+    _check_routes(net)
+    routes.release()
+    assert routes.packed_bytes() == 0
+    _check_routes(net)
+
+
+def _in_place(net: Net) -> None:
+    with torch.no_grad():
+        net.first.weight.add_(1.0)
+        net.conv.weight.mul_(2.0)
+
+
+def _data(net: Net) -> None:
+    net.first.weight.data += 0.5
+    net.conv.weight.data.copy_(_randn(640, 320, seed=5))
+
+
+def _assigned(net: Net) -> None:
+    net.first.weight.data = _randn(640, 320, seed=6)
+    net.conv.weight.data = _randn(640, 320, seed=7)
+
+
+def _parameter(net: Net) -> None:
+    net.first.weight = nn.Parameter(_randn(640, 320, seed=6))
+
+
+def _loaded(net: Net) -> None:
+    net.load_state_dict({name: value + 0.25 for name, value in net.state_dict().items()})
+
+
+def _optimised(net: Net) -> None:
+    optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(X).pow(2).mean().backward()
+    optimiser.step()
+
+
+def _bias(net: Net) -> None:
+    net.first.bias.data += 3.0
+
+
+def _transposed(net: Net) -> None:
+    net.first.weight.data = _randn(320, 640, seed=6).t()
+
+
+def _bias_strided(net: Net) -> None:
+    net.first.bias = nn.Parameter(_randn(1280, seed=6)[::2])
+
+
+_CHANGES = [_in_place, _data, _assigned, _parameter, _loaded, _optimised, _bias, _bias_strided, _transposed]
+
+
+@needs_onednn
+@pytest.mark.parametrize("change", _CHANGES, ids=lambda change: change.__name__)
+def test_routes_after_a_change(net: Net, change: Callable[[Net], None]) -> None:
+    """Between two calls."""
+    _check_routes(net)
+    before = _run(net)
+    change(net)
+    assert not torch.allclose(_run(net), before, atol=1e-3)
+    _check_routes(net)
+
+
+@needs_onednn
+@pytest.mark.parametrize("change", [c for c in _CHANGES if c is not _data], ids=lambda change: change.__name__)
+def test_routes_during_a_change(net: Net, change: Callable[[Net], None]) -> None:
+    """Within a call, which sees all but writes through `.data`."""
+    with routes.routed(net):
+        _run(net)
+        change(net)
+        found = _run(net)
+    torch.testing.assert_close(found, _run(net, 1), atol=1e-3, rtol=1e-4)
+
+
+@needs_onednn
+@pytest.mark.parametrize("where", ["first", "last", "middle row"])
+def test_routes_after_one_row_changed(net: Net, where: str) -> None:
+    """One row written through `.data`, as when one token's output weights are edited."""
+    _check_routes(net)
+    net.first.weight.data[{"first": 0, "last": -1, "middle row": 301}[where]] += 2.0
+    _check_routes(net)
+
+
+@needs_onednn
+def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not float32 on a CPU, hooked, overridden, quantised or of another class, and what FASTGEN_LINEAR says."""
+
+    class Other(nn.Linear):
+        pass
+
+    net.other = Other(320, 640)
+    net.small.forward = net.small.forward
+    net.conv.register_forward_hook(lambda *_: None)
+    net.last.register_forward_pre_hook(lambda *_: None)
+    net.half = nn.Linear(320, 640).half()
+    own = net.small.__dict__["forward"]
+    with routes.routed(net) as count:
+        assert count == 1
+        assert _routed(net) == ["first", "small"]
+    assert _routed(net) == ["small"]
+    assert net.small.__dict__["forward"] == own
+    for dtype, reason in ((torch.float64, "float64"), (torch.bfloat16, "bfloat16")):
+        with routes.routed(nn.Linear(320, 640).to(dtype)) as count:
+            assert count == 0
+        assert reason in str(routes.reason_off(nn.Linear(320, 640).to(dtype)))
+    assert routes.reason_off(nn.Module()) == "not on a CPU"
+    monkeypatch.setattr(config, "settings", lambda: SimpleNamespace(linear="off"))
+    with routes.routed(net) as count:
+        assert count == 0
+    assert routes.reason_off(net) == "FASTGEN_LINEAR=off"
+
+
+@needs_onednn
+def test_routes_by_setting(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "settings", lambda: SimpleNamespace(linear="plain"))
+    _check_routes(net)
+    assert routes.packed_bytes() == 0
+
+
+@needs_onednn
+def test_routes_with_gradients_and_autocast(net: Net) -> None:
+    """Training within a call uses torch's own product, which knows how to go back."""
+    with routes.routed(net):
+        net(X).sum().backward()
+        gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert net.first(X).dtype == torch.bfloat16
+        assert net.double().first(X.double()).dtype == torch.float64
+        net.float()
+    net.zero_grad()
+    net(X).sum().backward()
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_routes_with_a_bias_of_another_dtype(net: Net, dtype: torch.dtype) -> None:
+    """torch's own product says what is wrong, in its own words."""
+    net.first.bias = nn.Parameter(net.first.bias.to(dtype))
+    with pytest.raises(RuntimeError) as stock:
+        _run(net)
+    with pytest.raises(RuntimeError) as ours:
+        _routed_run(net)
+    assert str(ours.value) == str(stock.value)
+
+
+@needs_onednn
+def test_routes_of_no_rows(net: Net) -> None:
+    with routes.routed(net), torch.no_grad():
+        for _ in range(3):
+            assert net.first(X[:0]).shape == (0, 640)
+
+
+@needs_onednn
+def test_routes_nested(net: Net) -> None:
+    wanted = _run(net)
+    with routes.routed(net) as outer:
+        with routes.routed(net) as inner:
+            assert inner == outer
+        assert len(_routed(net)) == outer
+        with pytest.raises(ZeroDivisionError), routes.routed(net):
+            raise ZeroDivisionError
+        assert len(_routed(net)) == outer
+        with routes.routed(net.first) as part:  # a part of it, whose layer carries a route already
+            assert part == 0
+        torch.testing.assert_close(_run(net), wanted, atol=1e-3, rtol=1e-4)
+    assert not _routed(net)
+
+
+@needs_onednn
+def test_routes_overlapping(net: Net) -> None:
+    """Calls of one model that end in the order in which they began."""
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(routes.routed(net))
+    second.enter_context(routes.routed(net))
+    first.close()
+    assert len(_routed(net)) == 4
+    second.close()
+    assert not _routed(net)
+
+
+@needs_onednn
+def test_routes_of_models_with_common_layers(net: Net) -> None:
+    other = nn.Sequential(net.first, nn.Linear(640, 320))
+    ours, others = ExitStack(), ExitStack()
+    ours.enter_context(routes.routed(net))
+    others.enter_context(routes.routed(other))
+    ours.close()
+    torch.testing.assert_close(_run(other), other(X), atol=1e-3, rtol=1e-4)
+    others.close()
+    assert not _routed(net)
+    assert not _routed(other)
+
+
+@needs_onednn
+def test_routes_concurrent(net: Net) -> None:
+    wanted, errors = _run(net), []
+
+    def work() -> None:
+        try:
+            for _ in range(25):
+                torch.testing.assert_close(_routed_run(net, 2), wanted, atol=1e-3, rtol=1e-4)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert not _routed(net)
+
+
+@needs_onednn
+def test_a_copy_is_no_part_of_the_route(net: Net) -> None:
+    """A model copied while it generates is a model of its own."""
+    with routes.routed(net):
+        _run(net)
+        twin: Any = copy.deepcopy(net)
+        assert not _routed(twin)
+        twin.first.weight.data.zero_()
+        twin.first.bias.data.zero_()
+        with torch.no_grad():
+            assert bool((twin.first(X) == 0).all())
+    assert not _routed(twin)
+
+
+@needs_onednn
+def test_routes_keep_no_model_alive(net: Net) -> None:
+    other = Net().eval()
+    _routed_run(other)
+    held = routes.packed_bytes()
+    gone = weakref.ref(other)
+    del other
+    gc.collect()
+    assert gone() is None
+    assert held > 0
+    assert routes.packed_bytes() == 0
