@@ -324,8 +324,8 @@ def test_seq2seq_trainer(tmp_path: Path) -> None:
     model = zoo.build("bart", torch.float32)
     arguments = tf.Seq2SeqTrainingArguments(
         output_dir=str(tmp_path), per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=4,
-        eval_steps=2, eval_strategy="steps", save_strategy="no", report_to=[], predict_with_generate=True, generation_max_length=9,
-        generation_num_beams=3, use_cpu=True, disable_tqdm=True, learning_rate=1e-3,
+        eval_steps=2, eval_strategy="steps", save_strategy="no", report_to=[], predict_with_generate=True,
+        generation_max_length=9, generation_num_beams=3, use_cpu=True, disable_tqdm=True, learning_rate=1e-3,
     )  # fmt: skip
     predictions: list[Any] = []
     trainer = tf.Seq2SeqTrainer(
@@ -445,7 +445,7 @@ def test_copy_during_a_call(how: Callable[[Any], Any]) -> None:
     copies = _Copies(model, how)
     _generate(model, **inputs, **BEAMS, stopping_criteria=StoppingCriteriaList([copies]))
     twin = copies.twin
-    _check_at_rest(model, twin)
+    _check_at_rest(model)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(1.5)
@@ -756,3 +756,36 @@ def test_disable_within_a_call() -> None:
     assert Disables.refused
     assert torch.equal(found, _stock(model, **inputs, **BEAMS))
     _check_at_rest(model)
+
+
+class _Notes(LogitsProcessor):
+    """A processor with an effect of its own: it counts. It also makes every beam start with the tokens 7 and 8."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 1:
+            scores = torch.full_like(scores, -torch.inf)
+            scores[:, 7], scores[:, 8] = 0, -1
+        return scores
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+def test_nan_in_a_step(options: dict[str, Any]) -> None:
+    """A model whose decode step gives NaN, as an overflow does: whichever code runs, the call happens once."""
+    model = zoo.build("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.nan
+    kwargs = _inputs(model, 2, 3) | options | {"max_new_tokens": 4}
+    seen: list[tuple[int, Any]] = []
+    for run in (lambda **k: model.generate(**k), lambda **k: _stock(model, **k)):
+        notes = _Notes()
+        torch.manual_seed(0)
+        try:
+            value = run(**kwargs, logits_processor=LogitsProcessorList([notes])).tolist()
+        except RuntimeError as error:  # multinomial refuses NaN
+            value = type(error)
+        seen.append((notes.calls, value))
+    assert seen[0] == seen[1]

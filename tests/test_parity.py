@@ -235,23 +235,23 @@ def test_bad_input(family: str, bad: dict[str, Any]) -> None:
     assert_same(model, good | {"num_beams": 2, "max_new_tokens": 5})
 
 
-def test_frozen_rows_leave() -> None:
+@pytest.mark.parametrize(("family", "seed"), [("bart", 0), ("marian", 1), ("gpt2", 0)])
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3, "length_penalty": 0.0}, {"num_beams": 3, "early_stopping": True}, {"num_beams": 3}, {}],
+    ids=["no length penalty", "early stopping", "beams", "greedy"],
+)
+def test_finished_sentences_leave(
+    family: str, seed: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A batch whose sentences end at different times gives the same tokens, and does shrink."""
-    model = zoo.build("marian", seed=3)
     from fastgen.patches.transformers.stepper import TransformersStepper
 
-    kept: list[int] = []
-    original = TransformersStepper.keep
-    try:
-        TransformersStepper.keep = lambda self, sentences: (kept.append(len(sentences)), original(self, sentences))[1]
-        for options in ({"num_beams": 3}, {"num_beams": 3, "early_stopping": True}, {}):
-            kwargs = (
-                _inputs("marian", model, sentences=12)
-                | options
-                | {"max_new_tokens": 40, "eos_token_id": list(range(2, 12))}
-            )
-            kept.clear()
-            assert_same(model, kwargs)
-            assert kept, options
-    finally:
-        TransformersStepper.keep = original
+    left: list[int] = []
+    keep = TransformersStepper.keep
+    monkeypatch.setattr(TransformersStepper, "keep", lambda self, kept: (left.append(len(kept)), keep(self, kept)))
+    model = zoo.build(family, seed=seed)
+    ends = list(range(2, 30))
+    assert_same(model, _inputs(family, model, sentences=12) | options | {"max_new_tokens": 40, "eos_token_id": ends})
+    assert left
+    assert sorted(left, reverse=True) == left

@@ -11,8 +11,13 @@ Sources: FastSeq (shared prefix), FasterTransformer (indirection instead of reor
 import torch
 from torch import Tensor
 
-_GROWTH = 32
-"""Decode steps by which the slots grow at least: a buffer is copied once per growth, by half of its size or more."""
+_GROWTH = 64
+"""Decode steps for which a buffer gets room at least, when it grows and the text may become that long."""
+
+
+def _room(steps: int, longest: int) -> int:
+    """Steps to make room for beyond the `steps` that are filled: half as many again, and never beyond `longest`."""
+    return max(1, min(max(_GROWTH, steps // 2), longest - steps))
 
 
 class Ancestry:
@@ -21,8 +26,8 @@ class Ancestry:
     `visible` is additive, (B, M, T*M) in float32: 0 at the slots of a beam's own ancestors, -inf elsewhere.
     """
 
-    def __init__(self, sentences: int, beams: int, device: torch.device) -> None:
-        self.beams = beams
+    def __init__(self, sentences: int, beams: int, longest: int, device: torch.device) -> None:
+        self.beams, self.longest = beams, longest
         self.steps = 0
         self._own = torch.full((beams, beams), -torch.inf, device=device).fill_diagonal_(0.0)
         self._visible = torch.empty(sentences, beams, 0, device=device)
@@ -35,7 +40,8 @@ class Ancestry:
         """Open the slots of one more token: each beam sees its own."""
         filled, total = self.steps * self.beams, (self.steps + 1) * self.beams
         if self._visible.shape[2] < total:
-            grown = self._visible.new_empty(*self._visible.shape[:2], total + max(_GROWTH * self.beams, filled // 2))
+            slots = filled + _room(self.steps, self.longest) * self.beams
+            grown = self._visible.new_empty(*self._visible.shape[:2], slots)
             grown[:, :, :filled] = self._visible[:, :, :filled]
             self._visible = grown
         self._visible[:, :, filled:total] = self._own
@@ -53,9 +59,13 @@ class Ancestry:
 
 
 class LayerKV:
-    """Keys and values of one attention layer over the text so far: a shared prefix, then slots of M per step."""
+    """Keys and values of one attention layer over the text so far: a shared prefix, then slots of M per step.
 
-    def __init__(self) -> None:
+    longest: steps at most, known from the start.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
         self.prefix = 0
         self.steps = 0
         self.beams = 1
@@ -92,7 +102,7 @@ class LayerKV:
     def extend(self, keys: Tensor, values: Tensor) -> None:
         """Append tokens that every beam shares: keys, values (B, Hkv, L, D)."""
         added = keys.shape[2]
-        self._reserve(keys, values, self.prefix + added, room=0 if self.prefix == 0 else _GROWTH)
+        self._reserve(keys, values, self.prefix + added)
         self._keys[:, :, self.prefix : self.prefix + added] = keys  # type: ignore[index]
         self._values[:, :, self.prefix : self.prefix + added] = values  # type: ignore[index]
         self.prefix += added
@@ -100,7 +110,8 @@ class LayerKV:
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Write one token of every beam into its slot: keys, values (B*M, Hkv, 1, D)."""
         start, end = self.slots, self.slots + self.beams
-        self._reserve(keys, values, end, room=max(_GROWTH * self.beams, start // 2))
+        if self._keys is None or self._keys.shape[2] < end:
+            self._reserve(keys, values, start + _room(self.steps, self.longest) * self.beams)
         for buffer, new in ((self._keys, keys), (self._values, values)):
             heads, dim = new.shape[1], new.shape[3]
             buffer[:, :, start:end] = new.view(-1, self.beams, heads, dim).transpose(1, 2)  # type: ignore[index]
@@ -124,15 +135,11 @@ class LayerKV:
             kv.transpose(1, 2)[sentence, index].flatten(0, 1).transpose(1, 2) for kv in (self.keys, self.values)
         )
 
-    def _reserve(self, keys: Tensor, values: Tensor, slots: int, room: int) -> None:
-        """Make room for `slots`; a new buffer gets `room` more than asked."""
-        if self._keys is None or self._values is None:
-            b = keys.shape[0]
-            self._keys = keys.new_empty(b, keys.shape[1], slots + room, keys.shape[3])
-            self._values = values.new_empty(b, values.shape[1], slots + room, values.shape[3])
-        elif self._keys.shape[2] < slots:
-            for name in ("_keys", "_values"):
-                old = getattr(self, name)
-                new = old.new_empty(*old.shape[:2], slots + room, old.shape[3])
-                new[:, :, : self.slots] = old[:, :, : self.slots]
-                setattr(self, name, new)
+    def _reserve(self, keys: Tensor, values: Tensor, slots: int) -> None:
+        """Make room for `slots` in all, of the shape that new keys and values have."""
+        held = self.slots
+        for name, old, new in (("_keys", self._keys, keys), ("_values", self._values, values)):
+            buffer = new.new_empty(new.shape[0] if old is None else old.shape[0], new.shape[1], slots, new.shape[3])
+            if old is not None:
+                buffer[:, :, :held] = old[:, :, :held]
+            setattr(self, name, buffer)

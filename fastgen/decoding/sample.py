@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class Sampling:
             running = running & ~ended
             if self.on_tokens is not None:
                 self.on_tokens(tokens)
-            alive = running.tolist()
+            alive: list[bool] = cast(Any, running).tolist()
             if not any(alive):
                 return whole
             if self.may_drop and alive.count(False) * 8 >= len(alive):

@@ -6,9 +6,12 @@ already overridden keep their own forward.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +19,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastgen import config
 from fastgen.ops import linear as ops
-
-_PROBES = 512
-"""Elements of a weight compared at the start of each call, to notice writes through `.data` that no version shows."""
 
 _lock = threading.RLock()
 _packed: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
@@ -37,7 +37,10 @@ _routes: dict[int, _Route] = {}
 
 @dataclass
 class _Packed:
-    """A packed copy of a weight and what tells whether the weight is still the one it was made from."""
+    """A packed copy of a weight and what tells whether the weight is still the one it was made from.
+
+    probe: some elements, compared at the start of each call to notice writes through `.data`, which no version shows.
+    """
 
     address: int
     version: int
@@ -53,8 +56,9 @@ class _Packed:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    flat = weight.detach().view(-1)
-    return flat[:: max(1, flat.numel() // _PROBES)].clone()
+    """One element of every row and of every column."""
+    matrix = weight.detach()
+    return torch.cat([matrix[:, matrix.shape[1] // 2], matrix[matrix.shape[0] // 2]])
 
 
 def _entry(weight: Tensor) -> _Packed:
@@ -66,15 +70,19 @@ def _entry(weight: Tensor) -> _Packed:
     return entry
 
 
-def _routed(module: nn.Module, transposed: bool) -> Callable[[Tensor], Tensor]:
-    """Return a forward for a linear layer (transposed: weight (K, N), as GPT-2's Conv1D has it)."""
-    mode = config.settings().linear
-    original = type(module).forward
-    entry: _Packed | None = None
+class _Forward:
+    """The forward of one linear layer while it is routed.
 
-    def forward(x: Tensor) -> Tensor:
-        nonlocal entry
-        weight = module.weight
+    transposed: the weight is (K, N), as GPT-2's Conv1D has it.
+    """
+
+    def __init__(self, module: nn.Module, transposed: bool) -> None:
+        self.module, self.transposed = module, transposed
+        self.mode = config.settings().linear
+        self.entry: _Packed | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module, weight = self.module, self.module.weight
         rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
         if (
             x.dtype != torch.float32
@@ -82,18 +90,38 @@ def _routed(module: nn.Module, transposed: bool) -> Callable[[Tensor], Tensor]:
             or torch.is_autocast_enabled("cpu")
             or not ops.worthwhile(rows, weight.numel())
         ):
-            return original(module, x)
+            return type(module).forward(module, x)
+        entry = self.entry
         if entry is None or entry.is_stale(weight):
-            entry = _entry(weight)
+            entry = self.entry = _entry(weight)
         entry.uses += 1
-        if entry.copy is None and mode != "plain" and entry.uses > 1:
-            # A weight used once in its life is not worth the copy; the second use pays for it.
-            entry.copy = ops.pack(weight.t() if transposed else weight)
+        if (
+            entry.copy is None
+            and self.mode != "plain"
+            and entry.uses > 1  # a weight used once in its life is not worth the copy; the second use pays for it
+            and (self.mode == "packed" or _affordable(weight))
+        ):
+            entry.copy = ops.pack(weight.t() if self.transposed else weight)
         if entry.copy is not None:
             return ops.linear(x, entry.copy, module.bias)
-        return original(module, x) if transposed else ops.linear(x, weight, module.bias)
+        return type(module).forward(module, x) if self.transposed else ops.linear(x, weight, module.bias)
 
-    return forward
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A model copied while it generates gets its layers' own forward, not one that reads this model's weights."""
+        return MethodType(type(self.module).forward, memo[id(self.module)])
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a model cannot be pickled while it generates")
+
+
+def _affordable(weight: Tensor) -> bool:
+    """Whether packed copies, with one of this weight, take no more memory than they leave free."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return True  # not Linux: the system does not say
+    free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return packed_bytes() + 2 * 4 * weight.numel() <= free
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -149,7 +177,7 @@ def routed(model: nn.Module) -> Iterator[int]:
                 entry = _packed.get(module.weight)
                 if entry is not None and (entry.is_stale(module.weight) or entry.probe_differs(module.weight)):
                     del _packed[module.weight]
-                module.__dict__["forward"] = _routed(module, transposed)
+                module.__dict__["forward"] = _Forward(module, transposed)
                 route.layers.append(module)
         route.users += 1
     try:
@@ -185,7 +213,8 @@ def survey(model: nn.Module) -> Survey:
 
 def packed_bytes() -> int:
     """Bytes that packed copies of weights hold now."""
-    return sum(4 * entry.copy.numel() for entry in _packed.values() if entry.copy is not None)
+    with _lock:
+        return sum(4 * entry.copy.numel() for entry in _packed.values() if entry.copy is not None)
 
 
 def release() -> None:

@@ -34,7 +34,7 @@ def kbest(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     On a CPU the rows are not sorted: the maxima of groups of `GROUP` tokens are ranked, the k groups that can hold a
     winner are gathered, and their tokens ranked exactly. Rounding of the sum is monotone, so that the maximum of a
-    group keeps its rank after the score is added. When any two of the k + 1 best values are equal, which of them
+    group keeps its rank after the score is added. When any two of the k + 1 best values are equal, or one is NaN, which of them
     `torch.topk` returns depends on its own order of work, so the reference decides.
 
     Raises:
@@ -63,7 +63,7 @@ def kbest(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     )
     candidates = torch.cat([values.flatten(1), tail.flatten(1)], 1)
     top, where = candidates.topk(wanted)
-    if bool((top[:, 1:] == top[:, :-1]).any()):
+    if not bool((top[:, 1:] < top[:, :-1]).all()):  # equal values, or NaN
         return kbest_reference(log_probs, scores, k)
     where = where[:, :k]
     from_group = where < wanted * GROUP

@@ -70,4 +70,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     `weight` is plain or the result of `pack`. Differs from `linear_reference` by fp32 rounding.
     """
+    # oneDNN reads a bias as if its elements lay side by side.
+    bias = None if bias is None else bias.contiguous()
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")

@@ -32,9 +32,9 @@ def ngram_block_reference(scores: Tensor, ids: Tensor, n: int) -> Tensor:
 def ngram_block_(scores: Tensor, ids: Tensor, n: int) -> Tensor:
     """Ban, in place, every token that would repeat an n-gram of its row.
 
-    All earlier n-grams are compared with the newest n - 1 tokens at once, and the bans are one scatter: nothing is
-    read back to the host. Arguments and result as `ngram_block_reference`, but scores is modified and returned.
-    Traffic: n reads of ids and one sparse write.
+    All earlier n-grams are compared with the newest n - 1 tokens at once, and the bans are one scatter; a device is
+    never waited for. Arguments and result as `ngram_block_reference`, but scores is modified and returned.
+    Traffic: n reads of ids and, on a CPU, a sparse write; elsewhere one pass over scores.
 
     Raises:
         ValueError: when n < 1 or the numbers of rows differ.
@@ -49,6 +49,10 @@ def ngram_block_(scores: Tensor, ids: Tensor, n: int) -> Tensor:
     hit = (follower >= 0) & (follower < vocabulary)
     for i in range(n - 1):
         hit = hit & (ids[:, i : i + starts] == ids[:, starts + i, None])
-    # Where nothing is banned the scatter writes min(score of token 0, +inf): no change.
-    bans = torch.where(hit, -torch.inf, torch.inf).to(scores.dtype)
-    return scores.scatter_reduce_(1, torch.where(hit, follower, 0), bans, "amin")
+    if scores.device.type == "cpu":
+        row, start = hit.nonzero(as_tuple=True)
+        return scores.index_put_((row, follower[row, start]), scores.new_tensor(-torch.inf))
+    # What is not banned goes to a column of its own beyond the vocabulary.
+    banned = torch.zeros(scores.shape[0], vocabulary + 1, dtype=torch.bool, device=scores.device)
+    banned.scatter_(1, torch.where(hit, follower, vocabulary), True)
+    return scores.masked_fill_(banned[:, :vocabulary], -torch.inf)

@@ -4,9 +4,9 @@ A patch is data (`Patch`): a target, and a replacement that gets the original as
 no toolkit and not torch. An import hook puts a plain function into the target's place once its module is there; the
 replacement's own module is imported at the first call that needs it, so that nothing is imported while a toolkit is.
 
-A toolkit's author of patches needs `Toolkit`, `Patch` and, in replacements, `hit`, `fallback`, `running`,
-`current_plan`, `is_disabled`, `on_disable` and `on_release`; users need `enable`, `disable`, `disabled`, `status` and
-`release`.
+A toolkit's author of patches needs `Toolkit`, `Patch` and, in replacements, `hit`, `fallback`, `compared`, `running`,
+`current_plan`, `asking`, `is_applied`, `is_disabled`, `on_disable` and `on_release`; users need `enable`, `disable`,
+`disabled`, `status` and `release`.
 
 Locks: `_lock` guards the tables and is never held while something is imported or a replacement or canary runs.
 """
@@ -15,6 +15,7 @@ import functools
 import inspect
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,6 +37,8 @@ __all__ = [
     "Patch",
     "PatchError",
     "Toolkit",
+    "asking",
+    "compared",
     "current_plan",
     "declare",
     "disable",
@@ -43,6 +46,7 @@ __all__ = [
     "enable",
     "fallback",
     "hit",
+    "is_applied",
     "is_disabled",
     "on_disable",
     "on_release",
@@ -76,6 +80,7 @@ _entries: dict[str, Entry] = {}
 _installed: list[Entry] = []  # in the order of installation; undone from the end
 _versions: dict[str, str] = {}  # toolkit name -> version found
 _canaries: dict[str, Canary] = {}  # toolkit name -> the canary of a version newer than tested
+_compared: Counter[str] = Counter()  # parity mode: calls by outcome
 _disable_callbacks: list[Callable[[], object]] = []
 _release_callbacks: list[Callable[[], object]] = []
 _disabled_here: ContextVar[bool] = ContextVar("fastgen_disabled", default=False)
@@ -165,6 +170,11 @@ def is_disabled() -> bool:
     return not _enabled or _disabled_here.get()
 
 
+def is_applied(name: str) -> bool:
+    """Whether a patch is in place."""
+    return _entry(name).state == "applied"
+
+
 def release() -> None:
     """Drop everything that is kept between calls to save time."""
     for callback in tuple(_release_callbacks):
@@ -214,6 +224,12 @@ def fallback(name: str, reason: str) -> None:
         raise FallbackError(name, reason)
 
 
+def compared(outcome: str) -> None:
+    """Count a call of parity mode: how its two ways compare, or why it ran only once."""
+    with _lock:
+        _compared[outcome] += 1
+
+
 def on_disable(callback: _Callback) -> _Callback:
     """Have ``callback()`` called after each `disable`. Usable as a decorator."""
     _disable_callbacks.append(callback)
@@ -231,7 +247,7 @@ def status() -> Status:
     modules = {entry.patch.toolkit.module for entry in tuple(_entries.values())}
     absent = frozenset(module for module in modules if module not in sys.modules and find_spec(module) is None)
     with _lock:
-        return report(_enabled, tuple(_entries.values()), _versions, _canaries, absent)
+        return report(_enabled, tuple(_entries.values()), _versions, _canaries, absent, _compared)
 
 
 def _hook(module: str) -> None:

@@ -83,12 +83,14 @@ class Status:
         enabled: whether the patches are switched on as a whole.
         toolkits: what they are made for, and what is there.
         rows: the patches.
+        parity: the calls of parity mode (``FASTGEN_PARITY=1``) by outcome: equal, near tie, different, or why run once.
     """
 
     version: str
     enabled: bool
     toolkits: tuple[ToolkitRow, ...]
     rows: tuple[Row, ...]
+    parity: dict[str, int]
 
     def __getitem__(self, name: str) -> Row:
         for row in self.rows:
@@ -106,6 +108,7 @@ class Status:
         for row in self.rows:
             patches.append((row.name, row.state, str(row.hits), str(sum(row.fallbacks.values())), row.reason))
             patches += [("", "", "", str(count), f"  fallback: {why}") for why, count in sorted(row.fallbacks.items())]
+        outcomes = [(outcome, str(count)) for outcome, count in sorted(self.parity.items())]
         return "\n".join(
             [
                 f"fastgen {self.version}, {'enabled' if self.enabled else 'disabled'}",
@@ -113,6 +116,7 @@ class Status:
                 *_table(("toolkit", "found", "supported", "tested", "canary"), toolkits),
                 "",
                 *_table(("patch", "state", "hits", "fallbacks", "reason"), patches, numbers=(2, 3)),
+                *(["", *_table(("parity", "calls"), outcomes, numbers=(1,))] if outcomes else ()),
             ]
         )
 
@@ -123,6 +127,7 @@ def report(
     versions: Mapping[str, str],
     canaries: Mapping[str, Canary],
     absent: frozenset[str],
+    compared: Mapping[str, int],
 ) -> Status:
     """Return the present state.
 
@@ -132,6 +137,7 @@ def report(
         versions: toolkit name -> version found.
         canaries: toolkit name -> the canary of a version newer than tested.
         absent: the top modules of toolkits that are not installed.
+        compared: calls of parity mode by outcome.
     """
     toolkits = dict.fromkeys(entry.patch.toolkit for entry in entries)
     return Status(
@@ -139,6 +145,7 @@ def report(
         enabled,
         tuple(_toolkit_row(t, versions.get(t.name), canaries.get(t.name), t.module in absent) for t in toolkits),
         tuple(_row(e, canaries.get(e.patch.toolkit.name), e.patch.toolkit.module in absent) for e in entries),
+        dict(compared),
     )
 
 

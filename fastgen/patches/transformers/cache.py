@@ -13,16 +13,17 @@ from fastgen.models.attention import ticket
 
 
 class SharedCache:
-    """The cache of one call: B sentences with M rows each.
+    """The cache of one call: B sentences with M rows each, of at most `longest` new tokens.
 
     While the prompt runs, at B rows, its layers behave as transformers' own. `begin_decoding` makes them hold M slots per step;
     with M > 1 they then hand out tickets, which only `models.attention` can redeem, and with M = 1 plain views.
     """
 
-    def __init__(self, sentences: int, beams: int, device: torch.device, encoder_decoder: bool) -> None:
-        self.sentences, self.beams = sentences, beams
+    def __init__(self, sentences: int, beams: int, longest: int, device: torch.device, encoder_decoder: bool) -> None:
+        self.sentences, self.beams, self.longest = sentences, beams, longest
+        self._stock_rows, self._peak = sentences * beams, 0
         self.decoding = False
-        self.ancestry = Ancestry(sentences, beams, device) if beams > 1 else None
+        self.ancestry = Ancestry(sentences, beams, longest, device) if beams > 1 else None
         self.text: list[LayerKV] = []
         self.source: list[LayerKV] = []
         own = Cache(layer_class_to_replicate=partial(_Layer, self, self.text))
@@ -46,9 +47,15 @@ class SharedCache:
         return sum(layer.nbytes for layer in (*self.text, *self.source))
 
     @property
+    def peak_nbytes(self) -> int:
+        """The most bytes of keys and values that have been in use."""
+        return max(self._peak, self.nbytes)
+
+    @property
     def stock_nbytes(self) -> int:
-        """Bytes that transformers' own cache would use for the same text: every row holds all it sees."""
-        return sum(layer.nbytes // layer.slots * layer.length * self.beams for layer in (*self.text, *self.source))
+        """Bytes that transformers' own cache would use by now: every row of the call holds all that it sees."""
+        layers = (*self.text, *self.source)
+        return sum(layer.nbytes // (self.sentences * layer.slots) * layer.length * self._stock_rows for layer in layers)
 
     def begin_decoding(self) -> None:
         self.decoding = True
@@ -66,6 +73,7 @@ class SharedCache:
 
     def keep(self, sentences: Tensor) -> None:
         """Keep these sentences only."""
+        self._peak = self.peak_nbytes
         self.sentences = sentences.shape[0]
         if self.ancestry is not None:
             self.ancestry.keep(sentences)
@@ -97,7 +105,7 @@ class _Layer(DynamicLayer):
     """One layer of the cache, as transformers' modules see it."""
 
     def __init__(self, owner: SharedCache, layers: list[LayerKV]) -> None:
-        self._owner, self._kv = owner, LayerKV()
+        self._owner, self._kv = owner, LayerKV(owner.longest)
         layers.append(self._kv)
         self.is_initialized = True
         self._ticket: Tensor | None = None

@@ -8,6 +8,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models.families import family_of
+from fastgen.patches import _engine
 from fastgen.patches.transformers.edits import known, rowwise
 
 _ATTENTION = ("sdpa", "eager")
@@ -86,7 +87,8 @@ def _check_cache(cache: Any) -> None:
             raise Unsupported(
                 f"the cache is {type(part).__name__}{' with offloading' if getattr(part, 'offloading', False) else ''}"
             )
-        for layer in part.layers:
+        layers: list[Any] = part.layers
+        for layer in layers:
             if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
                 raise Unsupported(f"the cache has a {type(layer).__name__}")
             if layer.get_seq_length() > 0:
@@ -94,6 +96,8 @@ def _check_cache(cache: Any) -> None:
 
 
 def _check_shared(model: Any, config: Any, kwargs: dict[str, Any]) -> None:
+    if not _engine.is_applied("transformers.attention"):
+        raise Unsupported("transformers.attention is not in place")
     if config.return_dict_in_generate and config.output_attentions:
         raise Unsupported("output_attentions=True with several rows per sentence")
     for part in (model.config, model.config.get_text_config(decoder=True)):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ def rowwise(processors: Sequence[Any]) -> str | None:
 
 
 def _edit(processor: Any, vocabulary: int) -> Edit:
-    kind = type(processor)
+    kind = cast(Any, type(processor))
     if kind is lp.NoRepeatNGramLogitsProcessor:
         return NGramBlock(processor.ngram_size)
     if kind is lp.MinLengthLogitsProcessor:
@@ -55,7 +55,8 @@ def _edit(processor: Any, vocabulary: int) -> Edit:
         if all(len(words) == 1 and words[0] < vocabulary for words in biases):
             return Ban(torch.tensor([words[0] for words in biases], dtype=torch.int64), lambda _: True)
     # The toolkit's list checks what arguments a processor wants, and raises as stock does.
-    return Call(lp.LogitsProcessorList([processor]))
+    call: Any = lp.LogitsProcessorList([processor])
+    return Call(call)
 
 
 def stop_of(criteria: Sequence[Any]) -> Stop:

@@ -1,7 +1,7 @@
 """What a call of `generate` would run and the memory it would take, found without running the model.
 
-transformers' own `generate` prepares the call, on a copy of the model object that shares everything with the model but whose
-decoding loops hand back what they are given, and whose encoder hands back a stand-in. Then `decide` is asked.
+transformers' own `generate` prepares the call, on a copy of the model object that shares everything with the model,
+but whose decoding loops hand back what they are given, and whose encoder hands back a stand-in. Then `decide` is asked.
 """
 
 import copy
@@ -13,9 +13,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
-from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GENERATION_MODES_MAPPING
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.decoding.plan import Plan, Unsupported
@@ -147,25 +146,27 @@ def _prepare(bare: Any, model: Any, kwargs: dict[str, Any]) -> _Prepared:
         Unsupported: it would not come to a loop that is patched.
     """
     check_model(bare)
-    if type(bare).generate is not GenerationMixin.generate:
+    if cast(Any, type(bare)).generate is not _MIXIN.generate:
         raise Unsupported(f"{type(bare).__name__} has a generate of its own")
     if kwargs.get("custom_generate") is not None:
         raise Unsupported("custom_generate is given")
     if kwargs.get("cache_implementation") == "paged":
         raise Unsupported("cache_implementation='paged'")
-    kwargs = {name: value for name, value in kwargs.items() if name not in getattr(model, "special_peft_forward_args", ())}
+    kwargs = {
+        name: value for name, value in kwargs.items() if name not in getattr(model, "special_peft_forward_args", ())
+    }
     for name in ("encoder_outputs", "past_key_values"):  # which `generate` changes in place
         if kwargs.get(name) is not None:
             kwargs[name] = copy.copy(kwargs[name])
     if kwargs.get("streamer") is not None:
         kwargs["streamer"] = _Silent()
     with _engine.disabled():
-        return GenerationMixin.generate(_probe(bare, model.generation_config), **kwargs)
+        return _MIXIN.generate(_probe(bare, model.generation_config), **kwargs)
 
 
 def _probe(model: Any, generation_config: Any) -> Any:
     """Return a model that shares all of `model`'s attributes, and on which `generate` runs no forward."""
-    kind = type(model)
+    kind = cast(Any, type(model))
     methods: dict[str, Any] = {
         name: _loop(name) for name in GENERATION_MODES_MAPPING.values() if not _is_repository(name)
     }
@@ -178,7 +179,7 @@ def _probe(model: Any, generation_config: Any) -> Any:
         "heal_tokens": _as_they_are,
         "_prepare_static_cache": _without_cache,
     }
-    probe = object.__new__(type(kind.__name__, (kind,), methods))
+    probe: Any = object.__new__(type(kind.__name__, (kind,), methods))
     vars(probe).update(vars(model) | {"generation_config": generation_config})
     return probe
 
@@ -203,12 +204,12 @@ def _loop(name: str) -> Callable[..., _Prepared]:
         if name not in _LOOPS:
             raise Unsupported(f"{name} is not patched")
         kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
-        return _Prepared(
-            _LOOPS[name], input_ids, logits_processor, stopping_criteria, generation_config, kwargs
-        )
+        return _Prepared(_LOOPS[name], input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
 
     return prepared
 
+
+_MIXIN: Any = GenerationMixin  # whose methods are typed for models that no class of transformers is
 
 _LOOPS: dict[str, Literal["beam", "sample"]] = {"_beam_search": "beam", "_sample": "sample"}
 
@@ -218,7 +219,8 @@ def _load_custom_generate(self: Any, repository: str, *args: Any, **kwargs: Any)
 
 
 def _without_images(self: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {"mm_encoder_outputs": {}} | model_kwargs
+    model_kwargs.setdefault("mm_encoder_outputs", {})
+    return model_kwargs
 
 
 def _as_they_are(self: Any, input_ids: Tensor, *args: Any) -> Tensor:

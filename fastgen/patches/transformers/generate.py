@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -13,18 +13,27 @@ from fastgen.decoding.beam import BeamSearch, Trace
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.rules import TransformersRule
 from fastgen.decoding.sample import Sampling
-from fastgen.models.linear import routed
+from fastgen.models.linear import release, routed
 from fastgen.patches import _engine
+from fastgen.patches.transformers import parity
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import edits_of, stop_of
-from fastgen.patches.transformers.report import CallReport, note
+from fastgen.patches.transformers.report import note
 from fastgen.patches.transformers.stepper import TransformersStepper
 
 _Original = Callable[..., Any]
 
+_engine.on_release(release)
+
 
 def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`GenerationMixin.generate` with the model's linear layers on their fastest route."""
+    """`GenerationMixin.generate` with the model's linear layers on their fastest route; in parity mode, both ways."""
+    if parity.wanted():
+        return parity.both_ways(_accelerated, original, self, *args, **kwargs)
+    return _accelerated(original, self, *args, **kwargs)
+
+
+def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     with _engine.running("generate"), routed(self) as layers:
         if layers:
             _engine.hit("transformers.generate")
@@ -149,7 +158,7 @@ def _beam_search(call: _Call, plan: Plan) -> Any:
         trace=call.trace,
     )
     best = search.run(model)
-    note(CallReport(plan, model.cache.nbytes, model.cache.stock_nbytes))
+    note(model.report())
     kept = config.num_return_sequences
     sequences, beams = best.ids[:, :kept].flatten(0, 1), best.beams[:, :kept].flatten(0, 1)
     longest = int((beams >= 0).sum(1).max())
@@ -189,12 +198,12 @@ def _sample(call: _Call, plan: Plan) -> Any:
         sequences = sampling.run(model)
     if call.streamer is not None:
         call.streamer.end()
-    note(CallReport(plan, model.cache.nbytes, model.cache.stock_nbytes))
+    note(model.report())
     if not config.return_dict_in_generate:
         return sequences
     fields = _fields(call, model, sampling.trace) | {"sequences": sequences}
     kind = gu.GenerateEncoderDecoderOutput if call.model.config.is_encoder_decoder else gu.GenerateDecoderOnlyOutput
-    return kind(**fields)
+    return cast(Any, kind)(**fields)
 
 
 def _fields(call: _Call, model: TransformersStepper, trace: Trace) -> dict[str, Any]:

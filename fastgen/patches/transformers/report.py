@@ -18,7 +18,7 @@ class CallReport:
     plan: Plan
     kv_bytes: int = 0
     stock_kv_bytes: int = 0
-    steps: list[tuple[int, float]] = field(default_factory=list)
+    steps: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
 
 
 _last: CallReport | None = None

@@ -1,5 +1,6 @@
 """A transformers model that makes decode steps over the shared cache, through its own forward."""
 
+import time
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models.attention import BeamAttention
 from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import SharedCache
+from fastgen.patches.transformers.report import CallReport
 
 
 class TransformersStepper:
@@ -25,9 +27,12 @@ class TransformersStepper:
     ) -> None:
         self.model, self.plan, self.config = model, plan, generation_config
         self.input_ids, self.kwargs = input_ids, model_kwargs
-        self.cache = SharedCache(plan.sentences, plan.beams, input_ids.device, model.config.is_encoder_decoder)
+        longest = generation_config.max_length - input_ids.shape[1]
+        encoder_decoder = model.config.is_encoder_decoder
+        self.cache = SharedCache(plan.sentences, plan.beams, longest, input_ids.device, encoder_decoder)
         self.outputs: list[Any] | None = None
         self.steps = 0
+        self._began: list[tuple[int, float]] = []  # rows and time at the start of each step
 
     def prefill(self) -> Tensor:
         m = self.plan.beams
@@ -40,7 +45,14 @@ class TransformersStepper:
             self.kwargs["encoder_outputs"] = _unreadable(self.kwargs["encoder_outputs"])
         return self._taken(outputs, repeat=m)
 
+    def report(self) -> CallReport:
+        """What this call did; to be asked when it has ended."""
+        times = [began for _, began in self._began] + [time.perf_counter()]
+        steps = [(rows, times[i + 1] - times[i]) for i, (rows, _) in enumerate(self._began)]
+        return CallReport(self.plan, self.cache.peak_nbytes, self.cache.stock_nbytes, steps)
+
     def step(self, ids: Tensor) -> Tensor:
+        self._began.append((ids.shape[0], time.perf_counter()))
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **self.kwargs)
         self.cache.begin_step()
         ancestry = self.cache.ancestry
