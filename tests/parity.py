@@ -48,8 +48,8 @@ def hits() -> int:
 def assert_same(model: Any, kwargs: dict[str, Any], seed: int = 0, tolerance: float = 1e-9) -> Result:
     """Assert that fastgen changes nothing about a call; return what it gave.
 
-    Stateful arguments are copied for each run. Compared are the exception's type, the output's type and fields, every token,
-    and every number: shape, dtype and value within `tolerance`.
+    Stateful arguments are copied for each run. Compared are the exception's type, the output's type and fields, every
+    token, and every number: shape, dtype and value within `tolerance`.
     """
     ours = call(model, copy.deepcopy(kwargs), seed)
     with fastgen.disabled():

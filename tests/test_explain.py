@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -310,3 +311,21 @@ def test_wrapped_models() -> None:
         zoo.build("gpt2"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     )
     assert "prompt learning" in fastgen.explain(prompt, **kwargs).reason
+
+
+def test_the_documentation_lists_every_reason() -> None:
+    texts = {name: (ROOT / name).read_text("utf-8") for name in ("docs/supported.md", "docs/switches.md")}
+    folder = ROOT / "fastgen" / "patches" / "transformers"
+    decide, parity = ((folder / name).read_text("utf-8") for name in ("decide.py", "parity.py"))
+    listed = re.sub(
+        r"`[^`]*=('.*?'|True|False)`", lambda match: match[0].replace(match[1], ""), texts["docs/supported.md"]
+    )
+    reasons = re.findall(r'Unsupported\(\s*f?"(.+?)"\s*\)|return f?"(.+?)"\n', decide)
+    assert len(reasons) > 12
+    for reason in filter(None, (part for found in reasons for part in found)):
+        for part in re.split(r"\{.*?\}+", re.sub(r"=(True|False)", "=", reason)):
+            assert part.strip(" '") in listed, reason
+    for reason in re.findall(
+        r'return f?"(.+?)"\n', parity.partition("def _reason_not_to_repeat")[2].partition("\ndef ")[0]
+    ):
+        assert reason.rpartition("}")[2] in texts["docs/switches.md"], reason

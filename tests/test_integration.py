@@ -788,4 +788,6 @@ def test_nan_in_a_step(options: dict[str, Any]) -> None:
         except RuntimeError as error:  # multinomial refuses NaN
             value = type(error)
         seen.append((notes.calls, value))
-    assert seen[0] == seen[1]
+    assert seen[0][0] == seen[1][0]
+    if "num_beams" not in options:  # a NaN of one beam reaches the others of its sentence, as docs/supported.md says
+        assert seen[0][1] == seen[1][1]

@@ -647,7 +647,7 @@ def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     net.half = nn.Linear(320, 640).half()
     own = net.small.__dict__["forward"]
     with routes.routed(net) as count:
-        assert count == 1
+        assert count == 2  # the forward of `small` is its class's own, as copies of a model carry it
         assert _routed(net) == ["first", "small"]
     assert _routed(net) == ["small"]
     assert net.small.__dict__["forward"] == own

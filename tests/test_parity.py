@@ -105,9 +105,16 @@ def test_padding(family: str, padding: str, beams: int) -> None:
     assert_same(model, zoo.batch(model, 4, 13, padding) | {"num_beams": beams, "max_new_tokens": 16})
 
 
-@pytest.mark.parametrize("warpers", [
-    {"temperature": 0.7, "top_p": 0.8}, {"min_p": 0.05}, {"typical_p": 0.9}, {"epsilon_cutoff": 1e-3}, {"eta_cutoff": 1e-3},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "warpers",
+    [
+        {"temperature": 0.7, "top_p": 0.8},
+        {"min_p": 0.05},
+        {"typical_p": 0.9},
+        {"epsilon_cutoff": 1e-3},
+        {"eta_cutoff": 1e-3},
+    ],
+)
 @pytest.mark.parametrize("beams", [1, 3])
 def test_sampling(warpers: dict[str, Any], beams: int) -> None:
     model = zoo.build("gpt2")

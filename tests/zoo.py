@@ -19,14 +19,15 @@ _ENCODER_DECODER: dict[str, Any] = {
     "forced_eos_token_id": None,
 }  # fmt: skip
 _T5: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2,
-    "initializer_factor": 3.0, "pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": START,
+    "vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 2,
+    "num_heads": 2, "initializer_factor": 3.0, "pad_token_id": PAD, "eos_token_id": EOS,
+    "decoder_start_token_id": START,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
 }  # fmt: skip
 _DECODER: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.8, "pad_token_id": PAD,
-    "bos_token_id": 1, "eos_token_id": EOS,
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+    "initializer_range": 0.8, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS,
 }  # fmt: skip
 
 ENCODER_DECODERS: dict[str, Callable[[], Any]] = {
@@ -55,7 +56,8 @@ DECODERS: dict[str, Callable[[], Any]] = {
     "opt": lambda: tf.OPTForCausalLM(
         tf.OPTConfig(
             vocab_size=VOCABULARY, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2,
-            word_embed_proj_dim=16, max_position_embeddings=256, init_std=0.8, pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS,
+            word_embed_proj_dim=16, max_position_embeddings=256, init_std=0.8, pad_token_id=PAD, bos_token_id=1,
+            eos_token_id=EOS,
         )
     ),
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_DECODER)),
@@ -66,7 +68,9 @@ DECODERS: dict[str, Callable[[], Any]] = {
     "gemma2": lambda: tf.Gemma2ForCausalLM(
         tf.Gemma2Config(**_DECODER, sliding_window=8, query_pre_attn_scalar=8, attn_implementation="eager")
     ),
-    "gemma3_text": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**_DECODER, sliding_window=8, query_pre_attn_scalar=8)),
+    "gemma3_text": lambda: tf.Gemma3ForCausalLM(
+        tf.Gemma3TextConfig(**_DECODER, sliding_window=8, query_pre_attn_scalar=8)
+    ),
     "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**{k: v for k, v in _DECODER.items() if k != "head_dim"})),
 }  # fmt: skip
 

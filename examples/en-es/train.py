@@ -3,9 +3,9 @@
     python examples/en-es/train.py --train DIR/train --valid DIR/valid --out examples/en-es/model --minutes 90
 
 `DIR/train.en` and `DIR/train.es` hold one sentence per line. A byte-level BPE vocabulary is learnt from both
-sides, a Marian-architecture model is trained with label smoothing under bfloat16 autocast on batches of about equal numbers of
-tokens, and the average of the last weights is saved in half precision. The learning rate falls to zero at the
-end of the time given, so that any budget ends in a finished model.
+sides, a Marian-architecture model is trained with label smoothing under bfloat16 autocast on batches of about equal
+numbers of tokens, and the average of the last weights is saved in half precision. The learning rate falls to zero at
+the end of the time given, so that any budget ends in a finished model.
 """
 
 import argparse
@@ -141,10 +141,8 @@ def train(args: argparse.Namespace) -> None:
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.998))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
     autocast = torch.autocast(device, torch.bfloat16)
-    print(
-        f"{len(pairs)} pairs, {sum(len(t) for _, t in pairs)} target tokens, {model.num_parameters()} parameters, {device}",
-        flush=True,
-    )
+    tokens = sum(len(target) for _, target in pairs)
+    print(f"{len(pairs)} pairs, {tokens} target tokens, {model.num_parameters()} parameters, {device}", flush=True)
 
     begin, updates, epoch, running = time.monotonic(), 0, 0, []
     progress = lambda: (time.monotonic() - begin) / (60 * args.minutes)  # noqa: E731

@@ -1,7 +1,7 @@
 """Beam search over any model that can make steps, with the finishing rules of a toolkit.
 
-The state is small: running scores, the tokens of the running beams, and the finished hypotheses. Keys and values never move
-(`decoding.cache`), hypotheses are gathered only in a step in which one finished, and sentences that can gain
+The state is small: running scores, the tokens of the running beams, and the finished hypotheses. Keys and values never
+move (`decoding.cache`), hypotheses are gathered only in a step in which one finished, and sentences that can gain
 nothing more leave the batch (Hoang et al. 2018, section 2.1).
 """
 

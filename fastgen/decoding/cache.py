@@ -2,8 +2,8 @@
 
 One buffer per layer holds, for every sentence, the prefix all its beams share (the prompt of a decoder, or its start
 tokens) and behind it the slots of the generated tokens: the step t writes slots S + t*M + m, one per beam m.
-Nothing is moved when beams are reordered. `Ancestry` says which slots a beam sees, and one attention call serves all the beams of a
-sentence (`ops.beam_attention`).
+Nothing is moved when beams are reordered. `Ancestry` says which slots a beam sees, and one attention call serves all
+the beams of a sentence (`ops.beam_attention`).
 
 Sources: FastSeq (shared prefix), FasterTransformer (indirection instead of reorder).
 """

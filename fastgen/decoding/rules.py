@@ -1,4 +1,4 @@
-"""The finishing rules of beam search, one object per toolkit: which candidates live on, which finish, when it is over."""
+"""The finishing rules of beam search, one object per toolkit: what lives on, what finishes, when it is over."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Merged(NamedTuple):
-    """The table of finished hypotheses after a step: scores, done (B, M); order (B, M) into M old ones, then K candidates."""
+    """The finished hypotheses after a step: scores, done (B, M); order (B, M) into the M old ones, then K candidates."""
 
     scores: Tensor
     done: Tensor

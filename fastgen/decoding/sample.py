@@ -64,9 +64,12 @@ class Sampling:
             logits = model.step(self.ids)
 
     def _choose(self, logits: Tensor, text: Text) -> Tensor:
+        kept = self.trace.logits is not None
+        if self.edits or kept:
+            logits = logits.clone()
         if self.trace.logits is not None:
             self.trace.logits.append(logits)
-        scores = edited(logits.clone(), text, self.edits) if self.edits else logits
+        scores = edited(logits, text, self.edits, kept)
         if self.trace.scores is not None:
             self.trace.scores.append(scores)
         if self.sample:

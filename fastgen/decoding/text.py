@@ -76,10 +76,15 @@ class Call:
         return self.function(text.ids, scores)
 
 
-def edited(scores: Tensor, text: Text, edits: Sequence[Edit]) -> Tensor:
-    """Apply the edits in order; `scores` may be changed in place."""
+def edited(scores: Tensor, text: Text, edits: Sequence[Edit], kept: bool = False) -> Tensor:
+    """Apply the edits in order; `scores` may be changed in place.
+
+    kept: the caller keeps scores too, and edits of ours leave it alone; a user's function sees and may change it.
+    """
+    original = scores
     for edit in edits:
-        scores = edit(scores, text)
+        own = scores is original and kept and not isinstance(edit, Call)
+        scores = edit(scores.clone() if own else scores, text)
     return scores
 
 
@@ -102,7 +107,8 @@ class Stop:
 
         `ids` builds the rows (N, length) when a function asks for them; `scores` is handed through.
         """
-        if any([ends(length) for ends in self.at_length]):  # every function is asked: a limit may warn
+        over = [ends(length) for ends in self.at_length]  # every function is asked: a limit may warn
+        if any(over):
             hits = torch.ones_like(tokens, dtype=torch.bool)
         elif self.eos is not None:
             hits = torch.isin(tokens, self.eos)

@@ -1,9 +1,9 @@
 """Attention of a toolkit's own module over the shared cache.
 
-A module asks its cache for keys and values and hands them, with the mask it made, to an attention function. During a decode step
-the cache hands out a `ticket` instead: a tensor of the shape the module expects, that names the layer whose keys are meant. It takes no
-memory and is filled with NaN, so that a module which computes with it cannot go unnoticed. `BeamAttention.attend`
-redeems it.
+A module asks its cache for keys and values and hands them, with the mask it made, to an attention function. During a
+decode step the cache hands out a `ticket` instead: a tensor of the shape the module expects, that names the layer whose
+keys are meant. It takes no memory and is filled with NaN, so that a module which computes with it cannot go unnoticed.
+`BeamAttention.attend` redeems it.
 """
 
 from typing import Protocol
@@ -52,6 +52,7 @@ class BeamAttention:
 
     def __init__(self, sentences: int, beams: int, visible: Tensor) -> None:
         self.sentences, self.beams, self.visible = sentences, beams, visible
+        self.attended = 0  # layers so far
         self._masks: dict[tuple[int, int, bool, int], tuple[object, object, Tensor | None]] = {}
 
     def attend(
@@ -68,6 +69,7 @@ class BeamAttention:
         mask (bool, True where visible, or additive) and position_bias (additive) are those of the text:
         (1 or B*M, 1 or H, 1, S + T) where the layer holds text, (.., S) where it holds the encoder's output.
         """
+        self.attended += 1
         rows, heads, _, dim = query.shape
         folded = query.view(self.sentences, self.beams, heads, dim)
         mixed = beam_attention(

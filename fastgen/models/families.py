@@ -22,7 +22,8 @@ FAMILIES = {
         *(
             Family(name, encoder_decoder=True)
             for name in (
-                "bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "pegasus", "plbart", "t5", "umt5",
+                "bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "pegasus", "plbart",
+                "t5", "umt5",
             )
         ),
         *(

@@ -1,8 +1,8 @@
 """Routing of a live model's linear layers to `ops.linear`, for the time of one call.
 
 The route is an attribute of the instance, put there when a call begins and taken away when the last
-concurrent call ends: no class is touched, and a model at rest is exactly what it was. Layers that are quantised, parametrised, hooked, or
-already overridden keep their own forward.
+concurrent call ends: no class is touched, and a model at rest is exactly what it was. Layers that are quantised,
+parametrised, hooked, or already overridden keep their own forward.
 """
 
 import threading
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ _packed: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
 class _Route:
     """The layers of a model that carry a route now, and how many calls use it."""
 
-    layers: list[nn.Module] = field(default_factory=list)
+    layers: dict[nn.Module, Any] = field(default_factory=dict)  # and the forward that the instance had, or None
     users: int = 0
 
 
@@ -106,12 +105,9 @@ class _Forward:
             return ops.linear(x, entry.copy, module.bias)
         return type(module).forward(module, x) if self.transposed else ops.linear(x, weight, module.bias)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A model copied while it generates gets its layers' own forward, not one that reads this model's weights."""
-        return MethodType(type(self.module).forward, memo[id(self.module)])
-
     def __reduce__(self) -> Any:
-        raise TypeError("a model cannot be pickled while it generates")
+        """A model copied or pickled while it generates gets its layers' own forward."""
+        return getattr, (self.module, "forward")
 
 
 def _affordable(weight: Tensor) -> bool:
@@ -124,6 +120,12 @@ def _affordable(weight: Tensor) -> bool:
     return packed_bytes() + 2 * 4 * weight.numel() <= free
 
 
+def _is_overridden(module: nn.Module) -> bool:
+    """Whether the instance has a forward that is not its class's own, which copies of a model may carry."""
+    own = module.__dict__.get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
 def _is_plain(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     return (
@@ -133,7 +135,7 @@ def _is_plain(module: nn.Module) -> bool:
         and weight.device.type == "cpu"
         and weight.is_contiguous()
         and not weight.is_inference()
-        and "forward" not in module.__dict__
+        and not _is_overridden(module)
         and not module._forward_hooks
         and not module._forward_pre_hooks
     )
@@ -177,8 +179,8 @@ def routed(model: nn.Module) -> Iterator[int]:
                 entry = _packed.get(module.weight)
                 if entry is not None and (entry.is_stale(module.weight) or entry.probe_differs(module.weight)):
                     del _packed[module.weight]
+                route.layers[module] = module.__dict__.get("forward")
                 module.__dict__["forward"] = _Forward(module, transposed)
-                route.layers.append(module)
         route.users += 1
     try:
         yield len(route.layers)
@@ -187,13 +189,19 @@ def routed(model: nn.Module) -> Iterator[int]:
             route.users -= 1
             if route.users == 0:
                 del _routes[id(model)]
-                for module in route.layers:
-                    module.__dict__.pop("forward", None)
+                for module, own in route.layers.items():
+                    if own is None:
+                        module.__dict__.pop("forward", None)
+                    else:
+                        module.__dict__["forward"] = own
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What `routed` would do to a model: layers routed, whether their weights are packed, bytes of the copies at most."""
+    """What `routed` would do to a model.
+
+    layers: how many it would route. packed: whether their weights are packed. packed_bytes: of the copies, at most.
+    """
 
     layers: int
     packed: bool

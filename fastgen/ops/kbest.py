@@ -34,8 +34,8 @@ def kbest(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     On a CPU the rows are not sorted: the maxima of groups of `GROUP` tokens are ranked, the k groups that can hold a
     winner are gathered, and their tokens ranked exactly. Rounding of the sum is monotone, so that the maximum of a
-    group keeps its rank after the score is added. When any two of the k + 1 best values are equal, or one is NaN, which of them
-    `torch.topk` returns depends on its own order of work, so the reference decides.
+    group keeps its rank after the score is added. When any two of the k + 1 best values are equal, or one is NaN, which
+    of them `torch.topk` returns depends on its own order of work, so the reference decides.
 
     Raises:
         ValueError: on a wrong rank; the message holds the shapes.

@@ -1,9 +1,9 @@
 """fp32 linear layers on a CPU through oneDNN, where that is faster than torch's default.
 
-torch hands fp32 matrix products to MKL, which leaves AVX-512 unused on AMD processors, and for a handful of rows MKL is slow on
-every weight that does not fit the cache. oneDNN lies in the same torch, behind the operators that Inductor uses for
-frozen weights. With the weight packed into oneDNN's own layout it is 2 to 5 times faster for 2 to 16 rows and 1.2 to
-1.7 times for more (2 cores of an AMD EPYC, torch 2.13); unpacked it costs no memory and gains less.
+torch hands fp32 matrix products to MKL, which leaves AVX-512 unused on AMD processors, and is slow for a handful of
+rows on every weight that does not fit the cache. oneDNN lies in the same torch, behind the operators that Inductor uses
+for frozen weights. With the weight packed into oneDNN's own layout it is 2 to 5 times faster for 2 to 16 rows and 1.2
+to 1.7 times for more (2 cores of an AMD EPYC, torch 2.13); unpacked it costs no memory and gains less.
 
 The operators are private to torch, so `available` looks for them and checks a result once.
 """
@@ -47,8 +47,8 @@ def available() -> bool:
 def worthwhile(rows: int, weight_elements: int) -> bool:
     """Whether oneDNN with a packed weight is faster than `F.linear`, by rows of x and elements of the weight.
 
-    Measured from 256 x 256 to 1024 x 50264 and 1 to 2,048 rows: packed wins from 2 rows on (4.4 x at 256 x 5000 with 2 rows),
-    and for a single row where the weight is too large for the cache.
+    Measured from 256 x 256 to 1024 x 50264 and 1 to 2,048 rows: packed wins from 2 rows on (4.4 x at 256 x 5000 with
+    2 rows), and for a single row where the weight is too large for the cache.
     """
     if weight_elements < SMALL_WEIGHT:
         return rows >= MANY_ROWS

@@ -1,7 +1,7 @@
 """transformers' cache classes over the keys and values of `decoding.cache`."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from fastgen.models.attention import ticket
 class SharedCache:
     """The cache of one call: B sentences with M rows each, of at most `longest` new tokens.
 
-    While the prompt runs, at B rows, its layers behave as transformers' own. `begin_decoding` makes them hold M slots per step;
-    with M > 1 they then hand out tickets, which only `models.attention` can redeem, and with M = 1 plain views.
+    While the prompt runs, at B rows, its layers behave as transformers' own. `begin_decoding` makes them hold M slots
+    per step; with M > 1 they then hand out tickets, which only `models.attention` can redeem, and with M = 1 plain
+    views.
     """
 
     def __init__(self, sentences: int, beams: int, longest: int, device: torch.device, encoder_decoder: bool) -> None:
@@ -26,16 +27,21 @@ class SharedCache:
         self.ancestry = Ancestry(sentences, beams, longest, device) if beams > 1 else None
         self.text: list[LayerKV] = []
         self.source: list[LayerKV] = []
-        own = Cache(layer_class_to_replicate=partial(_Layer, self, self.text))
+        own = Cache(layer_class_to_replicate=cast(Any, partial(_Layer, self, self.text)))
         self.past_key_values: Cache = own
         if encoder_decoder:
             self.past_key_values = EncoderDecoderCache(
-                own, Cache(layer_class_to_replicate=partial(_Layer, self, self.source))
+                own, Cache(layer_class_to_replicate=cast(Any, partial(_Layer, self, self.source)))
             )
 
     @property
     def rows(self) -> int:
         return self.sentences * self.beams
+
+    @property
+    def layers(self) -> int:
+        """How many attention layers there are, those over the source included."""
+        return len(self.text) + len(self.source)
 
     @property
     def hands_out_tickets(self) -> bool:
@@ -86,7 +92,7 @@ class SharedCache:
         for layers in (
             (self.text, self.source) if isinstance(self.past_key_values, EncoderDecoderCache) else (self.text,)
         ):
-            cache = DynamicCache(config=config)
+            cache = cast(Any, DynamicCache(config=config))
             for index, layer in enumerate(layers):
                 keys, values = layer.of_beams(self._ancestors(layer.steps))
                 cache.update(keys, values, index)
@@ -122,11 +128,11 @@ class _Layer(DynamicLayer):
         return self._kv.length
 
     @property
-    def keys(self) -> Tensor:  # type: ignore[override]
+    def keys(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride] computed, never assigned
         return self._handed_out if self._owner.hands_out_tickets else self._kv.keys
 
     @property
-    def values(self) -> Tensor:  # type: ignore[override]
+    def values(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride] computed, never assigned
         return self._handed_out if self._owner.hands_out_tickets else self._kv.values
 
     @property

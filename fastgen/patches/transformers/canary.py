@@ -17,8 +17,8 @@ def agrees() -> tuple[bool, str]:
         bart: Any = BartForConditionalGeneration(
             BartConfig(
                 vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
-                decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64, init_std=1.0,
-                forced_eos_token_id=None,
+                decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64,
+                init_std=1.0, forced_eos_token_id=None,
             )
         ).double().eval()  # fmt: skip
         gpt2: Any = GPT2LMHeadModel(

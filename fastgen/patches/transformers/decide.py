@@ -32,6 +32,8 @@ def decide(
     _check_call(config, kwargs)
     check_model(model)
     _check_cache(kwargs["past_key_values"])
+    if config.return_dict_in_generate and config.output_attentions:
+        _check_attentions(kwargs["past_key_values"], beams)
     if beams > 1:
         _check_shared(model, config, kwargs)
     left_off: list[str] = []
@@ -48,6 +50,15 @@ def decide(
         drop=not left_off,
         left_off=tuple(left_off),
     )
+
+
+refused: set[type] = set()
+"""Model classes that were found, at a first decode step, not to take their keys from the shared cache."""
+
+
+def computes_alone(model: Any) -> str:
+    """The reason for which a refused model falls back."""
+    return f"{type(model).__name__} computes with the cache in a way of its own"
 
 
 def _check_call(config: Any, kwargs: dict[str, Any]) -> None:
@@ -95,11 +106,19 @@ def _check_cache(cache: Any) -> None:
                 raise Unsupported("past_key_values is given")
 
 
+def _check_attentions(cache: Any, beams: int) -> None:
+    if beams > 1:
+        raise Unsupported("output_attentions=True with several rows per sentence")
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    if any(own.is_sliding):
+        raise Unsupported("output_attentions=True with a sliding window")
+
+
 def _check_shared(model: Any, config: Any, kwargs: dict[str, Any]) -> None:
+    if type(model) in refused:
+        raise Unsupported(computes_alone(model))
     if not _engine.is_applied("transformers.attention"):
         raise Unsupported("transformers.attention is not in place")
-    if config.return_dict_in_generate and config.output_attentions:
-        raise Unsupported("output_attentions=True with several rows per sentence")
     for part in (model.config, model.config.get_text_config(decoder=True)):
         if part._attn_implementation not in _ATTENTION:
             raise Unsupported(f"attention implementation {part._attn_implementation!r}")

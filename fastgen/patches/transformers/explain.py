@@ -166,13 +166,17 @@ def _prepare(bare: Any, model: Any, kwargs: dict[str, Any]) -> _Prepared:
 
 def _probe(model: Any, generation_config: Any) -> Any:
     """Return a model that shares all of `model`'s attributes, and on which `generate` runs no forward."""
+
+    def get_encoder(_: Any, *args: Any, **kwargs: Any) -> _Encoder:
+        return _Encoder(model.get_encoder(*args, **kwargs))
+
     kind = cast(Any, type(model))
     methods: dict[str, Any] = {
         name: _loop(name) for name in GENERATION_MODES_MAPPING.values() if not _is_repository(name)
     }
     methods |= {
         "__module__": kind.__module__,
-        "get_encoder": lambda self, *args, **kwargs: _Encoder(model.get_encoder(*args, **kwargs)),  # pyright: ignore[reportUnknownLambdaType]
+        "get_encoder": get_encoder,
         "load_custom_generate": _load_custom_generate,
         # What would compute images' features, extend the prompt by generating, and allocate a static cache.
         "_prepare_multimodal_encoder_kwargs_for_generation": _without_images,
@@ -180,7 +184,7 @@ def _probe(model: Any, generation_config: Any) -> Any:
         "_prepare_static_cache": _without_cache,
     }
     probe: Any = object.__new__(type(kind.__name__, (kind,), methods))
-    vars(probe).update(vars(model) | {"generation_config": generation_config})
+    probe.__dict__ = vars(model) | {"generation_config": generation_config}
     return probe
 
 

@@ -129,7 +129,7 @@ def _by_name(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 
 def _copied(call: dict[str, Any]) -> dict[str, Any]:
     """The arguments with mappings of their own, as `generate` expands the encoder's outputs in place."""
-    return {name: copy.copy(value) if isinstance(value, dict) else value for name, value in call.items()}  # pyright: ignore[reportUnknownArgumentType] any dict is copied
+    return {name: copy.copy(value) if issubclass(type(value), dict) else value for name, value in call.items()}
 
 
 def _reason_not_to_repeat(model: Any, call: dict[str, Any]) -> str | None:

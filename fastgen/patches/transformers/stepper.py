@@ -11,6 +11,7 @@ from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models.attention import BeamAttention
 from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import SharedCache
+from fastgen.patches.transformers.decide import computes_alone, refused
 from fastgen.patches.transformers.report import CallReport
 
 
@@ -19,7 +20,6 @@ class TransformersStepper:
 
     Args:
         input_ids: (B * M, P). model_kwargs: as `generate` hands them to its loop, expanded to B * M rows.
-        observe: called with the outputs of every forward, those of the prompt at B rows.
     """
 
     def __init__(
@@ -31,7 +31,6 @@ class TransformersStepper:
         encoder_decoder = model.config.is_encoder_decoder
         self.cache = SharedCache(plan.sentences, plan.beams, longest, input_ids.device, encoder_decoder)
         self.outputs: list[Any] | None = None
-        self.steps = 0
         self._began: list[tuple[int, float]] = []  # rows and time at the start of each step
 
     def prefill(self) -> Tensor:
@@ -59,12 +58,24 @@ class TransformersStepper:
         if ancestry is None:
             outputs = self.model(**inputs, return_dict=True)
         else:
-            token = current_step.set(BeamAttention(self.cache.sentences, self.cache.beams, ancestry.visible))
+            attention = BeamAttention(self.cache.sentences, self.cache.beams, ancestry.visible)
+            token = current_step.set(attention)
             try:
                 outputs = self.model(**inputs, return_dict=True)
             finally:
                 current_step.reset(token)
+            if len(self._began) == 1:
+                self._check(attention.attended)
         return self._taken(outputs)
+
+    def _check(self, attended: int) -> None:
+        """Refuse a model that did not take all its keys from the shared cache, as a changed forward might not.
+
+        Nothing of the step has been used by then; the toolkit's own loop begins anew.
+        """
+        if attended != self.cache.layers:
+            refused.add(type(self.model))
+            raise Unsupported(computes_alone(self.model))
 
     def reorder(self, parents: Tensor) -> None:
         self.cache.reorder(parents)
@@ -84,11 +95,6 @@ class TransformersStepper:
         if self.outputs is not None:
             self.outputs.append({name: _repeat(repeat, outputs.get(name)) for name in _OBSERVED})
         logits = outputs.logits[:, -1].to(dtype=torch.float32, device=self.input_ids.device)
-        if self.steps == 1 and self.plan.shared and bool(logits.isnan().any()) and not self.prompt_was_nan:
-            raise Unsupported(f"{type(self.model).__name__} computes with the cache in a way of its own")
-        if self.steps == 0:
-            self.prompt_was_nan = bool(logits.isnan().any())
-        self.steps += 1
         return logits.repeat_interleave(repeat, 0) if repeat > 1 else logits
 
 
@@ -103,7 +109,7 @@ def _every(m: int, value: Any) -> Any:
         return value[::m]
     if isinstance(value, Mapping):
         mapping = cast("Mapping[str, Any]", value)
-        return type(value)({k: _every(m, v) if isinstance(v, Tensor) else v for k, v in mapping.items()})  # type: ignore[call-arg]
+        return cast(Any, type(mapping))({k: _every(m, v) if isinstance(v, Tensor) else v for k, v in mapping.items()})
     return value
 
 
@@ -112,7 +118,9 @@ def _select(rows: Tensor, value: Any) -> Any:
         return value.index_select(0, rows.to(value.device))
     if isinstance(value, Mapping):
         mapping = cast("Mapping[str, Any]", value)
-        return type(value)({k: _select(rows, v) if isinstance(v, Tensor) else v for k, v in mapping.items()})  # type: ignore[call-arg]
+        return cast(Any, type(mapping))(
+            {k: _select(rows, v) if isinstance(v, Tensor) else v for k, v in mapping.items()}
+        )
     return value
 
 
@@ -126,7 +134,10 @@ def _repeat(m: int, value: Any) -> Any:
 
 
 def _unreadable(encoder_outputs: Any) -> Any:
-    """Encoder outputs of the same shape that hold no memory: once cross-attention is cached nothing may read them, and what does gets NaN."""
+    """Encoder outputs of the same shape that hold no memory.
+
+    Once the keys of cross-attention are cached nothing may read them, and what does gets NaN.
+    """
     return type(encoder_outputs)(
         {
             name: torch.full((1,) * value.dim(), torch.nan, dtype=value.dtype, device=value.device).expand(value.shape)
