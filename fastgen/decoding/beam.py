@@ -7,7 +7,7 @@ nothing more leave the batch (Hoang et al. 2018, section 2.1).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -146,7 +146,7 @@ class BeamSearch:
         improvable = self.improvable & self.rule.improvable(scores[:, 0], merged, self._new_tokens() + 1)
         done = merged.done.all(1)
         # The one read of the device in a step.
-        seen = torch.stack([changed, improvable, done, hits.all(1)]).tolist()
+        seen: list[list[bool]] = cast(Any, torch.stack([changed, improvable, done, hits.all(1)])).tolist()
         if any(seen[0]):
             self._finish(merged.order, beam, token)
         self.finished.scores, self.finished.done = merged.scores, merged.done

@@ -103,8 +103,10 @@ class LayerKV:
         """Append tokens that every beam shares: keys, values (B, Hkv, L, D)."""
         added = keys.shape[2]
         self._reserve(keys, values, self.prefix + added)
-        self._keys[:, :, self.prefix : self.prefix + added] = keys  # type: ignore[index]
-        self._values[:, :, self.prefix : self.prefix + added] = values  # type: ignore[index]
+        assert self._keys is not None
+        assert self._values is not None
+        self._keys[:, :, self.prefix : self.prefix + added] = keys
+        self._values[:, :, self.prefix : self.prefix + added] = values
         self.prefix += added
 
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -114,7 +116,8 @@ class LayerKV:
             self._reserve(keys, values, start + _room(self.steps, self.longest) * self.beams)
         for buffer, new in ((self._keys, keys), (self._values, values)):
             heads, dim = new.shape[1], new.shape[3]
-            buffer[:, :, start:end] = new.view(-1, self.beams, heads, dim).transpose(1, 2)  # type: ignore[index]
+            assert buffer is not None
+            buffer[:, :, start:end] = new.view(-1, self.beams, heads, dim).transpose(1, 2)
         self.steps += 1
 
     def keep(self, sentences: Tensor) -> None:
@@ -131,9 +134,10 @@ class LayerKV:
         step = torch.arange(steps, device=ancestors.device) * self.beams + self.prefix
         index = torch.cat([prefix, ancestors + step], 2)
         sentence = torch.arange(b, device=ancestors.device)[:, None, None]
-        return tuple(  # type: ignore[return-value]
+        keys, values = (
             kv.transpose(1, 2)[sentence, index].flatten(0, 1).transpose(1, 2) for kv in (self.keys, self.values)
         )
+        return keys, values
 
     def _reserve(self, keys: Tensor, values: Tensor, slots: int) -> None:
         """Make room for `slots` in all, of the shape that new keys and values have."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Merged(NamedTuple):
-    """The finished hypotheses after a step: scores, done (B, M); order (B, M) into the M old ones, then K candidates."""
+    """The finished hypotheses after a step: scores, done (B, M); order (B, M) into M old ones, then K candidates."""
 
     scores: Tensor
     done: Tensor

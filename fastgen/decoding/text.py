@@ -44,11 +44,14 @@ class Ban:
 
     tokens: Tensor
     active: Callable[[int], bool]
+    _within: Tensor | None = field(default=None, init=False)  # the vocabulary, found at the first use
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         if self.active(text.length):
-            tokens = self.tokens.to(scores.device)
-            scores[:, tokens[(tokens >= 0) & (tokens < scores.shape[1])]] = -torch.inf
+            if self._within is None:
+                within = (self.tokens >= 0) & (self.tokens < scores.shape[1])
+                self._within = self.tokens[within].to(scores.device)
+            scores[:, self._within] = -torch.inf
         return scores
 
 

@@ -76,7 +76,8 @@ class _Forward:
     """
 
     def __init__(self, module: nn.Module, transposed: bool) -> None:
-        self.module, self.transposed = module, transposed
+        self.module: Any = module  # as nn.Module knows no weight
+        self.transposed = transposed
         self.mode = config.settings().linear
         self.entry: _Packed | None = None
 
@@ -213,7 +214,7 @@ def survey(model: nn.Module) -> Survey:
     packed = config.settings().linear != "plain"
     with _lock:
         route = _routes.get(id(model))
-        layers = [module for module, transposed in _linears(model) if packed or not transposed]
+        layers: list[Any] = [module for module, transposed in _linears(model) if packed or not transposed]
         layers += [] if route is None else route.layers
     weights = {id(module.weight): 4 * module.weight.numel() for module in layers}  # tied weights have one copy
     return Survey(len(layers), packed, sum(weights.values()) if packed else 0)

@@ -22,6 +22,7 @@ class SharedCache:
 
     def __init__(self, sentences: int, beams: int, longest: int, device: torch.device, encoder_decoder: bool) -> None:
         self.sentences, self.beams, self.longest = sentences, beams, longest
+        self.device = device
         self._stock_rows, self._peak = sentences * beams, 0
         self.decoding = False
         self.ancestry = Ancestry(sentences, beams, longest, device) if beams > 1 else None
@@ -75,11 +76,12 @@ class SharedCache:
     def reorder(self, parents: Tensor) -> None:
         """Let row b * M + m continue beam parents[b, m]; nothing but the ancestry moves."""
         if self.ancestry is not None:
-            self.ancestry.reorder(parents)
+            self.ancestry.reorder(parents.to(self.device))
 
     def keep(self, sentences: Tensor) -> None:
         """Keep these sentences only."""
         self._peak = self.peak_nbytes
+        sentences = sentences.to(self.device)
         self.sentences = sentences.shape[0]
         if self.ancestry is not None:
             self.ancestry.keep(sentences)

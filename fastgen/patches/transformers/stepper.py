@@ -29,7 +29,7 @@ class TransformersStepper:
         self.input_ids, self.kwargs = input_ids, model_kwargs
         longest = generation_config.max_length - input_ids.shape[1]
         encoder_decoder = model.config.is_encoder_decoder
-        self.cache = SharedCache(plan.sentences, plan.beams, longest, input_ids.device, encoder_decoder)
+        self.cache = SharedCache(plan.sentences, plan.beams, longest, model.device, encoder_decoder)
         self.outputs: list[Any] | None = None
         self._began: list[tuple[int, float]] = []  # rows and time at the start of each step
 
@@ -74,7 +74,7 @@ class TransformersStepper:
         Nothing of the step has been used by then; the toolkit's own loop begins anew.
         """
         if attended != self.cache.layers:
-            refused.add(type(self.model))
+            refused.add(self.model.__class__)
             raise Unsupported(computes_alone(self.model))
 
     def reorder(self, parents: Tensor) -> None:

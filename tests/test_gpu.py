@@ -1,0 +1,52 @@
+"""On a CUDA device: the same calls, the same tokens."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import zoo
+from tests.parity import assert_same, fallbacks, hits
+
+pytestmark = pytest.mark.gpu
+
+
+def _on_device(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: value.to("cuda") for name, value in inputs.items()}
+
+
+@pytest.mark.parametrize("family", [family for family in zoo.FAMILIES if family != "gemma2"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 4, "no_repeat_ngram_size": 3}, {"num_beams": 3, "num_return_sequences": 3}],
+    ids=["greedy", "beams", "sequences"],
+)
+def test_family(family: str, options: dict[str, Any]) -> None:
+    model = zoo.build(family).to("cuda")
+    before, served = fallbacks(), hits()
+    result = assert_same(model, _on_device(zoo.batch(model, 4, 11)) | options | {"max_new_tokens": 20})
+    assert result.error is None
+    assert hits() == served + 1
+    assert fallbacks() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
+def test_dtypes(family: str, dtype: torch.dtype) -> None:
+    """Greedy tokens; with beams, half precision may choose between near ties otherwise."""
+    model = zoo.build(family, dtype).to("cuda")
+    beams = 4 if dtype == torch.float32 else 1
+    kwargs = _on_device(zoo.batch(model, 3, 9)) | {"num_beams": beams, "max_new_tokens": 12}
+    assert_same(model, kwargs)
+
+
+def test_sentences_leave() -> None:
+    model = zoo.build("gpt2").to("cuda")
+    inputs = _on_device(zoo.batch(model, 12, 11))
+    assert_same(model, inputs | {"num_beams": 3, "max_new_tokens": 40, "eos_token_id": list(range(2, 30))})
+
+
+def test_inputs_elsewhere() -> None:
+    """Ids on the CPU for a model on the device: transformers moves them at every step."""
+    model = zoo.build("llama").to("cuda")
+    assert_same(model, dict(zoo.batch(model, 2, 7)) | {"num_beams": 2, "max_new_tokens": 8})
