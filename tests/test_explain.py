@@ -296,6 +296,35 @@ def test_it_reads_and_is_plain_data() -> None:
     assert json.loads(json.dumps(explanation.to_dict()))["plan"]["beams"] == 4
 
 
+def test_images() -> None:
+    """A model of a proven text family that sees images: whatever is said, the call then does, with equal output."""
+    text = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = tf.LlavaForConditionalGeneration(
+        tf.LlavaConfig(
+            vision_config=tf.CLIPVisionConfig(**vision, image_size=8, patch_size=4),
+            text_config=tf.LlamaConfig(**text, num_attention_heads=2, pad_token_id=0, eos_token_id=2, bos_token_id=1),
+            image_token_index=95,
+        )
+    ).eval()
+    kwargs: dict[str, Any] = {
+        "input_ids": torch.tensor([[1, 5, 95, 95, 95, 95, 7, 8]]), "pixel_values": torch.randn(1, 3, 8, 8),
+        "max_new_tokens": 4, "min_new_tokens": 4,
+    }  # fmt: skip
+    for beams in (1, 2):
+        explanation = _explain(model, kwargs | {"num_beams": beams})
+        before = fallbacks().get(str(explanation.reason), 0)
+        ours = model.generate(**kwargs, num_beams=beams)
+        if explanation.plan is None:
+            assert fallbacks()[explanation.reason] == before + 1
+        else:
+            call = last_call()
+            assert call is not None
+            assert (explanation.plan, explanation.kv_bytes) == (call.plan, call.kv_bytes)
+        with fastgen.disabled():
+            assert torch.equal(ours, model.generate(**kwargs, num_beams=beams))
+
+
 def test_wrapped_models() -> None:
     peft = pytest.importorskip("peft")
     model = zoo.build("gpt2")

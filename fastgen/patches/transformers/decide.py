@@ -122,6 +122,8 @@ def _check_shared(model: Any, config: Any, kwargs: dict[str, Any]) -> None:
     for part in (model.config, model.config.get_text_config(decoder=True)):
         if part._attn_implementation not in _ATTENTION:
             raise Unsupported(f"attention implementation {part._attn_implementation!r}")
+    if kwargs.get("mm_encoder_outputs"):
+        raise Unsupported("images or videos are given")
     position_ids = kwargs.get("position_ids")
     if position_ids is not None and position_ids.dim() > 2:
         raise Unsupported("multimodal position ids")

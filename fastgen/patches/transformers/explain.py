@@ -223,7 +223,8 @@ def _load_custom_generate(self: Any, repository: str, *args: Any, **kwargs: Any)
 
 
 def _without_images(self: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    model_kwargs.setdefault("mm_encoder_outputs", {})
+    given = any(name.startswith(("pixel_values", "image_patches")) for name in model_kwargs)
+    model_kwargs.setdefault("mm_encoder_outputs", {"image": SimpleNamespace()} if given else {})
     return model_kwargs
 
 
