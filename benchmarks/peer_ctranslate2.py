@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.margin import Agreement
 from fastgen.cli import measure
+from fastgen.cli.agreement import Agreement
 
 VERSION = "4.8.5"
 # Arguments of transformers' generate that CTranslate2 has under this name; the rest must not change the output.

@@ -17,8 +17,8 @@ from torch import Tensor
 import fastgen
 from benchmarks.cases import CASES, EXAMPLE, Case
 from benchmarks.kv import KVProbe, expected_bytes, last_report
-from benchmarks.margin import Agreement
 from fastgen.cli import measure
+from fastgen.cli.agreement import Agreement, all_agree
 from fastgen.cli.measure import Outcome, Verdict
 
 # A cell of the grid ends when the interval is this narrow, or this many seconds have gone into it.
@@ -195,9 +195,7 @@ def run_text(case: Case, session: Session) -> dict[str, Any]:
 
     def same(expected: list[Tensor], found: list[Tensor]) -> Verdict:
         last[:] = [expected, found]
-        verdicts = [judge(a, b) for judge, a, b in zip(agreements, expected, found, strict=True)]
-        notes = "; ".join(f"batch {i}: {v.note}" for i, v in enumerate(verdicts) if v.note)
-        return Verdict(all(v.equal for v in verdicts), sum(v.near_ties for v in verdicts), notes)
+        return all_agree(agreements, expected, found)
 
     stock, patched = both(translate)
     hits = Hits()

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastgen
 from benchmarks import kv, peer_ctranslate2, plot, run
 from benchmarks.cases import CASES, EXAMPLE
-from benchmarks.margin import Agreement, BeamReplay, margins
 from fastgen.cli import measure
+from fastgen.cli.agreement import Agreement, margins
 from fastgen.cli.measure import Outcome, Verdict, compare, interleave, paired_ratio
+from fastgen.decoding.margin import closest_decision, end_tokens, replayed
 
 
 def exactly(a, b):
@@ -142,28 +144,28 @@ def bart():
 
 
 def generate_with_scores(case, model, **changes):
-    inputs, options = case.inputs(model), case.generate_options | changes
+    options = case.generate_options | changes
     run = model.generate(
-        **inputs, **options, num_return_sequences=case.beams, return_dict_in_generate=True, output_scores=True
+        **case.inputs(model),
+        **options,
+        num_return_sequences=case.beams,
+        return_dict_in_generate=True,
+        output_scores=True,
     )
-    return inputs, options, run
+    return options, run
 
 
 @pytest.mark.parametrize("changes", [{}, {"min_new_tokens": 1, "eos_token_id": list(range(20)), "length_penalty": 0.5}])
 def test_the_replay_finds_the_toolkits_own_hypotheses(bart, changes):
     case, model = bart
-    _, options, run = generate_with_scores(case, model, **changes)
-    ends = set(options.get("eos_token_id", [2]))
-    search = BeamReplay(case.beams, ends, case.new_tokens, options.get("length_penalty", 1.0))
-    sequences = run.sequences.view(case.batch, case.beams, -1)[:, :, 1:].tolist()
+    options, run = generate_with_scores(case, model, **changes)
+    ends = end_tokens(options.get("eos_token_id", 2))
     scores = run.sequences_scores.view(case.batch, case.beams).tolist()
-    for row in range(case.batch):
-        steps = [s[row * case.beams : (row + 1) * case.beams] for s in run.scores]
-        for beam in range(case.beams):
-            ids = sequences[row][beam]
-            stop = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))
-            margin = search.margin(steps, ids[:stop])
-            assert 0 <= margin <= scores[row][0] - scores[row][beam] + 1e-5
+    for row, tokens in enumerate(run.sequences.tolist()):
+        sentence, beam = divmod(row, case.beams)
+        if beam:
+            margin = closest_decision(run, sentence * case.beams, case.beams, tokens, ends)
+            assert 0 <= margin <= scores[sentence][0] - scores[sentence][beam]
 
 
 def test_a_wrong_sequence_is_no_near_tie(bart):
@@ -179,19 +181,39 @@ def test_a_wrong_sequence_is_no_near_tie(bart):
     assert not verdict.equal
     assert "1 of 3 sequences differ" in verdict.note
     assert agreement(stock, wrong) is verdict
-    assert Agreement(model, inputs, options, tolerance=1e9)(stock, wrong) == Verdict(True, 1, verdict.note)
     assert not agreement(stock, stock[:1]).equal
+    assert not agreement(stock, torch.nn.functional.pad(stock, (0, 1))).equal
+
+
+def test_twins_are_a_near_tie():
+    """Two tokens with one embedding have one score: to choose the other is no error."""
+    case = CASES["bart_large"].tiny()
+    assert case.shape is not None
+    model = case.shape.build(torch.float32, "cpu")
+    inputs, options = case.inputs(model), case.generate_options
+    with fastgen.disabled():
+        stock = model.generate(**inputs, **options)
+        chosen = int(stock[1, -1])
+        twin = next(token for token in range(4, model.config.vocab_size) if token not in stock)
+        weight = model.get_input_embeddings().weight.data
+        weight[twin] = weight[chosen]
+        stock = model.generate(**inputs, **options)
+    place = next(i for i, token in reversed(list(enumerate(stock[1].tolist()))) if token in (chosen, twin))
+    other = stock.clone()
+    other[1, place] = chosen + twin - stock[1, place]
+    verdict = Agreement(model, inputs, options)(stock, other)
+    assert verdict.equal
+    assert verdict.near_ties == 1
 
 
 def test_a_tie_has_no_margin():
     step = torch.tensor([[-1.0, -1.0, -5.0, -9.0]]).expand(2, 4)
-    greedy = BeamReplay(1, set(), 2)
-    assert greedy.margin([step[:1], step[:1]], [1, 0]) == 0
-    assert greedy.margin([step[:1], step[:1]], [2, 0]) == 4
-    beams = BeamReplay(2, set(), 2)
-    assert beams.margin([step, step], [1, 1]) == 0  # four hypotheses tie for two places
+    assert replayed([step[:1], step[:1]], [1, 0], set()) == 0
+    assert replayed([step[:1], step[:1]], [2, 0], set()) == 4
+    assert replayed([step, step], [1, 1], set()) == 0  # four hypotheses tie for two places
     far = torch.tensor([[-1.0, -2.0, -5.0, -9.0]]).expand(2, 4)
-    assert beams.margin([far, far], [2, 0]) == 3
+    assert replayed([far, far], [2, 0], set()) == 3
+    assert replayed([far, far], [4, 0], set()) == math.inf, "no token of the vocabulary"
 
 
 # ---- the benchmarks themselves

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import config
-from fastgen.decoding.margin import closest_decision
+from fastgen.decoding.margin import replayed
 from fastgen.ops import kbest as ops
 from fastgen.patches import _engine
 from fastgen.patches.transformers import generate, parity
@@ -315,14 +315,15 @@ def test_a_wrong_operation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(model.generate(**kwargs), stock)
 
 
-def test_closest_decision() -> None:
+def test_replayed() -> None:
     """Two beams over four tokens, 0 ends; the numbers are log-probabilities."""
     first = torch.tensor([[-9.0, -1.0, -1.5, -1.75]] * 2)
     second = torch.tensor([[-0.5, -2.0, -3.0, -9.0], [-9.0, -2.0, -2.25, -9.0]])
     # Kept are 1 and 2, dropped 3, by 0.25; then 1 0 ends (-1.5), 1 1 (-3.0) and 2 1 (-3.5) go on, 2 2 (-3.75) does not.
-    assert closest_decision([first, second], [3, 1], {0}) == pytest.approx(0.25)
+    assert replayed([first, second], [3, 1], {0}) == pytest.approx(0.25)
     first[0, 3] = -8.0
-    assert closest_decision([first, second], [2, 2], {0}) == pytest.approx(0.25)
-    assert closest_decision([first, second], [1, 0], {0}) == pytest.approx(0.25)
+    assert replayed([first, second], [2, 2, 1], {0}) == pytest.approx(0.25)
+    assert replayed([first, second], [2, 2], {0}) == pytest.approx(0.5), "as the last step, 1 0 and 1 1 end before 2 1"
+    assert replayed([first, second], [1, 0], {0}) == pytest.approx(0.25)
     first[0, 2:] = -math.inf
-    assert closest_decision([first], [1], set()) == math.inf, "what is banned is no choice"
+    assert replayed([first], [1], set()) == math.inf, "what is banned is no choice"

@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from transformers import BartConfig, BartForConditionalGeneration, MarianMTModel, PreTrainedTokenizerFast
 
-import fastgen
 from fastgen.cli.errors import CommandError
-
-NEAR_TIE = 1e-4
-"""Outputs whose `Workload.margin` is smaller count as the same: fp32 rounding decides which of them is found."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -38,49 +34,13 @@ class Workload:
     def sentences(self) -> int:
         return sum(len(batch["input_ids"]) for batch in self.batches)
 
-    def run(self, after_batch: Callable[[], object]) -> list[list[int]]:
-        """Generate for every batch; return the token ids of each sentence without padding at the end."""
-        rows: list[list[int]] = []
+    def run(self, after_batch: Callable[[], object]) -> list[torch.Tensor]:
+        """Return the token ids that are generated for each batch."""
+        outputs: list[torch.Tensor] = []
         for batch in self.batches:
-            rows += self.model.generate(**batch, **self.generate).tolist()
+            outputs.append(self.model.generate(**batch, **self.generate))
             after_batch()
-        end = self.model.generation_config.eos_token_id
-        return [_cropped(row, end) for row in rows]
-
-    @torch.no_grad()
-    def margin(self, sentence: int, expected: list[int], found: list[int]) -> float:
-        """How far apart the model itself, run unpatched, scores two different outputs of one sentence.
-
-        The smaller of two differences: of the sums of log-probabilities up to and with the first token that differs,
-        which is what beam search compared when the two parted, and of the final scores (sum divided by length).
-        """
-        at = sentence
-        for batch in self.batches:
-            if at < len(batch["input_ids"]):
-                break
-            at -= len(batch["input_ids"])
-        else:
-            raise ValueError(f"sentence {sentence} of {self.sentences}")
-        source = {name: tensor[at : at + 1] for name, tensor in batch.items()}
-        forced_end = self.model.generation_config.forced_eos_token_id
-        sums: list[torch.Tensor] = []
-        with fastgen.disabled():
-            for row in (expected, found):
-                ids = torch.tensor([row])
-                logits = self.model(**source, decoder_input_ids=ids[:, :-1]).logits.float()
-                scores = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).flatten()
-                if row[-1] == forced_end and len(scores) == self.generate["max_new_tokens"]:
-                    scores[-1] = 0.0  # at the last step transformers leaves this token only, for free
-                sums.append(scores.cumsum(0))
-        first = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
-        final = abs(float(sums[0][-1] / len(sums[0]) - sums[1][-1] / len(sums[1])))
-        # One may be the beginning of the other; the start token, which has no score, is never the first that differs.
-        return final if first is None else min(final, abs(float(sums[0][first - 1] - sums[1][first - 1])))
-
-
-def _cropped(row: list[int], end: int) -> list[int]:
-    """Cut what follows the first end token; the start token may be the end token too."""
-    return row[: row.index(end, 1) + 1] if end in row[1:] else row
+        return outputs
 
 
 @dataclass
@@ -91,9 +51,9 @@ class Text:
     references: list[str]
     tokenizer: PreTrainedTokenizerFast
 
-    def decode(self, workload: Workload, rows: list[list[int]]) -> list[str]:
+    def decode(self, workload: Workload, outputs: list[torch.Tensor]) -> list[str]:
         """Return the translations in the order of the file."""
-        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        texts = [text for ids in outputs for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
         ordered = dict(zip(workload.source_order, texts, strict=True))
         return [ordered[i].strip() for i in range(len(texts))]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen.config import settings
-from fastgen.decoding.margin import closest_decision
+from fastgen.decoding.margin import closest_decision, end_tokens, prompt_length
 from fastgen.patches import _engine
 from fastgen.patches.transformers.edits import known, rowwise
 
@@ -227,7 +227,7 @@ def _scores_apart(model: Any, ours: Any, stock: Any) -> Divergence | None:
 def _described(model: Any, original: Callable[..., Any], call: dict[str, Any], part: _Part) -> Divergence:
     """Say where the outputs part, and by how little, from the scores of another run of the toolkit's own code."""
     config: Any = model._prepare_generation_config(call.get("generation_config"), **_options(call))[0]
-    beams, per_sentence, searched = config.num_beams, config.num_return_sequences, not config.do_sample
+    beams, per_sentence = config.num_beams, config.num_return_sequences
     tells = {"return_dict_in_generate": True, "output_scores": True}
     if beams > 1:  # all hypotheses, as the other way's may be among them
         tells["num_return_sequences"] = beams
@@ -236,17 +236,13 @@ def _described(model: Any, original: Callable[..., Any], call: dict[str, Any], p
     except Exception as error:  # the scores of all steps may not fit into memory
         return Divergence(f"{_place(part, per_sentence)}; no scores, as {type(error).__name__} was raised")
     sentence, rank = divmod(part.row, per_sentence)
-    if beams == 1:
-        gap = _gap(run, part, part.row)
-        closest = gap if searched else math.inf
-        text = f"{_place(part, per_sentence)}; in transformers' own scores they are {gap:.1e} apart"
-    else:
-        gap = _gap(run, part, sentence * beams + rank)
-        closest = _closest(run, part, sentence, rank, config) if searched else math.inf
-        text = (
-            f"{_place(part, per_sentence)}; in transformers' own scores they are {gap:.1e} apart, "
-            f"and its closest decision until it left fastgen's sequence was by {closest:.1e}"
-        )
+    row = sentence * max(beams, per_sentence) + rank
+    text = f"{_place(part, per_sentence)}; in transformers' own scores they are {_gap(run, part, row):.1e} apart"
+    closest = math.inf
+    if not config.do_sample:
+        closest = closest_decision(run, row, beams, part.wanted, end_tokens(config.eos_token_id))
+    if beams > 1:
+        text += f", and its closest decision until it left fastgen's sequence was by {closest:.1e}"
     return Divergence(text, near_tie=closest < _NEAR_TIE.get(model.dtype, 0.0))
 
 
@@ -263,14 +259,9 @@ def _place(part: _Part, per_sentence: int) -> str:
     return f"sentence {sentence}{sequence}, position {part.place}: transformers has {tokens[0]}, fastgen {tokens[1]}"
 
 
-def _prompt_length(run: Any) -> int:
-    new = run.beam_indices.shape[1] if "beam_indices" in run else len(run.scores)
-    return run.sequences.shape[1] - new
-
-
 def _gap(run: Any, part: _Part, row: int) -> float:
     """How far apart the two tokens are in the toolkit's scores of that step and of the beam it went on from."""
-    step = part.place - _prompt_length(run)
+    step = part.place - prompt_length(run)
     if part.stock is None or part.ours is None or not 0 <= step < len(run.scores):
         return math.inf
     source = int(run.beam_indices[row, step]) if "beam_indices" in run else row
@@ -280,25 +271,6 @@ def _gap(run: Any, part: _Part, row: int) -> float:
     if max(part.stock, part.ours) >= scores.shape[0]:
         return math.inf
     return abs(float(scores[part.stock] - scores[part.ours]))
-
-
-def _closest(run: Any, part: _Part, sentence: int, rank: int, config: Any) -> float:
-    """The smallest gap of any decision that the toolkit's search made against `part.wanted`, by its own scores."""
-    beams, prompt, eos = config.num_beams, _prompt_length(run), config.eos_token_id
-    ends: set[int] = {eos} if isinstance(eos, int) else set(eos or ())
-    rows = slice(sentence * beams, (sentence + 1) * beams)
-    wanted = _up_to_end(part.wanted[prompt:], ends)
-    closest = closest_decision([step[rows] for step in run.scores], wanted, ends)
-    finished = [_up_to_end(tokens[prompt:], ends) for tokens in run.sequences[rows].tolist()]
-    if wanted in finished:  # the search kept it, and ranked another before it
-        final = run.sequences_scores[rows].tolist()
-        closest = min(closest, abs(final[rank] - final[finished.index(wanted)]))
-    return closest
-
-
-def _up_to_end(tokens: list[int], ends: set[int]) -> list[int]:
-    """Cut what fills a sequence beyond its end."""
-    return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in ends), tokens)
 
 
 def _report(model: Any, divergence: Divergence | None, ours: _Outcome) -> None:
