@@ -264,7 +264,7 @@ def test_linear_layers(linear_mode: Any) -> None:
     model = tf.GPT2LMHeadModel(
         tf.GPT2Config(vocab_size=512, n_embd=256, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
     ).eval()
-    from fastgen.models import linear
+    from fastgen.models import linear, routes
 
     kwargs = zoo.batch(model, 4, 6, "none") | {"max_new_tokens": 4, "num_beams": 2, "pad_token_id": 0}
     linear.release()
@@ -272,7 +272,7 @@ def test_linear_layers(linear_mode: Any) -> None:
     explained = _explain(model, kwargs).linears
     assert explained.packed
     assert explained.reason is None
-    with linear.routed(model) as routed:
+    with routes.routed(model) as routed:
         assert explained.routed == routed
         assert fastgen.explain(model, **kwargs).linears == explained, "while another call runs"
     model.generate(**kwargs)

@@ -22,7 +22,8 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 from transformers.pytorch_utils import Conv1D
 
 from fastgen import config
-from fastgen.models import linear as routes
+from fastgen.models import linear as linears
+from fastgen.models import routes
 from fastgen.ops import kbest as kbest_module
 from fastgen.ops import linear as linear_ops
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
@@ -509,10 +510,10 @@ class Net(nn.Module):
 
 @pytest.fixture
 def net() -> Iterator[Net]:
-    routes.release()
+    linears.release()
     yield Net().eval()
     assert not routes._routes
-    routes.release()
+    linears.release()
 
 
 X = _randn(5, 320, seed=9)
@@ -549,11 +550,11 @@ def test_routes(net: Net) -> None:
         assert count == 4
         assert _routed(net) == ["first", "small", "conv", "last"]
         _run(net)
-        assert routes.packed_bytes() == 4 * (320 * 640 + 320 * 640)  # the tied weight once, the small one not at all
+        assert linears.packed_bytes() == 4 * (320 * 640 + 320 * 640)  # the tied weight once, the small one not at all
     assert {name: dict(module.__dict__) for name, module in net.named_modules()} == at_rest
     _check_routes(net)
-    routes.release()
-    assert routes.packed_bytes() == 0
+    linears.release()
+    assert linears.packed_bytes() == 0
     _check_routes(net)
 
 
@@ -654,19 +655,19 @@ def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype, reason in ((torch.float64, "float64"), (torch.bfloat16, "bfloat16")):
         with routes.routed(nn.Linear(320, 640).to(dtype)) as count:
             assert count == 0
-        assert reason in str(routes.reason_off(nn.Linear(320, 640).to(dtype)))
-    assert routes.reason_off(nn.Module()) == "not on a CPU"
+        assert reason in str(linears.reason_off(nn.Linear(320, 640).to(dtype)))
+    assert linears.reason_off(nn.Module()) == "not on a CPU"
     monkeypatch.setattr(config, "settings", lambda: SimpleNamespace(linear="off"))
     with routes.routed(net) as count:
         assert count == 0
-    assert routes.reason_off(net) == "FASTGEN_LINEAR=off"
+    assert linears.reason_off(net) == "FASTGEN_LINEAR=off"
 
 
 @needs_onednn
 def test_routes_by_setting(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "settings", lambda: SimpleNamespace(linear="plain"))
     _check_routes(net)
-    assert routes.packed_bytes() == 0
+    assert linears.packed_bytes() == 0
 
 
 @needs_onednn
@@ -781,10 +782,10 @@ def test_a_copy_is_no_part_of_the_route(net: Net) -> None:
 def test_routes_keep_no_model_alive(net: Net) -> None:
     other = Net().eval()
     _routed_run(other)
-    held = routes.packed_bytes()
+    held = linears.packed_bytes()
     gone = weakref.ref(other)
     del other
     gc.collect()
     assert gone() is None
     assert held > 0
-    assert routes.packed_bytes() == 0
+    assert linears.packed_bytes() == 0

@@ -10,28 +10,34 @@ class Family:
     Attributes:
         name: the config's `model_type`.
         encoder_decoder: whether it decodes from an encoder's output.
+        activated: names, in one module, of a linear layer and of the activation function that alone reads its output.
     """
 
     name: str
     encoder_decoder: bool
+    activated: tuple[tuple[str, str], ...] = ()
+
+
+_BART, _T5, _LLAMA = (("fc1", "activation_fn"),), (("wi", "act"), ("wi_0", "act")), (("gate_proj", "act_fn"),)
 
 
 FAMILIES = {
     family.name: family
     for family in (
         *(
-            Family(name, encoder_decoder=True)
+            Family(name, encoder_decoder=True, activated=_BART)
             for name in (
-                "bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "pegasus", "plbart",
-                "t5", "umt5",
+                "bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus", "plbart",
             )
         ),
+        *(Family(name, encoder_decoder=True, activated=_T5) for name in ("mt5", "t5", "umt5")),
         *(
-            Family(name, encoder_decoder=False)
-            for name in (
-                "gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3",
-            )
+            Family(name, encoder_decoder=False, activated=_LLAMA)
+            for name in ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
         ),
+        Family("gpt2", encoder_decoder=False, activated=(("c_fc", "act"),)),
+        Family("opt", encoder_decoder=False, activated=_BART),
+        Family("phi3", encoder_decoder=False),
     )
 }  # fmt: skip
 

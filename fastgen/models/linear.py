@@ -1,14 +1,12 @@
-"""Routing of a live model's linear layers to `ops.linear`, for the time of one call.
+"""Linear layers of a live model through `ops.linear`: which ones, and the packed copies of their weights.
 
-The route is an attribute of the instance, put there when a call begins and taken away when the last
-concurrent call ends: no class is touched, and a model at rest is exactly what it was. Layers that are quantised,
-parametrised, hooked, or already overridden keep their own forward.
+Layers that are quantised, parametrised, hooked, or already overridden keep their own forward. `models.routes` puts the
+forwards in place.
 """
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +15,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastgen import config
+from fastgen.models.activation import hand_over
+from fastgen.models.instance import untouched
 from fastgen.ops import linear as ops
 
 _lock = threading.RLock()
 _packed: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
-
-
-@dataclass
-class _Route:
-    """The layers of a model that carry a route now, and how many calls use it."""
-
-    layers: dict[nn.Module, Any] = field(default_factory=dict)  # and the forward that the instance had, or None
-    users: int = 0
-
-
-_routes: dict[int, _Route] = {}
 
 
 @dataclass
@@ -69,19 +58,24 @@ def _entry(weight: Tensor) -> _Packed:
     return entry
 
 
-class _Forward:
+class Linear:
     """The forward of one linear layer while it is routed.
 
     transposed: the weight is (K, N), as GPT-2's Conv1D has it.
+    hands_over: an activation function is all that reads the output, and may overwrite it.
     """
 
     def __init__(self, module: nn.Module, transposed: bool) -> None:
         self.module: Any = module  # as nn.Module knows no weight
-        self.transposed = transposed
+        self.transposed, self.hands_over = transposed, False
         self.mode = config.settings().linear
         self.entry: _Packed | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        y = self._product(x)
+        return hand_over(y) if self.hands_over and not y.requires_grad else y
+
+    def _product(self, x: Tensor) -> Tensor:
         module, weight = self.module, self.module.weight
         rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
         if (
@@ -121,12 +115,6 @@ def _affordable(weight: Tensor) -> bool:
     return packed_bytes() + 2 * 4 * weight.numel() <= free
 
 
-def _is_overridden(module: nn.Module) -> bool:
-    """Whether the instance has a forward that is not its class's own, which copies of a model may carry."""
-    own = module.__dict__.get("forward")
-    return own is not None and getattr(own, "__func__", None) is not type(module).forward
-
-
 def _is_plain(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     return (
@@ -136,13 +124,11 @@ def _is_plain(module: nn.Module) -> bool:
         and weight.device.type == "cpu"
         and weight.is_contiguous()
         and not weight.is_inference()
-        and not _is_overridden(module)
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
+        and untouched(module)
     )
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+def layers(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """Yield (layer, transposed) for every linear layer that can be routed."""
     for module in model.modules():
         transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
@@ -164,60 +150,12 @@ def reason_off(model: nn.Module) -> str | None:
     return None
 
 
-@contextmanager
-def routed(model: nn.Module) -> Iterator[int]:
-    """Route the linear layers of model to oneDNN while the context lasts; yields how many.
-
-    Nested and concurrent contexts of one model share the routes, which the last one takes away.
-    """
-    if reason_off(model) is not None:
-        yield 0
-        return
-    with _lock:
-        route = _routes.setdefault(id(model), _Route())
-        if route.users == 0:
-            for module, transposed in _linears(model):
-                entry = _packed.get(module.weight)
-                if entry is not None and (entry.is_stale(module.weight) or entry.probe_differs(module.weight)):
-                    del _packed[module.weight]
-                route.layers[module] = module.__dict__.get("forward")
-                module.__dict__["forward"] = _Forward(module, transposed)
-        route.users += 1
-    try:
-        yield len(route.layers)
-    finally:
-        with _lock:
-            route.users -= 1
-            if route.users == 0:
-                del _routes[id(model)]
-                for module, own in route.layers.items():
-                    if own is None:
-                        module.__dict__.pop("forward", None)
-                    else:
-                        module.__dict__["forward"] = own
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What `routed` would do to a model.
-
-    layers: how many it would route. packed: whether their weights are packed. packed_bytes: of the copies, at most.
-    """
-
-    layers: int
-    packed: bool
-    packed_bytes: int
-
-
-def survey(model: nn.Module) -> Survey:
-    """Say what `routed` would do, without doing it."""
-    packed = config.settings().linear != "plain"
-    with _lock:
-        route = _routes.get(id(model))
-        layers: list[Any] = [module for module, transposed in _linears(model) if packed or not transposed]
-        layers += [] if route is None else route.layers
-    weights = {id(module.weight): 4 * module.weight.numel() for module in layers}  # tied weights have one copy
-    return Survey(len(layers), packed, sum(weights.values()) if packed else 0)
+def check(module: nn.Module) -> None:
+    """Drop the packed copy of a layer's weight where the weight is no longer what it was."""
+    weight: Any = module.weight
+    entry = _packed.get(weight)
+    if entry is not None and (entry.is_stale(weight) or entry.probe_differs(weight)):
+        del _packed[weight]
 
 
 def packed_bytes() -> int:

@@ -18,7 +18,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMi
 from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.decoding.plan import Plan, Unsupported
-from fastgen.models import linear
+from fastgen.models import linear, routes
 from fastgen.patches import _engine
 from fastgen.patches.transformers.decide import check_model, decide
 
@@ -277,7 +277,7 @@ def _linears(model: Any) -> Linears:
         return Linears(reason=f"transformers.generate is {row.state}: {row.reason}")
     if (reason := linear.reason_off(model)) is not None:
         return Linears(reason=reason)
-    survey = linear.survey(model)
+    survey = routes.survey(model)
     return Linears(survey.layers, survey.packed, survey.packed_bytes)
 
 

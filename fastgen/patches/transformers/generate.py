@@ -13,7 +13,9 @@ from fastgen.decoding.beam import BeamSearch, Trace
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.rules import TransformersRule
 from fastgen.decoding.sample import Sampling
-from fastgen.models.linear import release, routed
+from fastgen.models.families import family_of
+from fastgen.models.linear import release
+from fastgen.models.routes import routed
 from fastgen.patches import _engine
 from fastgen.patches.transformers import parity
 from fastgen.patches.transformers.decide import decide
@@ -34,7 +36,8 @@ def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    with _engine.running("generate"), routed(self) as layers:
+    family = family_of(getattr(self.config, "model_type", ""))
+    with _engine.running("generate"), routed(self, family.activated if family else ()) as layers:
         if layers:
             _engine.hit("transformers.generate")
         return original(self, *args, **kwargs)

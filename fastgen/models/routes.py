@@ -1,0 +1,93 @@
+"""Routing of a live model's linear layers and activation functions, for the time of one call."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fastgen import config
+from fastgen.models import activation, linear
+from fastgen.models.instance import install, restore
+
+_lock = threading.RLock()
+
+
+@dataclass
+class _Route:
+    """What a model carries now: the forward that each module had, which of them are linear layers, and its users."""
+
+    before: dict[nn.Module, Any] = field(default_factory=dict)
+    layers: list[nn.Module] = field(default_factory=list)
+    users: int = 0
+
+
+_routes: dict[int, _Route] = {}
+
+
+@contextmanager
+def routed(model: nn.Module, activated: Sequence[tuple[str, str]] = ()) -> Iterator[int]:
+    """Route the linear layers of model to oneDNN while the context lasts; yields how many.
+
+    Nested and concurrent contexts of one model share the routes, which the last one takes away.
+
+    Args:
+        activated: names of a linear layer and of the activation function that alone reads its output and may therefore
+            overwrite it, for any module of the model that has both.
+    """
+    if linear.reason_off(model) is not None:
+        yield 0
+        return
+    with _lock:
+        route = _routes.setdefault(id(model), _Route())
+        if route.users == 0:
+            forwards = _forwards(model, activated)
+            route.layers = [module for module, forward in forwards.items() if isinstance(forward, linear.Linear)]
+            route.before = install(forwards)
+        route.users += 1
+    try:
+        yield len(route.layers)
+    finally:
+        with _lock:
+            route.users -= 1
+            if route.users == 0:
+                del _routes[id(model)]
+                restore(route.before)
+
+
+def _forwards(model: nn.Module, activated: Sequence[tuple[str, str]]) -> dict[nn.Module, Callable[..., Any]]:
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
+    for layer, transposed in linear.layers(model):
+        linear.check(layer)
+        forwards[layer] = linear.Linear(layer, transposed)
+    for layer, function, kind in activation.pairs(model, activated) if activated else ():
+        before = forwards.get(layer)
+        if isinstance(before, linear.Linear):
+            before.hands_over = True
+            forwards[function] = activation.Activation(function, kind)
+    return forwards
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What `routed` would do to a model.
+
+    layers: how many it would route. packed: whether their weights are packed. packed_bytes: of the copies, at most.
+    """
+
+    layers: int
+    packed: bool
+    packed_bytes: int
+
+
+def survey(model: nn.Module) -> Survey:
+    """Say what `routed` would do, without doing it."""
+    packed = config.settings().linear != "plain"
+    with _lock:
+        route = _routes.get(id(model))
+        layers: list[Any] = [module for module, transposed in linear.layers(model) if packed or not transposed]
+        layers += [] if route is None else route.layers
+    weights = {id(module.weight): 4 * module.weight.numel() for module in layers}  # tied weights have one copy
+    return Survey(len(layers), packed, sum(weights.values()) if packed else 0)
