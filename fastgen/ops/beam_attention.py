@@ -43,7 +43,8 @@ def beam_attention(
 
     Two batched matrix products over strided views: neither the keys nor the values are copied, and grouped key heads
     (GQA) are read once for all their query heads. On a CPU this beats `scaled_dot_product_attention` for the few
-    queries of a decode step (64 sentences, 8 heads, 32 keys: 207 against 249 us).
+    queries of a decode step (32 sentences, 8 heads, 32 keys: 207 against 249 us), and keys times queries beats queries
+    times keys (4 sentences, 16 heads, 512 keys: 472 against 761 us with the softmax, 2 cores).
 
     Raises:
         ValueError: when the shapes do not fit; the message holds them.
@@ -57,7 +58,7 @@ def beam_attention(
     groups = h // kv_heads
     # (B, M, Hkv * G, D) -> (B, Hkv, G * M, D): a view when G is 1, a copy of one token per beam otherwise.
     folded = query.view(b, m, kv_heads, groups, d).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, groups * m, d)
-    scores = torch.matmul(folded * scale, keys.transpose(2, 3)).view(b, kv_heads, groups, m, n)
+    scores = torch.matmul(keys, (folded * scale).transpose(2, 3)).transpose(2, 3).unflatten(2, (groups, m))
     if softcap is not None:
         scores = torch.tanh_(scores.div_(softcap)).mul_(softcap)
     if mask is not None:
@@ -67,5 +68,5 @@ def beam_attention(
             mask = mask.unsqueeze(1)
         scores = scores.add_(mask)
     weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
-    mixed = torch.matmul(weights.view(b, kv_heads, groups * m, n), values)
+    mixed = torch.matmul(weights.reshape(b, kv_heads, groups * m, n), values)
     return mixed.view(b, kv_heads, groups, m, values.shape[3]).permute(0, 3, 1, 2, 4).reshape(b, m, h, values.shape[3])

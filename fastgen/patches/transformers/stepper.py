@@ -106,7 +106,7 @@ def _every(m: int, value: Any) -> Any:
     if m == 1:
         return value
     if isinstance(value, Tensor):
-        return value[::m]
+        return value[::m].contiguous()  # once, and not in every layer that reads the encoder's output
     if isinstance(value, Mapping):
         mapping = cast("Mapping[str, Any]", value)
         return cast(Any, type(mapping))({k: _every(m, v) if isinstance(v, Tensor) else v for k, v in mapping.items()})
