@@ -1,31 +1,19 @@
-"""Every op against its reference: odd shapes, real vocabularies, dtypes, strides, ties, bad values.
+"""Every op against its reference: odd shapes, real vocabularies, dtypes, strides, ties, bad values."""
 
-And the routes that bring `ops.linear` into a live model: never a stale copy of a weight, nothing left behind.
-"""
-
-import copy
-import gc
 import math
 import re
-import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
+from transformers.activations import ACT2FN
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
-from transformers.pytorch_utils import Conv1D
 
-from fastgen import config
-from fastgen.models import linear as linears
-from fastgen.models import routes
 from fastgen.ops import kbest as kbest_module
 from fastgen.ops import linear as linear_ops
+from fastgen.ops.activation import activation_, activation_reference, kind_of
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
 from fastgen.ops.kbest import kbest, kbest_reference
 from fastgen.ops.ngram_block import ngram_block_, ngram_block_reference
@@ -488,304 +476,45 @@ def test_worthwhile() -> None:
         assert linear_ops.worthwhile(rows, elements) is wanted, (rows, elements)
 
 
-# The routes
-
-
-class Net(nn.Module):
-    """Two linear layers that are worth packing, one too small, one Conv1D, and a tied one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(320, 640)
-        self.small = nn.Linear(640, 4)
-        self.conv = Conv1D(320, 640)
-        self.last = nn.Linear(320, 640, bias=False)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        return self.last(self.conv(torch.tanh(hidden))) + self.small(hidden).sum()
-
-
-@pytest.fixture
-def net() -> Iterator[Net]:
-    linears.release()
-    yield Net().eval()
-    assert not routes._routes
-    linears.release()
-
-
-X = _randn(5, 320, seed=9)
-
-
-def _run(net: nn.Module, times: int = 3) -> Tensor:
-    """The output of the last of several calls: from the second on a weight is packed."""
-    with torch.no_grad():
-        for _ in range(times):
-            found = net(X)
-    return found
-
-
-def _routed_run(net: nn.Module, times: int = 3) -> Tensor:
-    with routes.routed(net) as count:
-        assert count
-        return _run(net, times)
-
-
-def _check_routes(net: nn.Module) -> None:
-    """The routed model computes what the model at rest computes with the weights it has now."""
-    torch.testing.assert_close(_routed_run(net), _run(net, 1), atol=1e-3, rtol=1e-4)
-    assert not _routed(net)
-
-
-def _routed(net: nn.Module) -> list[str]:
-    return [name for name, module in net.named_modules() if "forward" in module.__dict__]
-
-
-@needs_onednn
-def test_routes(net: Net) -> None:
-    at_rest = {name: dict(module.__dict__) for name, module in net.named_modules()}
-    with routes.routed(net) as count:
-        assert count == 4
-        assert _routed(net) == ["first", "small", "conv", "last"]
-        _run(net)
-        assert linears.packed_bytes() == 4 * (320 * 640 + 320 * 640)  # the tied weight once, the small one not at all
-    assert {name: dict(module.__dict__) for name, module in net.named_modules()} == at_rest
-    _check_routes(net)
-    linears.release()
-    assert linears.packed_bytes() == 0
-    _check_routes(net)
-
-
-def _in_place(net: Net) -> None:
-    with torch.no_grad():
-        net.first.weight.add_(1.0)
-        net.conv.weight.mul_(2.0)
-
-
-def _data(net: Net) -> None:
-    net.first.weight.data += 0.5
-    net.conv.weight.data.copy_(_randn(640, 320, seed=5))
-
-
-def _assigned(net: Net) -> None:
-    net.first.weight.data = _randn(640, 320, seed=6)
-    net.conv.weight.data = _randn(640, 320, seed=7)
-
-
-def _parameter(net: Net) -> None:
-    net.first.weight = nn.Parameter(_randn(640, 320, seed=6))
-
-
-def _loaded(net: Net) -> None:
-    net.load_state_dict({name: value + 0.25 for name, value in net.state_dict().items()})
-
-
-def _optimised(net: Net) -> None:
-    optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
-    net(X).pow(2).mean().backward()
-    optimiser.step()
-
-
-def _bias(net: Net) -> None:
-    net.first.bias.data += 3.0
-
-
-def _transposed(net: Net) -> None:
-    net.first.weight.data = _randn(320, 640, seed=6).t()
-
-
-def _bias_strided(net: Net) -> None:
-    net.first.bias = nn.Parameter(_randn(1280, seed=6)[::2])
-
-
-_CHANGES = [_in_place, _data, _assigned, _parameter, _loaded, _optimised, _bias, _bias_strided, _transposed]
-
-
-@needs_onednn
-@pytest.mark.parametrize("change", _CHANGES, ids=lambda change: change.__name__)
-def test_routes_after_a_change(net: Net, change: Callable[[Net], None]) -> None:
-    """Between two calls."""
-    _check_routes(net)
-    before = _run(net)
-    change(net)
-    assert not torch.allclose(_run(net), before, atol=1e-3)
-    _check_routes(net)
-
-
-@needs_onednn
-@pytest.mark.parametrize("change", [c for c in _CHANGES if c is not _data], ids=lambda change: change.__name__)
-def test_routes_during_a_change(net: Net, change: Callable[[Net], None]) -> None:
-    """Within a call, which sees all but writes through `.data`."""
-    with routes.routed(net):
-        _run(net)
-        change(net)
-        found = _run(net)
-    torch.testing.assert_close(found, _run(net, 1), atol=1e-3, rtol=1e-4)
-
-
-@needs_onednn
-@pytest.mark.parametrize("where", ["first", "last", "middle row"])
-def test_routes_after_one_row_changed(net: Net, where: str) -> None:
-    """One row written through `.data`, as when one token's output weights are edited."""
-    _check_routes(net)
-    net.first.weight.data[{"first": 0, "last": -1, "middle row": 301}[where]] += 2.0
-    _check_routes(net)
-
-
-@needs_onednn
-def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not float32 on a CPU, hooked, overridden, quantised or of another class, and what FASTGEN_LINEAR says."""
-
-    class Other(nn.Linear):
-        pass
-
-    net.other = Other(320, 640)
-    net.small.forward = net.small.forward
-    net.conv.register_forward_hook(lambda *_: None)
-    net.last.register_forward_pre_hook(lambda *_: None)
-    net.half = nn.Linear(320, 640).half()
-    own = net.small.__dict__["forward"]
-    with routes.routed(net) as count:
-        assert count == 2  # the forward of `small` is its class's own, as copies of a model carry it
-        assert _routed(net) == ["first", "small"]
-    assert _routed(net) == ["small"]
-    assert net.small.__dict__["forward"] == own
-    for dtype, reason in ((torch.float64, "float64"), (torch.bfloat16, "bfloat16")):
-        with routes.routed(nn.Linear(320, 640).to(dtype)) as count:
-            assert count == 0
-        assert reason in str(linears.reason_off(nn.Linear(320, 640).to(dtype)))
-    assert linears.reason_off(nn.Module()) == "not on a CPU"
-    monkeypatch.setattr(config, "settings", lambda: SimpleNamespace(linear="off"))
-    with routes.routed(net) as count:
-        assert count == 0
-    assert linears.reason_off(net) == "FASTGEN_LINEAR=off"
-
-
-@needs_onednn
-def test_routes_by_setting(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "settings", lambda: SimpleNamespace(linear="plain"))
-    _check_routes(net)
-    assert linears.packed_bytes() == 0
-
-
-@needs_onednn
-def test_routes_with_gradients_and_autocast(net: Net) -> None:
-    """Training within a call uses torch's own product, which knows how to go back."""
-    with routes.routed(net):
-        net(X).sum().backward()
-        gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            assert net.first(X).dtype == torch.bfloat16
-        assert net.double().first(X.double()).dtype == torch.float64
-        net.float()
-    net.zero_grad()
-    net(X).sum().backward()
-    for name, parameter in net.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad)
-
-
-@needs_onednn
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_routes_with_a_bias_of_another_dtype(net: Net, dtype: torch.dtype) -> None:
-    """Refused as torch's own product refuses it, not read as if it were float32."""
-    net.first.bias = nn.Parameter(net.first.bias.to(dtype))
-    for run in (_run, _routed_run):
-        with pytest.raises(RuntimeError):
-            run(net)
-
-
-@needs_onednn
-def test_routes_of_no_rows(net: Net) -> None:
-    with routes.routed(net), torch.no_grad():
-        for _ in range(3):
-            assert net.first(X[:0]).shape == (0, 640)
-
-
-@needs_onednn
-def test_routes_nested(net: Net) -> None:
-    wanted = _run(net)
-    with routes.routed(net) as outer:
-        with routes.routed(net) as inner:
-            assert inner == outer
-        assert len(_routed(net)) == outer
-        with pytest.raises(ZeroDivisionError), routes.routed(net):
-            raise ZeroDivisionError
-        assert len(_routed(net)) == outer
-        with routes.routed(net.first) as part:  # a part of it, whose layer carries a route already
-            assert part == 0
-        torch.testing.assert_close(_run(net), wanted, atol=1e-3, rtol=1e-4)
-    assert not _routed(net)
-
-
-@needs_onednn
-def test_routes_overlapping(net: Net) -> None:
-    """Calls of one model that end in the order in which they began."""
-    first, second = ExitStack(), ExitStack()
-    first.enter_context(routes.routed(net))
-    second.enter_context(routes.routed(net))
-    first.close()
-    assert len(_routed(net)) == 4
-    second.close()
-    assert not _routed(net)
-
-
-@needs_onednn
-def test_routes_of_models_with_common_layers(net: Net) -> None:
-    other = nn.Sequential(net.first, nn.Linear(640, 320))
-    ours, others = ExitStack(), ExitStack()
-    ours.enter_context(routes.routed(net))
-    others.enter_context(routes.routed(other))
-    ours.close()
-    torch.testing.assert_close(_run(other), other(X), atol=1e-3, rtol=1e-4)
-    others.close()
-    assert not _routed(net)
-    assert not _routed(other)
-
-
-@needs_onednn
-def test_routes_concurrent(net: Net) -> None:
-    wanted, errors = _run(net), []
-
-    def work() -> None:
-        try:
-            for _ in range(25):
-                torch.testing.assert_close(_routed_run(net, 2), wanted, atol=1e-3, rtol=1e-4)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert not _routed(net)
-
-
-@needs_onednn
-def test_a_copy_is_no_part_of_the_route(net: Net) -> None:
-    """A model copied while it generates computes with its own weights, then and later."""
-    with routes.routed(net):
-        _run(net)
-        twin: Any = copy.deepcopy(net)
-    for parameter in twin.parameters():
-        parameter.data.zero_()
-    assert bool((_run(twin) == 0).all())
-    with routes.routed(twin):
-        assert bool((_run(twin) == 0).all())
-    assert not bool((_run(net) == 0).all())
-
-
-@needs_onednn
-def test_routes_keep_no_model_alive(net: Net) -> None:
-    other = Net().eval()
-    _routed_run(other)
-    held = linears.packed_bytes()
-    gone = weakref.ref(other)
-    del other
-    gc.collect()
-    assert gone() is None
-    assert held > 0
-    assert linears.packed_bytes() == 0
+# Activation functions
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 5, 7), (64, 129)])
+def test_activation(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Bit for bit, and in the memory of the input, strided too."""
+    for x in (_randn(*shape, dtype=dtype) * 4, _randn(*shape, 2, dtype=dtype)[..., 0]):
+        wanted = activation_reference(x, kind)
+        found = activation_(x, kind)
+        assert found.data_ptr() == x.data_ptr()
+        assert torch.equal(found, wanted)
+        assert torch.equal(x, wanted)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "silu"])
+def test_activation_special_values(kind: str) -> None:
+    x = torch.tensor([torch.nan, INF, -INF, 0.0, -0.0, 1e38, -1e38])
+    wanted = activation_reference(x, kind)
+    torch.testing.assert_close(activation_(x.clone(), kind), wanted, equal_nan=True, rtol=0, atol=0)
+
+
+KINDS = {
+    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
+    "silu": "silu", "swish": "silu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(ACT2FN))
+def test_kind_of_an_activation(name: str) -> None:
+    """All that transformers has: ours are known by their values, the others are taken for nothing else."""
+    if name == "xielu":
+        pytest.skip("has parameters of its own")
+    assert kind_of(ACT2FN[name]) == KINDS.get(name)
+
+
+def test_kind_of_other_functions() -> None:
+    assert kind_of(lambda x: x.sum()) is None
+    assert kind_of(lambda x: x[:, None] @ x) is None
+    assert kind_of(lambda x: F.relu(x).double()) is None

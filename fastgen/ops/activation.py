@@ -48,6 +48,7 @@ def kind_of(function: Callable[[Tensor], Tensor]) -> str | None:
             kind
             for kind in _FUNCTIONS
             if values.shape == probe.shape
+            and values.dtype == probe.dtype
             and torch.allclose(values, activation_reference(probe, kind), atol=2e-6, rtol=1e-6)
         ),
         None,
