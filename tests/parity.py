@@ -58,16 +58,18 @@ def assert_same(model: Any, kwargs: dict[str, Any], seed: int = 0, tolerance: fl
     """Assert that fastgen changes nothing about a call; return what it gave.
 
     Stateful arguments are copied for each run. Compared are the exception's type, the output's type and fields, every
-    token, and every number: shape, dtype and value within `tolerance`.
+    token, and every number: shape, dtype and value within `tolerance`; so is a given cache, as the call left it.
     """
-    ours = call(model, copy.deepcopy(kwargs), seed)
+    mine, theirs = copy.deepcopy(kwargs), copy.deepcopy(kwargs)
+    ours = call(model, mine, seed)
     with fastgen.disabled():
-        stock = call(model, copy.deepcopy(kwargs), seed)
+        stock = call(model, theirs, seed)
     if stock.error is not None or ours.error is not None:
         assert type(ours.error) is type(stock.error), f"{ours.error!r} instead of {stock.error!r}"
         return ours
     assert type(ours.value) is type(stock.value)
     same(ours.value, stock.value, "output", tolerance)
+    same(mine.get("past_key_values"), theirs.get("past_key_values"), "the given cache", tolerance)
     if kwargs.get("do_sample"):
         assert torch.equal(ours.random_state, stock.random_state), "the random number generator was left elsewhere"
     return ours

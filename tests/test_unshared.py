@@ -9,13 +9,9 @@ import pytest
 import torch
 import transformers as tf
 from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, LogitsProcessorList, StaticCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
 
 import fastgen
 from fastgen.patches.transformers import decide
-from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.parity import Result, assert_same, fallbacks, hits, left_off, same
@@ -34,11 +30,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "use_cache=False": ("sdpa", {"use_cache": False}),
     "the cache is a StaticCache": ("sdpa", {"cache_implementation": "static"}),
     "output_attentions=True": ("eager", {"output_attentions": True, "return_dict_in_generate": True}),
-    "attention implementation 'tests_own'": ("tests_own", {}),
+    f"attention implementation {zoo.OWN_ATTENTION!r}": (zoo.OWN_ATTENTION, {}),
 }
-
-AttentionInterface.register("tests_own", sdpa_attention_forward)
-AttentionMaskInterface.register("tests_own", sdpa_mask)
 
 
 def _check_unshared(model: Any, kwargs: dict[str, Any], reason: str, tolerance: float = 1e-9) -> Result:
@@ -233,21 +226,6 @@ def test_static_cache_that_is_kept_large() -> None:
 # A model that does not take its keys from the shared cache
 
 
-def _alone(kind: Any) -> Any:
-    """A class whose forward computes all attention by itself, as one that somebody changed may do."""
-
-    class Alone(kind):
-        @functools.wraps(kind.forward)
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            token = current_step.set(None)  # no attention function of fastgen's, whatever is looked up
-            try:
-                return super().forward(*args, **kwargs)
-            finally:
-                current_step.reset(token)
-
-    return Alone
-
-
 @pytest.fixture
 def forget_refused() -> Iterator[None]:
     yield
@@ -270,7 +248,7 @@ class _Counts(LogitsProcessor):
 def test_found_out_at_the_first_step(family: str, method: str, fields: str) -> None:
     """The call goes on from where it is: processors see each token once, and all that comes back is stock's."""
     model = zoo.build(family)
-    model.__class__ = _alone(type(model))
+    zoo.alone(model)
     kwargs = zoo.batch(model, 4, 11) | METHODS[method] | FIELDS[fields] | {"max_new_tokens": 12}
     what = f"keys and values are not shared: {decide.computes_alone(model)}"
     assert fastgen.explain(model, **kwargs).plan.shared
@@ -285,7 +263,7 @@ def test_found_out_at_the_first_step(family: str, method: str, fields: str) -> N
 @pytest.mark.usefixtures("forget_refused")
 def test_what_others_see_of_it() -> None:
     model = zoo.build("bart")
-    model.__class__ = _alone(type(model))
+    zoo.alone(model)
     kwargs = zoo.batch(model, 4, 11) | METHODS["beams"] | {"max_new_tokens": 12}
     seen: list[list[list[int]]] = []
     for run in (model.generate, functools.partial(_stock, model)):
@@ -309,7 +287,7 @@ def test_found_out_when_sentences_have_left(family: str) -> None:
     kwargs = inputs | {"num_beams": 3, "early_stopping": True, "max_new_tokens": 12}
     first = _stock(model, **kwargs)[:, inputs["input_ids"].shape[1] if family == "gpt2" else 1]
     kwargs["eos_token_id"] = sorted({int(token) for token in first[:3]} | set(range(4, 70, 2)))
-    model.__class__ = _alone(type(model))
+    zoo.alone(model)
     assert assert_same(model, kwargs).error is None
     assert type(model) in decide.refused
     call = last_call()

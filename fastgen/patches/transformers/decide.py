@@ -180,4 +180,5 @@ def _not_by_rows(kwargs: dict[str, Any], rows: int) -> str | None:
         if isinstance(value, Tensor) and (value.shape[:1] != (rows,) or (name == "position_ids" and value.dim() > 2)):
             return name
     # Without a cache the model reads the images again at every step.
-    return "mm_encoder_outputs" if kwargs.get("mm_encoder_outputs") and not kwargs["use_cache"] else None
+    images = not kwargs["use_cache"] and kwargs.get("mm_encoder_outputs")
+    return "mm_encoder_outputs" if images else None
