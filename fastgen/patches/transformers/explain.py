@@ -5,6 +5,7 @@ but whose decoding loops hand back what they are given, and whose encoder hands 
 """
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
@@ -227,6 +228,10 @@ def _load_custom_generate(self: Any, repository: str, *args: Any, **kwargs: Any)
 def _without_images(self: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
     given = any(name.startswith(("pixel_values", "image_patches")) for name in model_kwargs)
     model_kwargs.setdefault("mm_encoder_outputs", {"image": SimpleNamespace()} if given else {})
+    for modality in ("image", "video"):  # what transformers hands to their encoders goes no further
+        encode = getattr(self.base_model, f"get_{modality}_features", None)
+        for name in () if encode is None else inspect.signature(encode).parameters:
+            model_kwargs.pop(name, None)
     return model_kwargs
 
 
