@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from fastgen.decoding import cache as kv
 from fastgen.ops import kbest
+from fastgen.patches.transformers import decide
 from tests import zoo
 from tests.parity import assert_same, fallbacks, hits
 
@@ -235,7 +236,34 @@ def _token_types(r: Random, call: Call) -> Drawn:
 
 
 def _given_past(r: Random, call: Call) -> Drawn:
-    return {"past_key_values": tf.DynamicCache(config=call.model.config)}
+    """A cache of the user's: empty, or filled with the beginning of the text, mostly for the rows of the call."""
+    config, filled = call.model.config, r.random() < 0.8
+    cache: Any = tf.StaticCache(config, max_cache_len=80) if r.random() < 0.3 else tf.DynamicCache(config=config)
+    if call.encoder_decoder:
+        cache = tf.EncoderDecoderCache(cache, tf.DynamicCache(config=config))
+    if filled and "input_ids" in call.kwargs and call.kwargs["input_ids"].shape[1] > 1:
+        rows = call.kwargs.get("num_beams", 1)
+        rows = call.kwargs.get("num_return_sequences", 1) if rows == 1 else rows
+        rows = r.choice([1, 2]) if r.random() < 0.1 else rows
+        names = ("input_ids", "attention_mask", "decoder_input_ids")
+        seen = {name: call.kwargs[name].repeat_interleave(rows, 0) for name in names if name in call.kwargs}
+        if call.encoder_decoder:
+            prompt = seen.setdefault("decoder_input_ids", torch.full((call.sentences * rows, 1), zoo.START))
+            call.kwargs.setdefault("decoder_attention_mask", torch.ones_like(prompt[::rows]))
+            seen["decoder_input_ids"] = prompt[:, :-1] if prompt.shape[1] > 1 else prompt
+        else:
+            past = r.randint(1, seen["input_ids"].shape[1] - 1)
+            seen = {name: value[:, :past] for name, value in seen.items()}
+            if "attention_mask" in call.kwargs and r.random() < 0.3:
+                call.kwargs["input_ids"] = call.kwargs["input_ids"][:, past:]  # the mask is that of the whole text
+        with torch.no_grad():
+            call.model(**seen, past_key_values=cache)
+    return {"past_key_values": cache}
+
+
+def _alone(r: Random, call: Call) -> Drawn:
+    call.model = model_of(call.family, call.model.dtype, call.model.config._attn_implementation, alone=True)
+    return {}
 
 
 def _stop_strings(r: Random, call: Call) -> Drawn:
@@ -337,9 +365,10 @@ OPTIONS: dict[str, Option] = {
     "token types": Option(0.2, _token_types),
     "fields": Option(0.45, _returned),
     "attentions": Option(0.08, _attentions),
-    "no cache": Option(0.05, _pick("use_cache", False)),
-    "cache": Option(0.05, _pick("cache_implementation", "dynamic", "static")),
-    "given past": Option(0.02, _given_past),
+    "attends alone": Option(0.08, _alone),
+    "no cache": Option(0.1, _pick("use_cache", False)),
+    "cache": Option(0.1, _pick("cache_implementation", "dynamic", "static", "static", "offloaded")),
+    "given past": Option(0.1, _given_past),
     "chunked prefill": Option(0.07, _pick("prefill_chunk_size", 1, 3, 4, 20)),
     "assistant": Option(0.03, _assistant),
     "embeds": Option(0.08, _embeds),
@@ -348,11 +377,11 @@ OPTIONS: dict[str, Option] = {
 
 
 @functools.cache
-def model_of(family: str, dtype: torch.dtype, attention: str = "", seed: int = 0) -> Any:
+def model_of(family: str, dtype: torch.dtype, attention: str = "", seed: int = 0, alone: bool = False) -> Any:
     model = zoo.build(family, dtype, seed)
     if attention:
         model.set_attn_implementation(attention)
-    return model
+    return zoo.alone(model) if alone else model
 
 
 @functools.cache
@@ -367,8 +396,11 @@ def tokenizer() -> Any:
 def draw(r: Random, families: Sequence[str] = tuple(zoo.FAMILIES), dtype: torch.dtype = torch.float64) -> Call:
     """Draw a call from the table."""
     family = r.choice(families)
-    eager = r.random() < 0.1
-    model = model_of(family, dtype, "eager" if eager else "", int(r.random() < 0.3))
+    attention = {0: "eager", 1: zoo.OWN_ATTENTION}.get(int(r.random() * 10), "")
+    if family == "gemma2" and attention == zoo.OWN_ATTENTION:  # which has no softcap
+        attention = ""
+    eager = attention == "eager"
+    model = model_of(family, dtype, attention, int(r.random() < 0.3))
     sentences, length = r.randint(1, 5), r.randint(1, 14)
     padding = r.choice(["none", "natural", "natural", "left", "right"])
     if family == "gemma2" or (eager and family in zoo.DECODERS):
@@ -403,6 +435,7 @@ def check(call: Call, tolerance: float = 1e-9) -> BaseException | None:
     if call.family == "gemma2" or call.model.config._attn_implementation == "eager":
         tolerance = max(tolerance, 1e-3)  # stock's eager attentions compute their softmax in float32
     Witness.made.clear()
+    decide.refused.clear()  # each call finds out by itself
     with small_sizes(call), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = assert_same(call.model, call.kwargs, call.torch_seed, tolerance)

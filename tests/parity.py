@@ -39,6 +39,15 @@ def fallbacks() -> dict[str, int]:
     return counts
 
 
+def left_off() -> dict[str, int]:
+    """What hits so far did without, with the reason, of all patches."""
+    counts: dict[str, int] = {}
+    for row in fastgen.status().rows:
+        for what, count in row.left_off.items():
+            counts[what] = counts.get(what, 0) + count
+    return counts
+
+
 def hits() -> int:
     return sum(
         row.hits for row in fastgen.status().rows if row.name in ("transformers.beam_search", "transformers.sample")
@@ -49,26 +58,29 @@ def assert_same(model: Any, kwargs: dict[str, Any], seed: int = 0, tolerance: fl
     """Assert that fastgen changes nothing about a call; return what it gave.
 
     Stateful arguments are copied for each run. Compared are the exception's type, the output's type and fields, every
-    token, and every number: shape, dtype and value within `tolerance`.
+    token, and every number: shape, dtype and value within `tolerance`; so is a given cache, as the call left it.
     """
-    ours = call(model, copy.deepcopy(kwargs), seed)
+    mine, theirs = copy.deepcopy(kwargs), copy.deepcopy(kwargs)
+    ours = call(model, mine, seed)
     with fastgen.disabled():
-        stock = call(model, copy.deepcopy(kwargs), seed)
+        stock = call(model, theirs, seed)
     if stock.error is not None or ours.error is not None:
         assert type(ours.error) is type(stock.error), f"{ours.error!r} instead of {stock.error!r}"
         return ours
     assert type(ours.value) is type(stock.value)
-    _same(ours.value, stock.value, "output", tolerance)
+    same(ours.value, stock.value, "output", tolerance)
+    same(mine.get("past_key_values"), theirs.get("past_key_values"), "the given cache", tolerance)
     if kwargs.get("do_sample"):
         assert torch.equal(ours.random_state, stock.random_state), "the random number generator was left elsewhere"
     return ours
 
 
-def _same(ours: Any, stock: Any, where: str, tolerance: float) -> None:
+def same(ours: Any, stock: Any, where: str = "output", tolerance: float = 1e-9) -> None:
+    """Assert that two values are equal: outputs of `generate`, caches, tuples, tensors, or anything else."""
     if isinstance(stock, ModelOutput):
         assert list(ours.keys()) == list(stock.keys()), where
         for name in stock:
-            _same(ours[name], stock[name], f"{where}.{name}", tolerance)
+            same(ours[name], stock[name], f"{where}.{name}", tolerance)
     elif isinstance(stock, torch.Tensor):
         assert isinstance(ours, torch.Tensor), where
         assert ours.shape == stock.shape, f"{where}: shape {tuple(ours.shape)} instead of {tuple(stock.shape)}"
@@ -82,15 +94,15 @@ def _same(ours: Any, stock: Any, where: str, tolerance: float) -> None:
     elif isinstance(stock, tuple):
         assert len(ours) == len(stock), f"{where}: {len(ours)} entries instead of {len(stock)}"
         for index, (mine, theirs) in enumerate(zip(ours, stock, strict=True)):
-            _same(mine, theirs, f"{where}[{index}]", tolerance)
+            same(mine, theirs, f"{where}[{index}]", tolerance)
     elif hasattr(stock, "layers") or hasattr(stock, "self_attention_cache"):
         assert type(ours) is type(stock), where
-        _same(_layers(ours), _layers(stock), where, tolerance)
+        same(_layers(ours), _layers(stock), where, tolerance)
     else:
         assert ours == stock, where
 
 
-def _layers(cache: Any) -> tuple[torch.Tensor, ...]:
+def _layers(cache: Any) -> tuple[Any, ...]:
     if hasattr(cache, "self_attention_cache"):
         return _layers(cache.self_attention_cache) + _layers(cache.cross_attention_cache)
-    return tuple(part for layer in cache.layers for part in (layer.keys, layer.values))
+    return tuple(part for layer in cache.layers for part in (layer.keys, layer.values, int(layer.get_seq_length())))

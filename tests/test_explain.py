@@ -23,7 +23,7 @@ import fastgen
 from fastgen import config
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
-from tests.parity import fallbacks
+from tests.parity import fallbacks, left_off
 
 ROOT = Path(__file__).parents[1]
 
@@ -126,14 +126,9 @@ class _Deaf(BaseStreamer):
 
 
 DECLINED: dict[str, dict[str, Any]] = {
-    "use_cache=False": {"use_cache": False},
-    "cache_implementation='static'": {"cache_implementation": "static"},
     "synced_gpus=True": {"synced_gpus": True},
     "low_memory=True": {"low_memory": True, "num_beams": 2},
-    "output_attentions=True with several rows per sentence": {
-        "num_beams": 2, "return_dict_in_generate": True, "output_attentions": True,
-    },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", ["bart", "gpt2"])
@@ -152,6 +147,46 @@ def test_the_reason_is_the_one_that_the_call_is_counted_with(family: str, reason
         assert fallbacks()[reason] == before + 1
 
 
+UNSHARED: dict[str, dict[str, Any]] = {
+    "use_cache=False": {"use_cache": False},
+    "the cache is a StaticCache": {"cache_implementation": "static"},
+    "output_attentions=True": {"num_beams": 2, "return_dict_in_generate": True, "output_attentions": True},
+    "the text may outgrow the sliding window": {},
+    "past_key_values is given": {"past_key_values": DynamicCache()},
+}
+
+
+@pytest.mark.parametrize("family", ["bart", "mistral"])
+@pytest.mark.parametrize("reason", UNSHARED)
+def test_what_is_not_shared(family: str, reason: str) -> None:
+    """The call runs, in transformers' own cache or none; the reason, the plan and the memory are as explained."""
+    if (family, reason) in (("bart", "the text may outgrow the sliding window"), ("bart", "past_key_values is given")):
+        pytest.skip("of a decoder")
+    model = zoo.build(family, torch.float32)
+    model.set_attn_implementation("eager")
+    kwargs = zoo.batch(model, 2, 6, "none") | {"max_new_tokens": 9, "min_new_tokens": 9} | UNSHARED[reason]
+    explanation = _explain(model, kwargs)
+    what = f"keys and values are not shared: {reason}"
+    assert explanation.notes[0] == what
+    assert what in str(explanation)
+    assert not explanation.plan.shared
+    before = fallbacks(), left_off().get(what, 0)
+    _matches(model, kwargs)
+    assert (fallbacks(), left_off()[what]) == (before[0], before[1] + 1)
+    assert what in str(fastgen.status())
+    call = last_call()
+    assert call is not None
+    assert (explanation.stock_kv_bytes, call.stock_kv_bytes) == (call.kv_bytes, call.kv_bytes)
+
+
+def test_a_window_that_the_text_fits_into() -> None:
+    model = zoo.build("mistral")  # whose window is 8
+    inputs = zoo.batch(model, 2, 4)
+    assert _explain(model, inputs | {"max_new_tokens": 4}).plan.shared
+    assert not _explain(model, inputs | {"max_new_tokens": 5}).plan.shared
+    assert _explain(model, inputs | {"max_new_tokens": 5, "num_beams": 2}).plan.shared
+
+
 def test_what_never_comes_to_a_patched_loop() -> None:
     model = zoo.build("gpt2")
     kwargs = zoo.batch(model, 1, 6, "none") | {"max_new_tokens": 4}
@@ -165,7 +200,9 @@ def test_what_never_comes_to_a_patched_loop() -> None:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(kwargs["input_ids"][:, :3], past_key_values=cache)
-    assert reason(past_key_values=cache) == "past_key_values is given"
+    for ids in (kwargs["input_ids"], kwargs["input_ids"][:, 3:]):  # all of the text, or what the cache does not hold
+        explanation = _explain(model, {**kwargs, "input_ids": ids, "past_key_values": cache})
+        assert explanation.notes[0] == "keys and values are not shared: past_key_values is given"
     assert not hasattr(cache, "_is_user_defined") or not cache._is_user_defined
     with pytest.raises(ValueError, match="trust_remote_code"):
         fastgen.explain(model, **kwargs, num_beams=4, num_beam_groups=2)
@@ -239,11 +276,12 @@ def test_without_the_attention_patch() -> None:
         from tests import zoo
         model = zoo.build("bart")
         kwargs = zoo.batch(model, 2, 6) | {"max_new_tokens": 4}
-        assert fastgen.explain(model, **kwargs).plan
-        assert fastgen.explain(model, **kwargs, num_beams=2).reason == "transformers.attention is not in place"
+        assert fastgen.explain(model, **kwargs).plan.shared
+        explanation = fastgen.explain(model, **kwargs, num_beams=2)
+        assert explanation.notes == ("keys and values are not shared: transformers.attention is not in place",)
         model.generate(**kwargs, num_beams=2)
         row = fastgen.status()["transformers.beam_search"]
-        assert row.fallbacks == {"transformers.attention is not in place": 1}, row
+        assert (row.hits, row.fallbacks, row.left_off) == (1, {}, {explanation.notes[0]: 1}), row
     """
     environ = {**os.environ, "FASTGEN_SKIP": "transformers.attention"}
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environ, cwd=ROOT, check=True, timeout=300)
@@ -296,17 +334,22 @@ def test_it_reads_and_is_plain_data() -> None:
     assert json.loads(json.dumps(explanation.to_dict()))["plan"]["beams"] == 4
 
 
-def test_images() -> None:
-    """A model of a proven text family that sees images: whatever is said, the call then does, with equal output."""
+def _seeing() -> Any:
+    """A model of a proven text family that sees images, four tokens each."""
     text = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = tf.LlavaForConditionalGeneration(
+    return tf.LlavaForConditionalGeneration(
         tf.LlavaConfig(
             vision_config=tf.CLIPVisionConfig(**vision, image_size=8, patch_size=4),
             text_config=tf.LlamaConfig(**text, num_attention_heads=2, pad_token_id=0, eos_token_id=2, bos_token_id=1),
             image_token_index=95,
         )
     ).eval()
+
+
+def test_images() -> None:
+    """Whatever is said, the call then does, with equal output."""
+    model = _seeing()
     kwargs: dict[str, Any] = {
         "input_ids": torch.tensor([[1, 5, 95, 95, 95, 95, 7, 8]]), "pixel_values": torch.randn(1, 3, 8, 8),
         "max_new_tokens": 4, "min_new_tokens": 4,
@@ -323,6 +366,24 @@ def test_images() -> None:
             assert (explanation.plan, explanation.kv_bytes) == (call.plan, call.kv_bytes)
         with fastgen.disabled():
             assert torch.equal(ours, model.generate(**kwargs, num_beams=beams))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=["cache", "no cache"])
+def test_images_do_not_leave(options: dict[str, Any]) -> None:
+    """Sentences with several images end at different times: what is of images is not cut by sentences."""
+    model, image = _seeing(), [95] * 4
+    short, long = [1, 5, *image, 7, 8, 9, 10], [1, *image, *image, 6]
+    kwargs: dict[str, Any] = {
+        "input_ids": torch.tensor([short, long, long]), "pixel_values": torch.randn(5, 3, 8, 8), "max_new_tokens": 12,
+        "eos_token_id": list(range(2, 30)), "attention_mask": torch.ones(3, 10, dtype=torch.int64),
+    }  # fmt: skip
+    explanation = _explain(model, kwargs | options)
+    ours = model.generate(**kwargs, **options)
+    call = last_call()
+    assert call is not None
+    assert explanation.plan == call.plan
+    with fastgen.disabled():
+        assert torch.equal(ours, model.generate(**kwargs, **options))
 
 
 def test_wrapped_models() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import fastgen
 from tests import zoo
 from tests.parity import assert_same, fallbacks, hits
 
@@ -44,6 +45,21 @@ def test_sentences_leave() -> None:
     model = zoo.build("gpt2").to("cuda")
     inputs = _on_device(zoo.batch(model, 12, 11))
     assert_same(model, inputs | {"num_beams": 3, "max_new_tokens": 40, "eos_token_id": list(range(2, 30))})
+
+
+@pytest.mark.parametrize("kind", ["offloaded", "static"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_caches(kind: str, beams: int) -> None:
+    """transformers' own caches; where it compiles the forward, the call is left to it."""
+    model = zoo.build("llama").to("cuda")
+    kwargs = _on_device(zoo.batch(model, 4, 11)) | {"cache_implementation": kind, "num_beams": beams}
+    explanation = fastgen.explain(model, **kwargs, max_new_tokens=12)
+    if (kind, beams) == ("static", 1):
+        assert explanation.reason == "transformers compiles the forward"
+        kwargs["disable_compile"] = True
+    before, served = fallbacks(), hits()
+    assert assert_same(model, kwargs | {"max_new_tokens": 12}).error is None
+    assert (fallbacks(), hits()) == (before, served + 1)
 
 
 def test_inputs_elsewhere() -> None:

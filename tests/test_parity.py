@@ -124,16 +124,15 @@ def test_sampling(warpers: dict[str, Any], beams: int) -> None:
 @pytest.mark.parametrize("family", ["bart", "gpt2"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_attentions(family: str, beams: int) -> None:
-    """Several beams fall back, with the reason counted; one beam does not."""
     model = zoo.build(family)
     model.set_attn_implementation("eager")
-    before = fallbacks()
+    before, served = fallbacks(), hits()
     kwargs = _inputs(family, model) | {
         "num_beams": beams, "max_new_tokens": 6, "return_dict_in_generate": True, "output_attentions": True,
         "output_hidden_states": True,
     }  # fmt: skip
     assert assert_same(model, kwargs).error is None
-    assert (fallbacks() != before) == (beams > 1)
+    assert (fallbacks(), hits()) == (before, served + 1)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -245,18 +244,25 @@ def test_bad_input(family: str, bad: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("family", "seed"), [("bart", 0), ("marian", 1), ("gpt2", 0)])
 @pytest.mark.parametrize(
     "options",
-    [{"num_beams": 3, "length_penalty": 0.0}, {"num_beams": 3, "early_stopping": True}, {"num_beams": 3}, {}],
-    ids=["no length penalty", "early stopping", "beams", "greedy"],
+    [
+        {"num_beams": 3, "length_penalty": 0.0},
+        {"num_beams": 3, "early_stopping": True},
+        {"num_beams": 3},
+        {},
+        {"num_beams": 3, "length_penalty": 0.0, "use_cache": False},
+        {"use_cache": False},
+    ],
+    ids=["no length penalty", "early stopping", "beams", "greedy", "beams, no cache", "greedy, no cache"],
 )
 def test_finished_sentences_leave(
     family: str, seed: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch whose sentences end at different times gives the same tokens, and does shrink."""
-    from fastgen.patches.transformers.stepper import TransformersStepper
+    from fastgen.patches.transformers.stepper import Stepper
 
     left: list[int] = []
-    keep = TransformersStepper.keep
-    monkeypatch.setattr(TransformersStepper, "keep", lambda self, kept: (left.append(len(kept)), keep(self, kept)))
+    keep = Stepper.keep
+    monkeypatch.setattr(Stepper, "keep", lambda self, kept: (left.append(len(kept)), keep(self, kept)))
     model = zoo.build(family, seed=seed)
     ends = list(range(2, 30))
     assert_same(model, _inputs(family, model, sentences=12) | options | {"max_new_tokens": 40, "eos_token_id": ends})

@@ -251,7 +251,7 @@ def test_strict_raises(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         model.generate(**kwargs)
     assert _outcomes() == {"equal": 1, "different": 1}
     with pytest.raises(_engine.FallbackError):
-        model.generate(**kwargs, use_cache=False)
+        model.generate(**kwargs, num_beams=2, low_memory=True)
     fastgen.disable()  # nothing is left running
     fastgen.enable()
 

@@ -3,11 +3,17 @@
 Weights have an enlarged spread, so that the logits of two tokens are rarely near a tie.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers as tf
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from fastgen.patches.transformers.attention import current_step
 
 VOCABULARY = 96
 PAD, EOS, START = 0, 2, 3
@@ -74,6 +80,12 @@ DECODERS: dict[str, Callable[[], Any]] = {
     "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**{k: v for k, v in _DECODER.items() if k != "head_dim"})),
 }  # fmt: skip
 
+OWN_ATTENTION = "tests_own"
+"""The name of an attention implementation that no library knows."""
+
+AttentionInterface.register(OWN_ATTENTION, sdpa_attention_forward)
+AttentionMaskInterface.register(OWN_ATTENTION, sdpa_mask)
+
 FAMILIES = ENCODER_DECODERS | DECODERS
 
 
@@ -81,6 +93,23 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any
     """Return a tiny model of a family, ready to generate."""
     torch.manual_seed(seed)
     return FAMILIES[family]().to(dtype).eval()
+
+
+def alone(model: Any) -> Any:
+    """Make a model compute all attention by itself, as one whose forward somebody changed may do; return it."""
+    kind = type(model)
+
+    class Alone(kind):
+        @functools.wraps(kind.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            token = current_step.set(None)  # no attention function of fastgen's, whatever is looked up
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                current_step.reset(token)
+
+    model.__class__ = Alone
+    return model
 
 
 def batch(model: Any, sentences: int, length: int, padding: str = "natural", seed: int = 0) -> dict[str, torch.Tensor]:

@@ -21,7 +21,8 @@ class Plan:
     Attributes:
         method: "beam search", "beam sampling", "greedy search" or "sampling".
         sentences, beams: B and M, where M counts the rows of a sentence: beams, or sequences to sample.
-        shared: whether the rows of a sentence share one cache of the prompt and the encoder's output.
+        shared: whether keys and values are in fastgen's cache, where the rows of a sentence share those of the prompt
+            and of the encoder's output; else every row has its own in the toolkit's cache, if there is one at all.
         drop: whether finished sentences leave the batch.
         left_off: what does not run, each with its reason.
     """

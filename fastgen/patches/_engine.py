@@ -16,7 +16,7 @@ import inspect
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
@@ -202,12 +202,13 @@ def running(plan: _Plan) -> Generator[_Plan]:
             _plans_running -= 1
 
 
-def hit(name: str) -> None:
-    """Count a call that fastgen's code serves. A canary's calls are not counted."""
+def hit(name: str, left_off: Iterable[str] = ()) -> None:
+    """Count a call that fastgen's code serves, and what it left off. A canary's calls are not counted."""
     entry = _entry(name)
     if not asking():
         with _lock:
             entry.hits += 1
+            entry.left_off.update(left_off)
 
 
 def fallback(name: str, reason: str) -> None:

@@ -23,6 +23,7 @@ class Entry:
     reason: str = ""
     hits: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter[str])
+    left_off: Counter[str] = field(default_factory=Counter[str])
     layer: Layer | None = None
     replacement: Function | None = None
 
@@ -44,6 +45,7 @@ class Row:
         reason: why it is so; may be empty for an applied one.
         hits: calls that ran fastgen's code.
         fallbacks: calls that ran the toolkit's own code instead, by reason.
+        left_off: what some of the hits did without, with the reason: in how many.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Row:
     reason: str
     hits: int
     fallbacks: dict[str, int]
+    left_off: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class Status:
         patches: list[tuple[str, ...]] = []
         for row in self.rows:
             patches.append((row.name, row.state, str(row.hits), str(sum(row.fallbacks.values())), row.reason))
+            patches += [("", "", str(count), "", f"  left off: {what}") for what, count in sorted(row.left_off.items())]
             patches += [("", "", "", str(count), f"  fallback: {why}") for why, count in sorted(row.fallbacks.items())]
         outcomes = [(outcome, str(count)) for outcome, count in sorted(self.parity.items())]
         return "\n".join(
@@ -172,7 +176,9 @@ def _row(entry: Entry, canary: Canary | None, absent: bool) -> Row:
         if entry.layer is not None:
             reasons += ["our wrapper stays below another's and is transparent"]
     reason = "; ".join(filter(None, reasons))
-    return Row(patch.name, patch.help, patch.target, state, reason, entry.hits, dict(entry.fallbacks))
+    return Row(
+        patch.name, patch.help, patch.target, state, reason, entry.hits, dict(entry.fallbacks), dict(entry.left_off)
+    )
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...] = ()) -> list[str]:

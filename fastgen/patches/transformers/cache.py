@@ -5,11 +5,30 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
 from fastgen.decoding.cache import Ancestry, LayerKV
 from fastgen.models.attention import ticket
+
+
+def parts_of(cache: Any) -> list[Any]:
+    """The caches that hold the layers: of the text and, in an encoder-decoder, of the source; none for no cache."""
+    if isinstance(cache, EncoderDecoderCache):
+        return [cache.self_attention_cache, cache.cross_attention_cache]
+    return [] if cache is None else [cache]
+
+
+def nbytes(cache: Any) -> int:
+    """Bytes of keys and values in a cache of transformers, without those that are quantized."""
+    layers: list[Any] = [layer for part in parts_of(cache) for layer in getattr(part, "layers", ())]
+    states = (getattr(layer, name, None) for layer in layers for name in ("keys", "values"))
+    return sum(state.nbytes for state in states if isinstance(state, Tensor))
+
+
+def held(layer: Any, length: int) -> int:
+    """How many of `length` tokens a layer of transformers' dynamic cache holds: all, or those in its window."""
+    return min(length, getattr(layer, "sliding_window", length + 1) - 1)
 
 
 class SharedCache:
@@ -18,11 +37,13 @@ class SharedCache:
     While the prompt runs, at B rows, its layers behave as transformers' own. `begin_decoding` makes them hold M slots
     per step; with M > 1 they then hand out tickets, which only `models.attention` can redeem, and with M = 1 plain
     views.
+
+    stock: the empty cache that `generate` made, in whose place this one stands.
     """
 
-    def __init__(self, sentences: int, beams: int, longest: int, device: torch.device, encoder_decoder: bool) -> None:
+    def __init__(self, sentences: int, beams: int, longest: int, device: torch.device, stock: Cache) -> None:
         self.sentences, self.beams, self.longest = sentences, beams, longest
-        self.device = device
+        self.device, self.stock = device, stock
         self._stock_rows, self._peak = sentences * beams, 0
         self.decoding = False
         self.ancestry = Ancestry(sentences, beams, longest, device) if beams > 1 else None
@@ -30,7 +51,7 @@ class SharedCache:
         self.source: list[LayerKV] = []
         own = Cache(layer_class_to_replicate=cast(Any, partial(_Layer, self, self.text)))
         self.past_key_values: Cache = own
-        if encoder_decoder:
+        if isinstance(stock, EncoderDecoderCache):
             self.past_key_values = EncoderDecoderCache(
                 own, Cache(layer_class_to_replicate=cast(Any, partial(_Layer, self, self.source)))
             )
@@ -60,9 +81,12 @@ class SharedCache:
 
     @property
     def stock_nbytes(self) -> int:
-        """Bytes that transformers' own cache would use by now: every row of the call holds all that it sees."""
-        layers = (*self.text, *self.source)
-        return sum(layer.nbytes // (self.sentences * layer.slots) * layer.length * self._stock_rows for layer in layers)
+        """Bytes that transformers' own cache would use by now: every row of the call holds all that it may see."""
+        return sum(
+            kv.nbytes // (self.sentences * kv.slots) * held(layer, kv.length) * self._stock_rows
+            for layers, part in self._beside_stock
+            for kv, layer in zip(layers, part.layers, strict=False)
+        )
 
     def begin_decoding(self) -> None:
         self.decoding = True
@@ -88,18 +112,23 @@ class SharedCache:
         for layer in (*self.text, *self.source):
             layer.keep(sentences)
 
-    def as_dynamic(self, config: Any) -> Cache:
-        """Return what transformers' own loop would return: a DynamicCache in which every row holds all it sees."""
-        caches: list[Cache] = []
-        for layers in (
-            (self.text, self.source) if isinstance(self.past_key_values, EncoderDecoderCache) else (self.text,)
-        ):
-            cache = cast(Any, DynamicCache(config=config))
-            for index, layer in enumerate(layers):
-                keys, values = layer.of_beams(self._ancestors(layer.steps))
-                cache.update(keys, values, index)
-            caches.append(cache)
-        return caches[0] if len(caches) == 1 else EncoderDecoderCache(*caches)
+    def undo_steps(self) -> None:
+        """Forget all generated tokens; only `as_stock` may follow."""
+        for layer in self.text:
+            layer.steps = 0
+
+    def as_stock(self) -> Cache:
+        """Return what transformers' own loop would hold by now: the stock cache, filled with what each row sees."""
+        parts: list[Cache] = []
+        for layers, part in self._beside_stock:
+            for index, kv in enumerate(layers):
+                part.update(*kv.of_beams(self._ancestors(kv.steps)), index)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else EncoderDecoderCache(*parts)
+
+    @property
+    def _beside_stock(self) -> list[tuple[list[LayerKV], Any]]:
+        return list(zip((self.text, self.source), parts_of(self.stock), strict=False))
 
     def _ancestors(self, steps: int) -> Tensor:
         """(B, M, T): the beam whose slot holds token t of beam m."""

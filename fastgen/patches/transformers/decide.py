@@ -3,12 +3,13 @@
 from typing import Any, Literal
 
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models.families import family_of
 from fastgen.patches import _engine
+from fastgen.patches.transformers.cache import parts_of
 from fastgen.patches.transformers.edits import known, rowwise
 
 _ATTENTION = ("sdpa", "eager")
@@ -29,25 +30,22 @@ def decide(
         Unsupported: with the reason, in the words that `fastgen.status()` shows.
     """
     beams = config.num_beams if loop == "beam" else config.num_return_sequences
-    _check_call(config, kwargs)
+    _check_call(model, loop, config, kwargs)
     check_model(model)
-    _check_cache(kwargs["past_key_values"])
-    if config.return_dict_in_generate and config.output_attentions:
-        _check_attentions(kwargs["past_key_values"], beams)
-    if beams > 1:
-        _check_shared(model, config, kwargs)
     left_off: list[str] = []
-    if (
-        reason := _reason_not_to_drop(config, processors, criteria, kwargs, beams if loop == "sample" else 1)
-    ) is not None:
+    if (reason := _reason_not_to_share(model, input_ids, config, kwargs, beams)) is not None:
+        left_off.append(not_shared(reason))
+    shared = not left_off
+    samples = beams if loop == "sample" else 1
+    if (reason := _reason_not_to_drop(input_ids, processors, criteria, config, kwargs, samples)) is not None:
         left_off.append(f"finished sentences stay in the batch: {reason}")
     drawn = "sampling" if loop == "sample" else "beam sampling"
     return Plan(
         method=drawn if config.do_sample else {"sample": "greedy search", "beam": "beam search"}[loop],
         sentences=input_ids.shape[0] // beams,
         beams=beams,
-        shared=beams > 1,
-        drop=not left_off,
+        shared=shared,
+        drop=reason is None,
         left_off=tuple(left_off),
     )
 
@@ -57,21 +55,30 @@ refused: set[type] = set()
 
 
 def computes_alone(model: Any) -> str:
-    """The reason for which a refused model falls back."""
+    """The reason for which a refused model does not share."""
     return f"{type(model).__name__} computes with the cache in a way of its own"
 
 
-def _check_call(config: Any, kwargs: dict[str, Any]) -> None:
+def not_shared(reason: str) -> str:
+    """How a plan says that its keys and values are not in the shared cache."""
+    return f"keys and values are not shared: {reason}"
+
+
+def _check_call(model: Any, loop: Literal["beam", "sample"], config: Any, kwargs: dict[str, Any]) -> None:
     if kwargs.get("synced_gpus"):
         raise Unsupported("synced_gpus=True")
-    if config.use_cache is False:
-        raise Unsupported("use_cache=False")
-    if config.low_memory:
-        raise Unsupported("low_memory=True")
     if config.is_assistant:
         raise Unsupported("the model is the assistant of another")
-    if config.cache_implementation not in (None, "dynamic"):
-        raise Unsupported(f"cache_implementation={config.cache_implementation!r}")
+    cache = kwargs.get("past_key_values")
+    if loop == "beam":
+        if config.low_memory:
+            raise Unsupported("low_memory=True")
+        if "past_key_values" in kwargs and not hasattr(cache, "reorder_cache"):
+            raise Unsupported(f"a {type(cache).__name__} cannot be reordered")
+    elif getattr(cache, "is_compileable", False) and not config.disable_compile:
+        everywhere = getattr(config.compile_config, "_compile_all_devices", False)
+        if model.device.type != "cpu" or everywhere:
+            raise Unsupported("transformers compiles the forward")
 
 
 def check_model(model: Any) -> None:
@@ -87,50 +94,68 @@ def check_model(model: Any) -> None:
         raise Unsupported("the model lies on several devices")
 
 
-def _check_cache(cache: Any) -> None:
+def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any], beams: int) -> str | None:
+    if not config.use_cache:
+        return "use_cache=False"
+    cache = kwargs.get("past_key_values")
+    if (reason := _of_another_kind(cache)) is not None:
+        return reason
+    attentions = config.return_dict_in_generate and config.output_attentions
+    if beams == 1:
+        windows = [layer.sliding_window for layer in parts_of(cache)[0].layers if layer.is_sliding]
+        if windows and attentions:
+            return "output_attentions=True with a sliding window"
+        # The shared cache keeps the whole text, which only several rows of a sentence make up for.
+        if windows and _longest(model, input_ids, config, kwargs) > min(windows):
+            return "the text may outgrow the sliding window"
+        return None
+    if attentions:
+        return "output_attentions=True"
+    return _reason_not_to_redeem(model, kwargs)
+
+
+def _of_another_kind(cache: Any) -> str | None:
+    """Why a cache is not the one that `generate` makes by itself, if it is not."""
     if getattr(cache, "_is_user_defined", False):
-        raise Unsupported("past_key_values is given")
-    parts = (
-        [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
-    )
-    for part in parts:
-        if type(part) is not DynamicCache or part.offloading:
-            raise Unsupported(
-                f"the cache is {type(part).__name__}{' with offloading' if getattr(part, 'offloading', False) else ''}"
-            )
+        return "past_key_values is given"
+    for part in parts_of(cache) or [cache]:
+        if type(part) is not DynamicCache:
+            return f"the cache is a {type(part).__name__}"
+        if part.offloading:
+            return "the cache is offloaded"
         layers: list[Any] = part.layers
         for layer in layers:
             if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-                raise Unsupported(f"the cache has a {type(layer).__name__}")
-            if layer.get_seq_length() > 0:
-                raise Unsupported("past_key_values is given")
+                return f"the cache has a {type(layer).__name__}"
+    return None
 
 
-def _check_attentions(cache: Any, beams: int) -> None:
-    if beams > 1:
-        raise Unsupported("output_attentions=True with several rows per sentence")
-    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    if any(own.is_sliding):
-        raise Unsupported("output_attentions=True with a sliding window")
+def _longest(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> int:
+    """Tokens of the text at most."""
+    embeds = None if model.config.is_encoder_decoder else kwargs.get("inputs_embeds")
+    prompt = input_ids if embeds is None else embeds
+    return prompt.shape[1] + config.max_length - input_ids.shape[1]
 
 
-def _check_shared(model: Any, config: Any, kwargs: dict[str, Any]) -> None:
+def _reason_not_to_redeem(model: Any, kwargs: dict[str, Any]) -> str | None:
+    """Why the model's attention cannot be that over the shared cache, for several rows per sentence."""
     if type(model) in refused:
-        raise Unsupported(computes_alone(model))
+        return computes_alone(model)
     if not _engine.is_applied("transformers.attention"):
-        raise Unsupported("transformers.attention is not in place")
+        return "transformers.attention is not in place"
     for part in (model.config, model.config.get_text_config(decoder=True)):
         if part._attn_implementation not in _ATTENTION:
-            raise Unsupported(f"attention implementation {part._attn_implementation!r}")
+            return f"attention implementation {part._attn_implementation!r}"
     if kwargs.get("mm_encoder_outputs"):
-        raise Unsupported("images or videos are given")
+        return "images or videos are given"
     position_ids = kwargs.get("position_ids")
     if position_ids is not None and position_ids.dim() > 2:
-        raise Unsupported("multimodal position ids")
+        return "multimodal position ids"
+    return None
 
 
 def _reason_not_to_drop(
-    config: Any, processors: Any, criteria: Any, kwargs: dict[str, Any], samples: int
+    input_ids: Tensor, processors: Any, criteria: Any, config: Any, kwargs: dict[str, Any], samples: int
 ) -> str | None:
     if config.do_sample:
         return "sampling draws for the whole batch"
@@ -140,5 +165,20 @@ def _reason_not_to_drop(
         return "return_dict_in_generate=True"
     if kwargs.get("streamer") is not None:
         return "a streamer listens"
+    cache = kwargs.get("past_key_values")
+    if cache is not None and (reason := _of_another_kind(cache)) is not None:
+        return reason
+    if (name := _not_by_rows(kwargs, input_ids.shape[0])) is not None:
+        return f"{name} has no entry for each row"
     name = rowwise(processors) or known(criteria)
     return None if name is None else f"{name} may look at the whole batch"
+
+
+def _not_by_rows(kwargs: dict[str, Any], rows: int) -> str | None:
+    """The name of an argument of the model from which no rows can be taken away."""
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor) and (value.shape[:1] != (rows,) or (name == "position_ids" and value.dim() > 2)):
+            return name
+    # Without a cache the model reads the images again at every step.
+    images = not kwargs["use_cache"] and kwargs.get("mm_encoder_outputs")
+    return "mm_encoder_outputs" if images else None

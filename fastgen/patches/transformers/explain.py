@@ -5,6 +5,7 @@ but whose decoding loops hand back what they are given, and whose encoder hands 
 """
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, StaticCache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
@@ -20,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import linear, routes
 from fastgen.patches import _engine
+from fastgen.patches.transformers.cache import held, parts_of
 from fastgen.patches.transformers.decide import check_model, decide
 
 
@@ -55,7 +57,7 @@ class Explanation:
         plan: what fastgen would run; None where transformers' own loop would.
         reason: why transformers' own loop would run.
         kv_bytes, stock_kv_bytes: what keys and values take at the maximal length, with fastgen and with transformers'
-            own cache; None without a plan.
+            own cache; None without a plan, and for a cache that is of neither a dynamic nor a static kind.
         linears: how linear layers would run, with a plan or without.
         notes: what a plan leaves out and why, and what else to know.
     """
@@ -79,7 +81,8 @@ class Explanation:
         else:
             rows = f"{plan.sentences} sentences x {plan.beams} rows"
             lines.append(("loop", f"fastgen's {plan.method}, {rows}"))
-            lines.append(("cache", "one per sentence, shared by its rows" if plan.shared else "one per row"))
+            shared = "fastgen's, one per sentence" + (", shared by its rows" if plan.beams > 1 else "")
+            lines.append(("cache", shared if plan.shared else "transformers' own, if any"))
             lines.append(("finished sentences", "leave the batch" if plan.drop else "stay in the batch"))
         if self.kv_bytes is not None and self.stock_kv_bytes is not None:
             ours, stock = _readable(self.kv_bytes), _readable(self.stock_kv_bytes)
@@ -178,10 +181,10 @@ def _probe(model: Any, generation_config: Any) -> Any:
         "__module__": kind.__module__,
         "get_encoder": get_encoder,
         "load_custom_generate": _load_custom_generate,
-        # What would compute images' features, extend the prompt by generating, and allocate a static cache.
+        # What would compute images' features, extend the prompt by generating, and allocate a static cache's memory.
         "_prepare_multimodal_encoder_kwargs_for_generation": _without_images,
         "heal_tokens": _as_they_are,
-        "_prepare_static_cache": _without_cache,
+        "_get_static_cache_init_shape": _unknown_shape,
     }
     probe: Any = object.__new__(type(kind.__name__, (kind,), methods))
     probe.__dict__ = vars(model) | {"generation_config": generation_config}
@@ -225,6 +228,10 @@ def _load_custom_generate(self: Any, repository: str, *args: Any, **kwargs: Any)
 def _without_images(self: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
     given = any(name.startswith(("pixel_values", "image_patches")) for name in model_kwargs)
     model_kwargs.setdefault("mm_encoder_outputs", {"image": SimpleNamespace()} if given else {})
+    for modality in ("image", "video"):  # what transformers hands to their encoders goes no further
+        encode = getattr(self.base_model, f"get_{modality}_features", None)
+        for name in () if encode is None else inspect.signature(encode).parameters:
+            model_kwargs.pop(name, None)
     return model_kwargs
 
 
@@ -232,8 +239,8 @@ def _as_they_are(self: Any, input_ids: Tensor, *args: Any) -> Tensor:
     return input_ids
 
 
-def _without_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return DynamicCache()
+def _unknown_shape(self: Any) -> None:
+    return None
 
 
 class _Silent(BaseStreamer):
@@ -281,8 +288,8 @@ def _linears(model: Any) -> Linears:
     return Linears(survey.layers, survey.packed, survey.packed_bytes)
 
 
-def _kv_bytes(model: Any, prepared: _Prepared, plan: Plan) -> tuple[int, int]:
-    """What keys and values take at the maximal length, with the shared cache and with transformers' own."""
+def _kv_bytes(model: Any, prepared: _Prepared, plan: Plan) -> tuple[int, int] | tuple[None, None]:
+    """What keys and values take at the maximal length, with the cache of the plan and with transformers' own."""
     text = model.config.get_text_config(decoder=True)
     layers: int = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
     heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -292,23 +299,39 @@ def _kv_bytes(model: Any, prepared: _Prepared, plan: Plan) -> tuple[int, int]:
     entry = 2 * heads * dim * _dtype(model).itemsize
     prompt, source = prepared.input_ids, 0
     if model.config.is_encoder_decoder:
-        source = layers * prepared.kwargs["encoder_outputs"][0].shape[1]
+        source = prepared.kwargs["encoder_outputs"][0].shape[1]
     elif prepared.kwargs.get("inputs_embeds") is not None:
         prompt = prepared.kwargs["inputs_embeds"]
+    cache = prepared.kwargs.get("past_key_values")
     # The last token is chosen but never run.
-    prefix, steps = prompt.shape[1], prepared.config.max_length - prepared.input_ids.shape[1] - 1
-    held = sum(min(prefix + steps, window) for window in _windows(prepared, layers, prefix + steps))
-    ours = plan.sentences * (source + layers * (prefix + steps * plan.beams))
-    return ours * entry, plan.rows * (source + held) * entry
+    prefix = prompt.shape[1] + _seen_before(model, prepared)
+    steps = prepared.config.max_length - prepared.input_ids.shape[1] - 1
+    parts = parts_of(cache)
+    if not all(isinstance(part, (DynamicCache, StaticCache)) for part in parts):
+        return None, None
+    texts = zip(parts, (prefix + steps, source), strict=False)
+    stock = plan.rows * sum(_held(part, layers, length) for part, length in texts) * entry
+    if not plan.shared:
+        return stock, stock
+    return plan.sentences * layers * (source + prefix + steps * plan.beams) * entry, stock
 
 
-def _windows(prepared: _Prepared, layers: int, whole: int) -> list[int]:
-    """How many tokens each layer of transformers' own cache holds at most: all, or those in its sliding window."""
-    cache = prepared.kwargs["past_key_values"]
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
-    held = [getattr(layer, "sliding_window", whole + 1) - 1 for layer in cache.layers]
-    return held if len(held) == layers else [whole] * layers
+def _seen_before(model: Any, prepared: _Prepared) -> int:
+    """Tokens that a given cache holds and the prompt does not repeat, by the rule of `_prefill`."""
+    cache = prepared.kwargs.get("past_key_values")
+    if cache is None or prepared.kwargs.get("inputs_embeds") is not None:
+        return 0
+    mask = prepared.kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    length = getattr(prepared.config, "_mask_length", -1) if mask is None else mask.shape[1]
+    return 0 if length == prepared.input_ids.shape[1] else int(cache.get_seq_length())
+
+
+def _held(cache: Any, layers: int, length: int) -> int:
+    """Tokens of a text that the layers of a dynamic or static cache hold, all together."""
+    present: list[Any] = cache.layers
+    if isinstance(cache, StaticCache):
+        return sum(layer.max_cache_len for layer in present)
+    return sum(held(layer, length) for layer in present) if len(present) == layers else layers * length
 
 
 def _dtype(model: Any) -> torch.dtype:

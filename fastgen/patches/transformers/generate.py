@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor
 from transformers.generation import utils as gu
 
@@ -21,7 +20,8 @@ from fastgen.patches.transformers import parity
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import edits_of, stop_of
 from fastgen.patches.transformers.report import note
-from fastgen.patches.transformers.stepper import TransformersStepper
+from fastgen.patches.transformers.shared import SharedStepper
+from fastgen.patches.transformers.stepper import Stepper
 
 _Original = Callable[..., Any]
 
@@ -64,8 +64,9 @@ class _Call:
             logits=[] if wanted and self.config.output_logits else None,
         )
 
-    def stepper(self, plan: Plan) -> TransformersStepper:
-        stepper = TransformersStepper(self.model, plan, self.input_ids, self.config, dict(self.model_kwargs))
+    def stepper(self, plan: Plan) -> Stepper:
+        kind = SharedStepper if plan.shared else Stepper
+        stepper = kind(self.model, plan, self.input_ids, self.config, dict(self.model_kwargs))
         if self.config.return_dict_in_generate and (self.config.output_hidden_states or self.config.output_attentions):
             stepper.outputs = []
         return stepper
@@ -81,7 +82,7 @@ def beam_search(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Any:
-    """`GenerationMixin._beam_search` over one cache per sentence."""
+    """`GenerationMixin._beam_search`, where it can be over one cache per sentence."""
     call = _Call(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs)
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
@@ -100,7 +101,7 @@ def sample(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """`GenerationMixin._sample` over one cache per sentence."""
+    """`GenerationMixin._sample`, where it can be over one cache per sentence."""
     call = _Call(
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer
     )
@@ -111,11 +112,10 @@ def sample(
 
 
 def _run(
-    loop: Literal["beam", "sample"], call: _Call, decode: Callable[[_Call, Plan], Any], stock: Callable[[], Any]
+    loop: Literal["beam", "sample"], call: _Call, decode: Callable[[_Call, Stepper], Any], stock: Callable[[], Any]
 ) -> Any:
     """Decide, then decode here or leave the call to the toolkit; the reason is counted."""
     name = {"beam": "transformers.beam_search", "sample": "transformers.sample"}[loop]
-    draws = torch.get_rng_state() if call.config.do_sample and call.input_ids.device.type == "cpu" else None
     try:
         plan = decide(
             call.model,
@@ -126,19 +126,19 @@ def _run(
             call.config,
             call.model_kwargs | {"synced_gpus": call.synced_gpus, "streamer": call.streamer},
         )
-        with _engine.running(plan):
-            result = decode(call, plan)
     except Unsupported as unsupported:
         _engine.fallback(name, unsupported.reason)
-        if draws is not None:
-            torch.set_rng_state(draws)
         return stock()
-    _engine.hit(name)
+    with _engine.running(plan):
+        model = call.stepper(plan)
+        result = decode(call, model)
+    note(model.report())
+    _engine.hit(name, model.plan.left_off)
     return result
 
 
-def _beam_search(call: _Call, plan: Plan) -> Any:
-    config, m = call.config, plan.beams
+def _beam_search(call: _Call, model: Stepper) -> Any:
+    config, m = call.config, model.plan.beams
     eos, pad = config._eos_token_tensor, config._pad_token_tensor
     rule = TransformersRule(
         beams=m,
@@ -148,7 +148,6 @@ def _beam_search(call: _Call, plan: Plan) -> Any:
         length_penalty=config.length_penalty,
         early_stopping=config.early_stopping,
     )
-    model = call.stepper(plan)
     search = BeamSearch(
         prompt=call.input_ids[::m],
         rule=rule,
@@ -157,11 +156,10 @@ def _beam_search(call: _Call, plan: Plan) -> Any:
         # As stock has it: a padding id of 0 counts as none.
         fill=-1 if eos is None else int(pad or eos[0]),
         sample=config.do_sample,
-        may_drop=plan.drop,
+        may_drop=model.plan.drop,
         trace=call.trace,
     )
     best = search.run(model)
-    note(model.report())
     kept = config.num_return_sequences
     sequences, beams = best.ids[:, :kept].flatten(0, 1), best.beams[:, :kept].flatten(0, 1)
     longest = int((beams >= 0).sum(1).max())
@@ -182,18 +180,17 @@ def _beam_search(call: _Call, plan: Plan) -> Any:
     return kind(**fields)
 
 
-def _sample(call: _Call, plan: Plan) -> Any:
+def _sample(call: _Call, model: Stepper) -> Any:
     config = call.config
     pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
     pad = config._pad_token_tensor
-    model = call.stepper(plan)
     sampling = Sampling(
         ids=call.input_ids,
         stop=stop_of(call.stopping_criteria),
         edits=edits_of(call.logits_processor, _vocabulary(call.model)),
         pad=pad.to(call.input_ids.device) if pads else None,
         sample=config.do_sample,
-        may_drop=plan.drop and pads,
+        may_drop=model.plan.drop and pads,
         trace=call.trace,
         on_tokens=None if call.streamer is None else lambda tokens: call.streamer.put(tokens.cpu()),
     )
@@ -201,7 +198,6 @@ def _sample(call: _Call, plan: Plan) -> Any:
         sequences = sampling.run(model)
     if call.streamer is not None:
         call.streamer.end()
-    note(model.report())
     if not config.return_dict_in_generate:
         return sequences
     fields = _fields(call, model, sampling.trace) | {"sequences": sequences}
@@ -209,7 +205,7 @@ def _sample(call: _Call, plan: Plan) -> Any:
     return cast(Any, kind)(**fields)
 
 
-def _fields(call: _Call, model: TransformersStepper, trace: Trace) -> dict[str, Any]:
+def _fields(call: _Call, model: Stepper, trace: Trace) -> dict[str, Any]:
     """The fields that all of `generate`'s outputs have."""
     config, encoder_decoder = call.config, call.model.config.is_encoder_decoder
 
@@ -219,7 +215,7 @@ def _fields(call: _Call, model: TransformersStepper, trace: Trace) -> dict[str, 
     fields: dict[str, Any] = {
         "scores": None if trace.scores is None else tuple(trace.scores),
         "logits": None if trace.logits is None else tuple(trace.logits),
-        "past_key_values": model.cache.as_dynamic(call.model.config.get_text_config(decoder=True)),
+        "past_key_values": model.past_key_values,
     }
     if not encoder_decoder:
         return fields | {

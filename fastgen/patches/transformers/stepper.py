@@ -1,4 +1,4 @@
-"""A transformers model that makes decode steps over the shared cache, through its own forward."""
+"""A transformers model that makes decode steps through its own forward, as the toolkit's own loops do."""
 
 import time
 from collections.abc import Mapping
@@ -7,16 +7,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.plan import Plan, Unsupported
-from fastgen.models.attention import BeamAttention
-from fastgen.patches.transformers.attention import current_step
-from fastgen.patches.transformers.cache import SharedCache
-from fastgen.patches.transformers.decide import computes_alone, refused
+from fastgen.decoding.plan import Plan
+from fastgen.patches.transformers.cache import nbytes
 from fastgen.patches.transformers.report import CallReport
 
 
-class TransformersStepper:
-    """A model, the keyword arguments of its forward at B * M rows, and its cache.
+class Stepper:
+    """A model and the keyword arguments of its forward at B * M rows, among them the toolkit's own cache, if any.
 
     Args:
         input_ids: (B * M, P). model_kwargs: as `generate` hands them to its loop, expanded to B * M rows.
@@ -27,90 +24,77 @@ class TransformersStepper:
     ) -> None:
         self.model, self.plan, self.config = model, plan, generation_config
         self.input_ids, self.kwargs = input_ids, model_kwargs
-        longest = generation_config.max_length - input_ids.shape[1]
-        encoder_decoder = model.config.is_encoder_decoder
-        self.cache = SharedCache(plan.sentences, plan.beams, longest, model.device, encoder_decoder)
         self.outputs: list[Any] | None = None
         self._began: list[tuple[int, float]] = []  # rows and time at the start of each step
+        self._rows, self._peak = plan.rows, 0  # present rows; bytes of the cache before rows left
+
+    @property
+    def past_key_values(self) -> Any:
+        """What the toolkit's loop would hand back as its cache."""
+        return self.kwargs.get("past_key_values")
 
     def prefill(self) -> Tensor:
-        m = self.plan.beams
-        first = {name: _every(m, value) for name, value in self.kwargs.items()}
-        first["past_key_values"] = self.cache.past_key_values
-        self.kwargs["past_key_values"] = None
-        outputs = self.model._prefill(self.input_ids[::m], self.config, first, is_first_iteration=True)
-        self.cache.begin_decoding()
-        if "encoder_outputs" in self.kwargs:
-            self.kwargs["encoder_outputs"] = _unreadable(self.kwargs["encoder_outputs"])
-        return self._taken(outputs, repeat=m)
+        return self._taken(self.model._prefill(self.input_ids, self.config, self.kwargs, is_first_iteration=True))
+
+    def step(self, ids: Tensor) -> Tensor:
+        self._began.append((ids.shape[0], time.perf_counter()))
+        return self._taken(self._forward(ids))
+
+    def reorder(self, parents: Tensor) -> None:
+        cache = self.kwargs.get("past_key_values")
+        if cache is not None:
+            cache.reorder_cache(self._rows_of(torch.arange(parents.shape[0], device=parents.device), parents))
+
+    def keep(self, sentences: Tensor) -> None:
+        rows = self._rows_of(sentences, torch.arange(self.plan.beams, device=sentences.device))
+        self.kwargs = {name: _select(rows, value) for name, value in self.kwargs.items()}
+        self._rows = rows.shape[0]
+        self._keep_cache(sentences, rows)
 
     def report(self) -> CallReport:
         """What this call did; to be asked when it has ended."""
         times = [began for _, began in self._began] + [time.perf_counter()]
         steps = [(rows, times[i + 1] - times[i]) for i, (rows, _) in enumerate(self._began)]
-        return CallReport(self.plan, self.cache.peak_nbytes, self.cache.stock_nbytes, steps)
+        return CallReport(self.plan, *self._kv_bytes(), steps)
 
-    def step(self, ids: Tensor) -> Tensor:
-        self._began.append((ids.shape[0], time.perf_counter()))
-        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **self.kwargs)
-        self.cache.begin_step()
-        ancestry = self.cache.ancestry
-        if ancestry is None:
-            outputs = self.model(**inputs, return_dict=True)
-        else:
-            attention = BeamAttention(self.cache.sentences, self.cache.beams, ancestry.visible)
-            token = current_step.set(attention)
-            try:
-                outputs = self.model(**inputs, return_dict=True)
-            finally:
-                current_step.reset(token)
-            if len(self._began) == 1:
-                self._check(attention.attended)
-        return self._taken(outputs)
+    def _forward(self, ids: Tensor) -> Any:
+        newest = 1 if self.kwargs["use_cache"] else None
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=newest, **self.kwargs)
+        return self.model(**inputs, return_dict=True)
 
-    def _check(self, attended: int) -> None:
-        """Refuse a model that did not take all its keys from the shared cache, as a changed forward might not.
+    def _keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
+        """Keep what the cache holds of these sentences, which are `rows` in a cache by rows."""
+        cache = self.kwargs.get("past_key_values")
+        if cache is not None:
+            self._peak = max(self._peak, nbytes(cache))
+            cache.batch_select_indices(rows)
 
-        Nothing of the step has been used by then; the toolkit's own loop begins anew.
-        """
-        if attended != self.cache.layers:
-            refused.add(self.model.__class__)
-            raise Unsupported(computes_alone(self.model))
+    def _kv_bytes(self) -> tuple[int, int]:
+        """The most bytes of keys and values there were, and those that the toolkit's loop would have by now."""
+        by_now = nbytes(self.kwargs.get("past_key_values"))
+        return max(self._peak, by_now), by_now // max(self._rows, 1) * self.plan.rows
 
-    def reorder(self, parents: Tensor) -> None:
-        self.cache.reorder(parents)
-
-    def keep(self, sentences: Tensor) -> None:
-        self.cache.keep(sentences)
-        m = self.plan.beams
-        rows = (sentences[:, None] * m + torch.arange(m, device=sentences.device)).flatten()
-        self.kwargs = {name: _select(rows, value) for name, value in self.kwargs.items()}
+    def _rows_of(self, sentences: Tensor, beams: Tensor) -> Tensor:
+        """Return (N * M,), the rows of beams (M,) or (N, M) of sentences (N,)."""
+        return (sentences[:, None] * self.plan.beams + beams).flatten()
 
     def _taken(self, outputs: Any, repeat: int = 1) -> Tensor:
-        """Note what the next step needs and return the logits (R, V) fp32 of the last token."""
+        """Note what the next step needs and return the logits (R, V) fp32 of the last token.
+
+        repeat: how many rows each row of the outputs stands for.
+        """
         self.kwargs = self.model._update_model_kwargs_for_generation(
             outputs, self.kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
         )
-        self.kwargs["past_key_values"] = self.cache.past_key_values
         if self.outputs is not None:
             self.outputs.append({name: _repeat(repeat, outputs.get(name)) for name in _OBSERVED})
-        logits = outputs.logits[:, -1].to(dtype=torch.float32, device=self.input_ids.device)
+        # A copy of the last token's where there are more, as a view would keep those of the whole text.
+        several = outputs.logits.shape[1] > 1
+        logits = outputs.logits[:, -1].to(dtype=torch.float32, device=self.input_ids.device, copy=several)
         return logits.repeat_interleave(repeat, 0) if repeat > 1 else logits
 
 
 _OBSERVED = ("hidden_states", "decoder_hidden_states", "attentions", "decoder_attentions", "cross_attentions")
-
-
-def _every(m: int, value: Any) -> Any:
-    """Undo the expansion of `generate`: every m-th row of a tensor, and of the tensors in a mapping."""
-    if m == 1:
-        return value
-    if isinstance(value, Tensor):
-        return value[::m].contiguous()  # once, and not in every layer that reads the encoder's output
-    if isinstance(value, Mapping):
-        mapping = cast("Mapping[str, Any]", value)
-        return cast(Any, type(mapping))({k: _every(m, v) if isinstance(v, Tensor) else v for k, v in mapping.items()})
-    return value
 
 
 def _select(rows: Tensor, value: Any) -> Any:
@@ -131,18 +115,3 @@ def _repeat(m: int, value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.repeat_interleave(m, 0)
     return tuple(_repeat(m, part) for part in value)
-
-
-def _unreadable(encoder_outputs: Any) -> Any:
-    """Encoder outputs of the same shape that hold no memory.
-
-    Once the keys of cross-attention are cached nothing may read them, and what does gets NaN.
-    """
-    return type(encoder_outputs)(
-        {
-            name: torch.full((1,) * value.dim(), torch.nan, dtype=value.dtype, device=value.device).expand(value.shape)
-            if isinstance(value, Tensor) and value.is_floating_point()
-            else value
-            for name, value in encoder_outputs.items()
-        }
-    )

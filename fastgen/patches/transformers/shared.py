@@ -1,0 +1,118 @@
+"""A transformers model that makes decode steps over the shared cache."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.plan import Plan
+from fastgen.models.attention import BeamAttention
+from fastgen.patches.transformers.attention import current_step
+from fastgen.patches.transformers.cache import SharedCache
+from fastgen.patches.transformers.decide import computes_alone, not_shared, refused
+from fastgen.patches.transformers.stepper import Stepper
+
+
+class SharedStepper(Stepper):
+    """A stepper whose prompt runs at B rows, and whose decode steps find their keys and values in a `SharedCache`.
+
+    A model that does not take all its keys from there, as a changed forward might not, shows so in the first step.
+    From then on the call goes on without the shared cache.
+    """
+
+    def __init__(
+        self, model: Any, plan: Plan, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> None:
+        super().__init__(model, plan, input_ids, generation_config, model_kwargs)
+        longest = generation_config.max_length - input_ids.shape[1]
+        stock = model_kwargs["past_key_values"]
+        self.cache: SharedCache | None = SharedCache(plan.sentences, plan.beams, longest, model.device, stock)
+        model_kwargs["past_key_values"] = self.cache.past_key_values
+
+    @property
+    def past_key_values(self) -> Any:
+        return super().past_key_values if self.cache is None else self.cache.as_stock()
+
+    def prefill(self) -> Tensor:
+        assert self.cache is not None
+        m = self.plan.beams
+        first = {name: _every(m, value) for name, value in self.kwargs.items()}
+        outputs = self.model._prefill(self.input_ids[::m], self.config, first, is_first_iteration=True)
+        self.cache.begin_decoding()
+        return self._taken(outputs, repeat=m)
+
+    def reorder(self, parents: Tensor) -> None:
+        if self.cache is None:
+            super().reorder(parents)
+        else:
+            self.cache.reorder(parents)
+
+    def _forward(self, ids: Tensor) -> Any:
+        if self.cache is None:
+            return super()._forward(ids)
+        first, given = len(self._began) == 1, self.kwargs
+        if first and "encoder_outputs" in given:
+            self.kwargs = given | {"encoder_outputs": _unreadable(given["encoder_outputs"])}
+        self.cache.begin_step()
+        if self.cache.ancestry is None:
+            return super()._forward(ids)
+        attention = BeamAttention(self.cache.sentences, self.cache.beams, self.cache.ancestry.visible)
+        token = current_step.set(attention)
+        try:
+            outputs = super()._forward(ids)
+        finally:
+            current_step.reset(token)
+        if first and attention.attended != self.cache.layers:
+            self._go_on_unshared(self.cache, given)
+            return super()._forward(ids)
+        return outputs
+
+    def _go_on_unshared(self, cache: SharedCache, kwargs: dict[str, Any]) -> None:
+        """Drop what the first step has written, and go on from its arguments with the cache of the toolkit's own."""
+        refused.add(self.model.__class__)
+        self._peak = cache.peak_nbytes
+        cache.undo_steps()
+        self.kwargs = kwargs | {"past_key_values": cache.as_stock()}
+        self.cache = None
+        left_off = (not_shared(computes_alone(self.model)), *self.plan.left_off)
+        self.plan = replace(self.plan, shared=False, left_off=left_off)
+
+    def _keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
+        if self.cache is None:
+            super()._keep_cache(sentences, rows)
+        else:
+            self.cache.keep(sentences)
+
+    def _kv_bytes(self) -> tuple[int, int]:
+        if self.cache is None:
+            return super()._kv_bytes()
+        return self.cache.peak_nbytes, self.cache.stock_nbytes
+
+
+def _every(m: int, value: Any) -> Any:
+    """Undo the expansion of `generate`: every m-th row of a tensor, and of the tensors in a mapping."""
+    if m == 1:
+        return value
+    if isinstance(value, Tensor):
+        return value[::m].contiguous()  # once, and not in every layer that reads the encoder's output
+    if isinstance(value, Mapping):
+        mapping = cast("Mapping[str, Any]", value)
+        return cast(Any, type(mapping))({k: _every(m, v) if isinstance(v, Tensor) else v for k, v in mapping.items()})
+    return value
+
+
+def _unreadable(encoder_outputs: Any) -> Any:
+    """Encoder outputs of the same shape that hold no memory.
+
+    Once the keys of cross-attention are cached nothing may read them, and what does gets NaN.
+    """
+    return type(encoder_outputs)(
+        {
+            name: torch.full((1,) * value.dim(), torch.nan, dtype=value.dtype, device=value.device).expand(value.shape)
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
+            for name, value in encoder_outputs.items()
+        }
+    )
