@@ -8,8 +8,12 @@ the beams of a sentence (`ops.beam_attention`).
 Sources: FastSeq (shared prefix), FasterTransformer (indirection instead of reorder).
 """
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
+
+from fastgen.decoding.memory import Memory
 
 _GROWTH = 64
 """Decode steps for which a buffer gets room at least, when it grows and the text may become that long."""
@@ -61,11 +65,14 @@ class Ancestry:
 class LayerKV:
     """Keys and values of one attention layer over the text so far: a shared prefix, then slots of M per step.
 
-    longest: steps at most, known from the start.
+    Args:
+        longest: steps at most, known from the start.
+        expected: M of the steps to come, for which there is room from the start; 0 where only the prefix is kept.
+        memory: where the buffers come from and return to; None where others may hold on to what they are given.
     """
 
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
+    def __init__(self, longest: int, expected: int = 0, memory: Memory | None = None) -> None:
+        self.longest, self.expected, self.memory = longest, expected, memory
         self.prefix = 0
         self.steps = 0
         self.beams = 1
@@ -102,7 +109,7 @@ class LayerKV:
     def extend(self, keys: Tensor, values: Tensor) -> None:
         """Append tokens that every beam shares: keys, values (B, Hkv, L, D)."""
         added = keys.shape[2]
-        self._reserve(keys, values, self.prefix + added)
+        self._reserve(keys, values, self.prefix + added + _room(0, self.longest) * self.expected)
         assert self._keys is not None
         assert self._values is not None
         self._keys[:, :, self.prefix : self.prefix + added] = keys
@@ -121,8 +128,26 @@ class LayerKV:
         self.steps += 1
 
     def keep(self, sentences: Tensor) -> None:
-        self._keys = self.keys.index_select(0, sentences)
-        self._values = self.values.index_select(0, sentences)
+        """Keep these sentences: int64 indices, ascending."""
+        assert self._keys is not None
+        assert self._values is not None
+        self._keys, self._values = (self._kept(kv, sentences) for kv in (self._keys, self._values))
+
+    def _kept(self, buffer: Tensor, sentences: Tensor) -> Tensor:
+        if self.memory is None or buffer.device.type != "cpu":
+            return buffer.index_select(0, sentences)
+        staying: list[int] = cast(Any, sentences).tolist()
+        for to, sentence in enumerate(staying):
+            if to != sentence:
+                buffer[to, :, : self.slots] = buffer[sentence, :, : self.slots]
+        return buffer[: len(staying)]
+
+    def release(self) -> None:
+        """Hand the buffers back, as nothing reads them any more."""
+        for buffer in (self._keys, self._values):
+            if self.memory is not None and buffer is not None:
+                self.memory.give(buffer)
+        self._keys = self._values = None
 
     def of_beams(self, ancestors: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values as a plain cache holds them, (B*M, Hkv, S + T, D).
@@ -143,7 +168,10 @@ class LayerKV:
         """Make room for `slots` in all, of the shape that new keys and values have."""
         held = self.slots
         for name, old, new in (("_keys", self._keys, keys), ("_values", self._values, values)):
-            buffer = new.new_empty(new.shape[0] if old is None else old.shape[0], new.shape[1], slots, new.shape[3])
+            shape = new.shape[0] if old is None else old.shape[0], new.shape[1], slots, new.shape[3]
+            buffer = new.new_empty(shape) if self.memory is None else self.memory.take(new, *shape)
             if old is not None:
                 buffer[:, :, :held] = old[:, :, :held]
+                if self.memory is not None:
+                    self.memory.give(old)
             setattr(self, name, buffer)

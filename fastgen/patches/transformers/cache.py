@@ -1,5 +1,6 @@
 """transformers' cache classes over the keys and values of `decoding.cache`."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
 from fastgen.decoding.cache import Ancestry, LayerKV
+from fastgen.decoding.memory import Memory
 from fastgen.models.attention import ticket
 
 
@@ -38,10 +40,14 @@ class SharedCache:
     per step; with M > 1 they then hand out tickets, which only `models.attention` can redeem, and with M = 1 plain
     views.
 
-    stock: the empty cache that `generate` made, in whose place this one stands.
+    Args:
+        stock: the empty cache that `generate` made, in whose place this one stands.
+        memory: where keys and values lie, which nobody else sees with M > 1.
     """
 
-    def __init__(self, sentences: int, beams: int, longest: int, device: torch.device, stock: Cache) -> None:
+    def __init__(
+        self, sentences: int, beams: int, longest: int, device: torch.device, stock: Cache, memory: Memory
+    ) -> None:
         self.sentences, self.beams, self.longest = sentences, beams, longest
         self.device, self.stock = device, stock
         self._stock_rows, self._peak = sentences * beams, 0
@@ -49,11 +55,14 @@ class SharedCache:
         self.ancestry = Ancestry(sentences, beams, longest, device) if beams > 1 else None
         self.text: list[LayerKV] = []
         self.source: list[LayerKV] = []
-        own = Cache(layer_class_to_replicate=cast(Any, partial(_Layer, self, self.text)))
+        layer = partial(LayerKV, longest, memory=memory if beams > 1 else None)
+        own = Cache(
+            layer_class_to_replicate=cast(Any, partial(_Layer, self, self.text, partial(layer, expected=beams)))
+        )
         self.past_key_values: Cache = own
         if isinstance(stock, EncoderDecoderCache):
             self.past_key_values = EncoderDecoderCache(
-                own, Cache(layer_class_to_replicate=cast(Any, partial(_Layer, self, self.source)))
+                own, Cache(layer_class_to_replicate=cast(Any, partial(_Layer, self, self.source, layer)))
             )
 
     @property
@@ -112,6 +121,11 @@ class SharedCache:
         for layer in (*self.text, *self.source):
             layer.keep(sentences)
 
+    def release(self) -> None:
+        """Hand all memory back; the cache is of no use any more."""
+        for layer in (*self.text, *self.source):
+            layer.release()
+
     def undo_steps(self) -> None:
         """Forget all generated tokens; only `as_stock` may follow."""
         for layer in self.text:
@@ -141,8 +155,8 @@ class SharedCache:
 class _Layer(DynamicLayer):
     """One layer of the cache, as transformers' modules see it."""
 
-    def __init__(self, owner: SharedCache, layers: list[LayerKV]) -> None:
-        self._owner, self._kv = owner, LayerKV(owner.longest)
+    def __init__(self, owner: SharedCache, layers: list[LayerKV], make: Callable[[], LayerKV]) -> None:
+        self._owner, self._kv = owner, make()
         layers.append(self._kv)
         self.is_initialized = True
         self._ticket: Tensor | None = None

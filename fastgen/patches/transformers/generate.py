@@ -8,12 +8,13 @@ from typing import Any, Literal, cast
 from torch import Tensor
 from transformers.generation import utils as gu
 
+from fastgen.decoding import memory
 from fastgen.decoding.beam import BeamSearch, Trace
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.rules import TransformersRule
 from fastgen.decoding.sample import Sampling
+from fastgen.models import linear
 from fastgen.models.families import family_of
-from fastgen.models.linear import release
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
 from fastgen.patches.transformers import parity
@@ -25,7 +26,8 @@ from fastgen.patches.transformers.stepper import Stepper
 
 _Original = Callable[..., Any]
 
-_engine.on_release(release)
+_engine.on_release(linear.release)
+_engine.on_release(memory.release)
 
 
 def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,6 +135,7 @@ def _run(
         model = call.stepper(plan)
         result = decode(call, model)
     note(model.report())
+    model.release()
     _engine.hit(name, model.plan.left_off)
     return result
 

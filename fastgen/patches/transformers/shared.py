@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fastgen.decoding.memory import memory_of
 from fastgen.decoding.plan import Plan
 from fastgen.models.attention import BeamAttention
 from fastgen.patches.transformers.attention import current_step
@@ -28,7 +29,9 @@ class SharedStepper(Stepper):
         super().__init__(model, plan, input_ids, generation_config, model_kwargs)
         longest = generation_config.max_length - input_ids.shape[1]
         stock = model_kwargs["past_key_values"]
-        self.cache: SharedCache | None = SharedCache(plan.sentences, plan.beams, longest, model.device, stock)
+        self.cache: SharedCache | None = SharedCache(
+            plan.sentences, plan.beams, longest, model.device, stock, memory_of(model)
+        )
         model_kwargs["past_key_values"] = self.cache.past_key_values
 
     @property
@@ -48,6 +51,10 @@ class SharedStepper(Stepper):
             super().reorder(parents)
         else:
             self.cache.reorder(parents)
+
+    def release(self) -> None:
+        if self.cache is not None:
+            self.cache.release()
 
     def _forward(self, ids: Tensor) -> Any:
         if self.cache is None:
@@ -75,6 +82,7 @@ class SharedStepper(Stepper):
         self._peak = cache.peak_nbytes
         cache.undo_steps()
         self.kwargs = kwargs | {"past_key_values": cache.as_stock()}
+        cache.release()
         self.cache = None
         left_off = (not_shared(computes_alone(self.model)), *self.plan.left_off)
         self.plan = replace(self.plan, shared=False, left_off=left_off)
