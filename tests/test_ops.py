@@ -476,6 +476,18 @@ def test_worthwhile() -> None:
         assert linear_ops.worthwhile(rows, elements) is wanted, (rows, elements)
 
 
+@needs_onednn
+@pytest.mark.parametrize(("rows", "n"), [(1, 8), (64, 8), (65, 8), (200, 40), (3, 50_264)])
+def test_linear_into(rows: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By chunks of rows, the last one smaller; every element is written."""
+    monkeypatch.setattr(linear_ops, "CHUNK", 4096)
+    x, weight, bias = _randn(2, rows, 48)[:, ::1], _randn(n, 48, seed=1), _randn(n, seed=2)
+    for form in (weight, linear_ops.pack(weight)):
+        y = torch.full((2, rows, n), torch.nan)
+        linear_ops.linear_into(y, x, form, bias)
+        torch.testing.assert_close(y, F.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
+
+
 # Activation functions
 
 

@@ -1,4 +1,7 @@
-"""The routes that bring `ops` into a live model: never a stale copy of a weight, nothing left behind."""
+"""The routes that bring `ops` into a live model: never a stale copy of a weight, nothing left behind.
+
+And the memory that they use again: never while somebody holds it.
+"""
 
 import copy
 import gc
@@ -12,12 +15,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from fastgen import config
 from fastgen.models import activation, routes
 from fastgen.models import linear as linears
+from fastgen.models import memory as memory_module
 from fastgen.models.families import FAMILIES
+from fastgen.models.memory import Memory
 from fastgen.ops import linear as linear_ops
 from tests import zoo
 
@@ -411,3 +417,92 @@ def test_activations_with_gradients() -> None:
     block.fc1.weight.grad = None
     block.activation_fn(block.fc1(x)).sum().backward()
     torch.testing.assert_close(found, block.fc1.weight.grad)
+
+
+# Memory
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_memory_serves_again_once_nobody_holds_it() -> None:
+    memory, like = Memory(), torch.zeros(1)
+    first = memory.take(like, 4, 6)
+    assert (first.shape, first.dtype, first.is_contiguous()) == ((4, 6), torch.float32, True)
+    address, view = _address(first), first[1:, ::2]
+    view.fill_(3.0)
+    del first
+    second = memory.take(like, 4, 6)
+    assert _address(second) != address, "a view is held"
+    second.fill_(5.0)
+    assert bool((view == 3.0).all())
+    array = view.numpy()
+    del view
+    assert _address(memory.take(like, 4, 6)) != address, "an array is held"
+    del array
+    assert _address(memory.take(like.half(), 6, 5)) == address, "another dtype and shape that fits"
+    assert memory.free == 2 * 4 * 24
+
+
+def test_memory_keeps_no_more_than_was_in_use_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, like = Memory(), torch.zeros(1)
+    for length in (1000, 10, 3000, 1500, 50, 4000):
+        memory.take(like, length)
+    assert memory.free == 4 * 4000
+    held = [memory.take(like, 100) for _ in range(5)]
+    assert memory.free == 0, "what does not fit made room"
+    monkeypatch.setattr(memory_module, "LIMIT", 1000)
+    del held
+    memory.take(like, 5000)
+    assert memory.free <= 1000 + 4 * 5000
+
+
+def test_memory_of_a_device_is_the_devices_own() -> None:
+    memory = Memory()
+    assert memory.take(torch.zeros(1, device="meta"), 5).shape == (5,)
+    assert memory.take(torch.zeros(1), 0, 5).shape == (0, 5)
+    assert memory.free == 0
+
+
+def test_memory_of_a_model_goes_with_the_model() -> None:
+    model = nn.Linear(2, 2)
+    memory = memory_module.memory_of(model)
+    assert memory_module.memory_of(model) is memory
+    memory_module.release()
+    assert memory_module.memory_of(model) is not memory
+    gone = weakref.ref(memory_module.memory_of(model))
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_memory_with_threads() -> None:
+    """No storage serves two at once."""
+    memory, like, errors = Memory(), torch.zeros(1), []
+
+    def work(number: int) -> None:
+        for _ in range(300):
+            mine = memory.take(like, 50)
+            mine.fill_(number)
+            if not bool((mine == number).all()):
+                errors.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+@needs_onednn
+def test_large_outputs_lie_in_memory_used_again(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = _run(net, 1)
+    monkeypatch.setattr(linears, "LARGE", 1)
+    torch.testing.assert_close(_routed_run(net), wanted, atol=1e-3, rtol=1e-4)
+    with torch.no_grad(), routes.routed(net):
+        kept = [net.first(X + i) for i in range(4)]
+        assert len({_address(y) for y in kept}) == 4
+        for i, y in enumerate(kept):
+            torch.testing.assert_close(y, F.linear(X + i, net.first.weight, net.first.bias), atol=1e-4, rtol=1e-4)

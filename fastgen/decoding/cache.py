@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.memory import Memory
+from fastgen.models.memory import Memory
 
 _GROWTH = 64
 """Decode steps for which a buffer gets room at least, when it grows and the text may become that long."""
@@ -68,11 +68,11 @@ class LayerKV:
     Args:
         longest: steps at most, known from the start.
         expected: M of the steps to come, for which there is room from the start; 0 where only the prefix is kept.
-        memory: where the buffers come from and return to; None where others may hold on to what they are given.
+        memory: where the buffers come from.
     """
 
     def __init__(self, longest: int, expected: int = 0, memory: Memory | None = None) -> None:
-        self.longest, self.expected, self.memory = longest, expected, memory
+        self.longest, self.expected, self.memory = longest, expected, memory or Memory()
         self.prefix = 0
         self.steps = 0
         self.beams = 1
@@ -134,20 +134,14 @@ class LayerKV:
         self._keys, self._values = (self._kept(kv, sentences) for kv in (self._keys, self._values))
 
     def _kept(self, buffer: Tensor, sentences: Tensor) -> Tensor:
-        if self.memory is None or buffer.device.type != "cpu":
+        # With one beam others are handed the memory itself, and may hold on to it.
+        if self.beams == 1 or buffer.device.type != "cpu":
             return buffer.index_select(0, sentences)
         staying: list[int] = cast(Any, sentences).tolist()
         for to, sentence in enumerate(staying):
             if to != sentence:
                 buffer[to, :, : self.slots] = buffer[sentence, :, : self.slots]
         return buffer[: len(staying)]
-
-    def release(self) -> None:
-        """Hand the buffers back, as nothing reads them any more."""
-        for buffer in (self._keys, self._values):
-            if self.memory is not None and buffer is not None:
-                self.memory.give(buffer)
-        self._keys = self._values = None
 
     def of_beams(self, ancestors: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values as a plain cache holds them, (B*M, Hkv, S + T, D).
@@ -169,9 +163,7 @@ class LayerKV:
         held = self.slots
         for name, old, new in (("_keys", self._keys, keys), ("_values", self._values, values)):
             shape = new.shape[0] if old is None else old.shape[0], new.shape[1], slots, new.shape[3]
-            buffer = new.new_empty(shape) if self.memory is None else self.memory.take(new, *shape)
+            buffer = self.memory.take(new, *shape)
             if old is not None:
                 buffer[:, :, :held] = old[:, :, :held]
-                if self.memory is not None:
-                    self.memory.give(old)
             setattr(self, name, buffer)

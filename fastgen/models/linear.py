@@ -17,7 +17,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fastgen import config
 from fastgen.models.activation import hand_over
 from fastgen.models.instance import untouched
+from fastgen.models.memory import Memory
 from fastgen.ops import linear as ops
+
+LARGE = 16 * 2**20
+"""Bytes of an output from which on it lies in memory that is used again (`models.memory`)."""
 
 _lock = threading.RLock()
 _packed: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
@@ -65,8 +69,9 @@ class Linear:
     hands_over: an activation function is all that reads the output, and may overwrite it.
     """
 
-    def __init__(self, module: nn.Module, transposed: bool) -> None:
+    def __init__(self, module: nn.Module, transposed: bool, memory: Memory) -> None:
         self.module: Any = module  # as nn.Module knows no weight
+        self.memory = memory
         self.transposed, self.hands_over = transposed, False
         self.mode = config.settings().linear
         self.entry: _Packed | None = None
@@ -96,9 +101,14 @@ class Linear:
             and (self.mode == "packed" or _affordable(weight))
         ):
             entry.copy = ops.pack(weight.t() if self.transposed else weight)
-        if entry.copy is not None:
-            return ops.linear(x, entry.copy, module.bias)
-        return type(module).forward(module, x) if self.transposed else ops.linear(x, weight, module.bias)
+        if entry.copy is None and self.transposed:
+            return type(module).forward(module, x)
+        form, columns = weight if entry.copy is None else entry.copy, weight.shape[1 if self.transposed else 0]
+        if 4 * rows * columns < LARGE:
+            return ops.linear(x, form, module.bias)
+        y = self.memory.take(x, *x.shape[:-1], columns)
+        ops.linear_into(y, x, form, module.bias)
+        return y
 
     def __reduce__(self) -> Any:
         """A model copied or pickled while it generates gets its layers' own forward."""

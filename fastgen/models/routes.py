@@ -11,6 +11,7 @@ from torch import nn
 from fastgen import config
 from fastgen.models import activation, linear
 from fastgen.models.instance import install, restore
+from fastgen.models.memory import memory_of
 
 _lock = threading.RLock()
 
@@ -59,9 +60,10 @@ def routed(model: nn.Module, activated: Sequence[tuple[str, str]] = ()) -> Itera
 
 def _forwards(model: nn.Module, activated: Sequence[tuple[str, str]]) -> dict[nn.Module, Callable[..., Any]]:
     forwards: dict[nn.Module, Callable[..., Any]] = {}
+    memory = memory_of(model)
     for layer, transposed in linear.layers(model):
         linear.check(layer)
-        forwards[layer] = linear.Linear(layer, transposed)
+        forwards[layer] = linear.Linear(layer, transposed, memory)
     for layer, function, kind in activation.pairs(model, activated) if activated else ():
         before = forwards.get(layer)
         if isinstance(before, linear.Linear):

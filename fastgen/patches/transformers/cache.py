@@ -10,8 +10,8 @@ from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
 from fastgen.decoding.cache import Ancestry, LayerKV
-from fastgen.decoding.memory import Memory
 from fastgen.models.attention import ticket
+from fastgen.models.memory import Memory
 
 
 def parts_of(cache: Any) -> list[Any]:
@@ -42,7 +42,7 @@ class SharedCache:
 
     Args:
         stock: the empty cache that `generate` made, in whose place this one stands.
-        memory: where keys and values lie, which nobody else sees with M > 1.
+        memory: where keys and values lie.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SharedCache:
         self.ancestry = Ancestry(sentences, beams, longest, device) if beams > 1 else None
         self.text: list[LayerKV] = []
         self.source: list[LayerKV] = []
-        layer = partial(LayerKV, longest, memory=memory if beams > 1 else None)
+        layer = partial(LayerKV, longest, memory=memory)
         own = Cache(
             layer_class_to_replicate=cast(Any, partial(_Layer, self, self.text, partial(layer, expected=beams)))
         )
@@ -120,11 +120,6 @@ class SharedCache:
             self.ancestry.keep(sentences)
         for layer in (*self.text, *self.source):
             layer.keep(sentences)
-
-    def release(self) -> None:
-        """Hand all memory back; the cache is of no use any more."""
-        for layer in (*self.text, *self.source):
-            layer.release()
 
     def undo_steps(self) -> None:
         """Forget all generated tokens; only `as_stock` may follow."""

@@ -8,12 +8,11 @@ from typing import Any, Literal, cast
 from torch import Tensor
 from transformers.generation import utils as gu
 
-from fastgen.decoding import memory
 from fastgen.decoding.beam import BeamSearch, Trace
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.rules import TransformersRule
 from fastgen.decoding.sample import Sampling
-from fastgen.models import linear
+from fastgen.models import linear, memory
 from fastgen.models.families import family_of
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
@@ -135,7 +134,6 @@ def _run(
         model = call.stepper(plan)
         result = decode(call, model)
     note(model.report())
-    model.release()
     _engine.hit(name, model.plan.left_off)
     return result
 

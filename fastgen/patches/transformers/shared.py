@@ -7,9 +7,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.memory import memory_of
 from fastgen.decoding.plan import Plan
 from fastgen.models.attention import BeamAttention
+from fastgen.models.memory import memory_of
 from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import SharedCache
 from fastgen.patches.transformers.decide import computes_alone, not_shared, refused
@@ -52,10 +52,6 @@ class SharedStepper(Stepper):
         else:
             self.cache.reorder(parents)
 
-    def release(self) -> None:
-        if self.cache is not None:
-            self.cache.release()
-
     def _forward(self, ids: Tensor) -> Any:
         if self.cache is None:
             return super()._forward(ids)
@@ -82,7 +78,6 @@ class SharedStepper(Stepper):
         self._peak = cache.peak_nbytes
         cache.undo_steps()
         self.kwargs = kwargs | {"past_key_values": cache.as_stock()}
-        cache.release()
         self.cache = None
         left_off = (not_shared(computes_alone(self.model)), *self.plan.left_off)
         self.plan = replace(self.plan, shared=False, left_off=left_off)

@@ -57,9 +57,6 @@ class Stepper:
         steps = [(rows, times[i + 1] - times[i]) for i, (rows, _) in enumerate(self._began)]
         return CallReport(self.plan, *self._kv_bytes(), steps)
 
-    def release(self) -> None:
-        """Give up what the call has held; nothing may be asked of the stepper any more."""
-
     def _forward(self, ids: Tensor) -> Any:
         newest = 1 if self.kwargs["use_cache"] else None
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=newest, **self.kwargs)

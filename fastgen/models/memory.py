@@ -1,0 +1,78 @@
+"""Memory of large tensors on a CPU, taken over once nobody holds it any more.
+
+The system hands out fresh memory page by page, at the first write to each: a large tensor that is new costs up to
+several times what computing it costs (44 ms for 33 MB, where a product takes 80 and an activation function 2.5, on a
+virtual machine of two cores). What one layer, step or call has ended with serves the next. Whether a storage is free
+is asked of the storage itself, so that whoever keeps a tensor, or a view of it, keeps its values.
+A device has an allocator that does this.
+
+Source: LightSeq (Wang et al. 2021), section 2.3: memory allocated once and reused.
+"""
+
+import math
+import threading
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+LIMIT = 2**30
+"""Bytes held at most for one model, beyond those in use."""
+
+_holders = getattr(torch._C, "_storage_Use_Count", None)
+
+
+class Memory:
+    """Storages of at least half the size that they were last asked for; some in use, some free."""
+
+    def __init__(self) -> None:
+        self._storages: list[torch.UntypedStorage] = []
+        self._lock = threading.Lock()
+
+    @property
+    def free(self) -> int:
+        """Bytes that nobody uses."""
+        with self._lock:
+            return sum(storage.nbytes() for storage in self._free())
+
+    def take(self, like: Tensor, *shape: int) -> Tensor:
+        """Return an uninitialised tensor of a shape, with the dtype and on the device of `like`."""
+        size = math.prod(shape) * like.element_size()
+        if like.device.type != "cpu" or _holders is None or size == 0:
+            return like.new_empty(shape)
+        with self._lock:
+            free = self._free()
+            fitting = [storage for storage in free if size <= storage.nbytes() <= 2 * size]
+            if fitting:
+                storage = min(fitting, key=torch.UntypedStorage.nbytes)
+            else:
+                self._make_room(free, size)
+                storage = torch.UntypedStorage(size)
+                self._storages.append(storage)
+            return cast(Any, like.new_empty(0)).set_(storage, 0, shape)
+
+    def _free(self) -> list[torch.UntypedStorage]:
+        return [storage for storage in self._storages if cast(Any, _holders)(storage._cdata) == 1]
+
+    def _make_room(self, free: list[torch.UntypedStorage], size: int) -> None:
+        """Let a free storage go for the one to be made, so that there are no more than were in use at one time."""
+        free.sort(key=lambda storage: abs(storage.nbytes() - size))
+        going = free[:1]
+        while free and sum(storage.nbytes() for storage in free) > LIMIT:
+            going.append(free.pop())
+        gone = {id(storage) for storage in going}
+        self._storages = [storage for storage in self._storages if id(storage) not in gone]
+
+
+_memories: "WeakKeyDictionary[object, Memory]" = WeakKeyDictionary()
+
+
+def memory_of(model: object) -> Memory:
+    """The memory that calls of a model share, as long as the model lives."""
+    return _memories.setdefault(model, Memory())
+
+
+def release() -> None:
+    """Give back to the system what nobody uses."""
+    _memories.clear()
