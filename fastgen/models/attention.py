@@ -53,6 +53,7 @@ class BeamAttention:
     def __init__(self, sentences: int, beams: int, visible: Tensor) -> None:
         self.sentences, self.beams, self.visible = sentences, beams, visible
         self.attended = 0  # layers so far
+        self.source_mask: Tensor | None = None  # what the module has made of the mask of the encoder's output
         self._masks: dict[tuple[int, int, bool, int], tuple[object, object, Tensor | None]] = {}
 
     def attend(
@@ -70,6 +71,8 @@ class BeamAttention:
         (1 or B*M, 1 or H, 1, S + T) where the layer holds text, (.., S) where it holds the encoder's output.
         """
         self.attended += 1
+        if layer.steps == 0:
+            self.source_mask = mask
         rows, heads, _, dim = query.shape
         folded = query.view(self.sentences, self.beams, heads, dim)
         mixed = beam_attention(

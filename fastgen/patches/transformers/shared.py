@@ -70,6 +70,9 @@ class SharedStepper(Stepper):
         if first and attention.attended != self.cache.layers:
             self._go_on_unshared(self.cache, given)
             return super()._forward(ids)
+        if first and "encoder_outputs" in given and self.kwargs.get("attention_mask") is not None:
+            # Made once: to see that nothing is padded, transformers would wait for the device in every step.
+            self.kwargs["attention_mask"] = attention.source_mask
         return outputs
 
     def _go_on_unshared(self, cache: SharedCache, kwargs: dict[str, Any]) -> None:
