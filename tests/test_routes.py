@@ -442,20 +442,27 @@ def test_memory_serves_again_once_nobody_holds_it() -> None:
     assert _address(memory.take(like, 4, 6)) != address, "an array is held"
     del array
     assert _address(memory.take(like.half(), 6, 5)) == address, "another dtype and shape that fits"
-    assert memory.free == 2 * 4 * 24
+    assert memory.free == 2 * 128
 
 
-def test_memory_keeps_no_more_than_was_in_use_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_lets_go_what_serves_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, like = Memory(), torch.zeros(1)
-    for length in (1000, 10, 3000, 1500, 50, 4000):
+    for _ in range(3):
+        for length in (1000, 10, 3000, 100):
+            memory.take(like, length)
+    assert memory.free == 4 * (1024 + 16 + 4096 + 128), "one of each size, turn by turn"
+    for length in range(10_000, 10_100):
         memory.take(like, length)
-    assert memory.free == 4 * 4000
-    held = [memory.take(like, 100) for _ in range(5)]
-    assert memory.free == 0, "what does not fit made room"
+    assert memory.free < 4 * (6000 + 16_384), "one serves several sizes"
+    for _ in range(100):
+        memory.take(like, 10_000)
+    memory.take(like, 50_000)
+    assert memory.free == 4 * (16_384 + 65_536)
+    held = [memory.take(like, 10_000) for _ in range(5)]
     monkeypatch.setattr(memory_module, "LIMIT", 1000)
     del held
-    memory.take(like, 5000)
-    assert memory.free <= 1000 + 4 * 5000
+    memory.take(like, 200_000)
+    assert memory.free <= 1000 + 4 * 262_144
 
 
 def test_memory_of_a_device_is_the_devices_own() -> None:

@@ -24,10 +24,11 @@ _holders = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Memory:
-    """Storages of at least half the size that they were last asked for; some in use, some free."""
+    """Storages that have been asked for, each with the number of the newest request that it served."""
 
     def __init__(self) -> None:
-        self._storages: list[torch.UntypedStorage] = []
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._requests = 0
         self._lock = threading.Lock()
 
     @property
@@ -42,27 +43,32 @@ class Memory:
         if like.device.type != "cpu" or _holders is None or size == 0:
             return like.new_empty(shape)
         with self._lock:
-            free = self._free()
-            fitting = [storage for storage in free if size <= storage.nbytes() <= 2 * size]
+            self._requests += 1
+            fitting = [storage for storage in self._free() if size <= storage.nbytes() <= 2 * _rounded(size)]
             if fitting:
                 storage = min(fitting, key=torch.UntypedStorage.nbytes)
             else:
-                self._make_room(free, size)
-                storage = torch.UntypedStorage(size)
-                self._storages.append(storage)
+                self._let_go()
+                storage = torch.UntypedStorage(_rounded(size))
+            self._storages[id(storage)] = storage, self._requests
             return cast(Any, like.new_empty(0)).set_(storage, 0, shape)
 
     def _free(self) -> list[torch.UntypedStorage]:
-        return [storage for storage in self._storages if cast(Any, _holders)(storage._cdata) == 1]
+        return [storage for storage, _ in self._storages.values() if cast(Any, _holders)(storage._cdata) == 1]
 
-    def _make_room(self, free: list[torch.UntypedStorage], size: int) -> None:
-        """Let a free storage go for the one to be made, so that there are no more than were in use at one time."""
-        free.sort(key=lambda storage: abs(storage.nbytes() - size))
-        going = free[:1]
-        while free and sum(storage.nbytes() for storage in free) > LIMIT:
-            going.append(free.pop())
-        gone = {id(storage) for storage in going}
-        self._storages = [storage for storage in self._storages if id(storage) not in gone]
+    def _let_go(self) -> None:
+        """Forget free storages that have not served for long, and the oldest beyond the limit."""
+        free = sorted(self._free(), key=lambda storage: self._storages[id(storage)][1], reverse=True)
+        long_ago, kept = self._requests - 4 * len(self._storages) - 16, 0
+        for storage in free:
+            kept += storage.nbytes()
+            if kept > LIMIT or self._storages[id(storage)][1] < long_ago:
+                del self._storages[id(storage)]
+
+
+def _rounded(size: int) -> int:
+    """The next power of two, so that one storage serves many sizes; what lies beyond the size takes no memory."""
+    return 1 << (size - 1).bit_length()
 
 
 _memories: "WeakKeyDictionary[object, Memory]" = WeakKeyDictionary()

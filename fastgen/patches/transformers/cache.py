@@ -1,5 +1,6 @@
 """transformers' cache classes over the keys and values of `decoding.cache`."""
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -56,13 +57,14 @@ class SharedCache:
         self.text: list[LayerKV] = []
         self.source: list[LayerKV] = []
         layer = partial(LayerKV, longest, memory=memory)
+        owner = weakref.proxy(self)  # no cycle, so that the memory is free as soon as the call has ended
         own = Cache(
-            layer_class_to_replicate=cast(Any, partial(_Layer, self, self.text, partial(layer, expected=beams)))
+            layer_class_to_replicate=cast(Any, partial(_Layer, owner, self.text, partial(layer, expected=beams)))
         )
         self.past_key_values: Cache = own
         if isinstance(stock, EncoderDecoderCache):
             self.past_key_values = EncoderDecoderCache(
-                own, Cache(layer_class_to_replicate=cast(Any, partial(_Layer, self, self.source, layer)))
+                own, Cache(layer_class_to_replicate=cast(Any, partial(_Layer, owner, self.source, layer)))
             )
 
     @property
