@@ -23,7 +23,7 @@ from fastgen.models import activation, routes
 from fastgen.models import linear as linears
 from fastgen.models import memory as memory_module
 from fastgen.models.families import FAMILIES
-from fastgen.models.memory import Memory
+from fastgen.models.memory import Memory, _rounded
 from fastgen.ops import linear as linear_ops
 from tests import zoo
 
@@ -442,7 +442,7 @@ def test_memory_serves_again_once_nobody_holds_it() -> None:
     assert _address(memory.take(like, 4, 6)) != address, "an array is held"
     del array
     assert _address(memory.take(like.half(), 6, 5)) == address, "another dtype and shape that fits"
-    assert memory.free == 2 * 128
+    assert memory.free == 2 * 4 * 24
 
 
 def test_memory_lets_go_what_serves_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,19 +450,24 @@ def test_memory_lets_go_what_serves_no_more(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(3):
         for length in (1000, 10, 3000, 100):
             memory.take(like, length)
-    assert memory.free == 4 * (1024 + 16 + 4096 + 128), "one of each size, turn by turn"
+    assert memory.free == sum(_rounded(4 * length) for length in (1000, 10, 3000, 100)), "one of each, turn by turn"
     for length in range(10_000, 10_100):
         memory.take(like, length)
     assert memory.free < 4 * (6000 + 16_384), "one serves several sizes"
     for _ in range(100):
         memory.take(like, 10_000)
     memory.take(like, 50_000)
-    assert memory.free == 4 * (16_384 + 65_536)
+    assert memory.free == _rounded(4 * 10_000) + _rounded(4 * 50_000)
     held = [memory.take(like, 10_000) for _ in range(5)]
     monkeypatch.setattr(memory_module, "LIMIT", 1000)
     del held
     memory.take(like, 200_000)
-    assert memory.free <= 1000 + 4 * 262_144
+    assert memory.free <= 1000 + _rounded(4 * 200_000)
+
+
+def test_memory_takes_little_more_than_it_is_asked_for() -> None:
+    for size in (1, 31, 32, 33, 1000, 4096, 4097, 8_454_144, 2**31 + 1):
+        assert size <= _rounded(size) <= size * 17 // 16
 
 
 def test_memory_of_a_device_is_the_devices_own() -> None:

@@ -67,8 +67,9 @@ class Memory:
 
 
 def _rounded(size: int) -> int:
-    """The next power of two, so that one storage serves many sizes; what lies beyond the size takes no memory."""
-    return 1 << (size - 1).bit_length()
+    """Up to a sixteenth more, so that one storage serves many sizes."""
+    step = 1 << max(0, (size - 1).bit_length() - 5)
+    return -(-size // step) * step
 
 
 _memories: "WeakKeyDictionary[object, Memory]" = WeakKeyDictionary()

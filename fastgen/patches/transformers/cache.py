@@ -101,7 +101,7 @@ class SharedCache:
 
     def begin_decoding(self) -> None:
         self.decoding = True
-        for layer in self.text:
+        for layer in (*self.text, *self.source):
             layer.beams = self.beams
 
     def begin_step(self) -> None:
