@@ -1,6 +1,7 @@
 """Side by side: a call of `generate` with fastgen and the same call without it, compared field by field."""
 
 import copy
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,22 +31,14 @@ def call(model: Any, kwargs: dict[str, Any], seed: int) -> Result:
     return Result(value, error, torch.get_rng_state())
 
 
-def fallbacks() -> dict[str, int]:
+def fallbacks() -> Counter[str]:
     """The reasons counted so far, of all patches."""
-    counts: dict[str, int] = {}
-    for row in fastgen.status().rows:
-        for reason, count in row.fallbacks.items():
-            counts[reason] = counts.get(reason, 0) + count
-    return counts
+    return sum((Counter(row.fallbacks) for row in fastgen.status().rows), Counter())
 
 
-def left_off() -> dict[str, int]:
+def left_off() -> Counter[str]:
     """What hits so far did without, with the reason, of all patches."""
-    counts: dict[str, int] = {}
-    for row in fastgen.status().rows:
-        for what, count in row.left_off.items():
-            counts[what] = counts.get(what, 0) + count
-    return counts
+    return sum((Counter(row.left_off) for row in fastgen.status().rows), Counter())
 
 
 def hits() -> int:

@@ -445,7 +445,7 @@ def test_memory_serves_again_once_nobody_holds_it() -> None:
     assert memory.free == 2 * 4 * 24
 
 
-def test_memory_lets_go_what_serves_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_lets_go_what_serves_no_more() -> None:
     memory, like = Memory(), torch.zeros(1)
     for _ in range(3):
         for length in (1000, 10, 3000, 100):
@@ -458,11 +458,16 @@ def test_memory_lets_go_what_serves_no_more(monkeypatch: pytest.MonkeyPatch) -> 
         memory.take(like, 10_000)
     memory.take(like, 50_000)
     assert memory.free == _rounded(4 * 10_000) + _rounded(4 * 50_000)
-    held = [memory.take(like, 10_000) for _ in range(5)]
-    monkeypatch.setattr(memory_module, "LIMIT", 1000)
-    del held
-    memory.take(like, 200_000)
-    assert memory.free <= 1000 + _rounded(4 * 200_000)
+
+
+def test_memory_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes beyond it is not kept."""
+    monkeypatch.setattr(memory_module, "LIMIT", 4 * 2500)
+    memory, like = Memory(), torch.zeros(1)
+    tensors = [memory.take(like, 1000) for _ in range(5)]
+    assert len({_address(tensor) for tensor in tensors}) == 5
+    del tensors
+    assert memory.free == 2 * _rounded(4 * 1000)
 
 
 def test_memory_takes_little_more_than_it_is_asked_for() -> None:

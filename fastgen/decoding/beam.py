@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.rules import BeamRule
-from fastgen.decoding.text import Call, Edit, Stop, Text, edited
+from fastgen.decoding.text import Edit, Stop, Text, edited
+from fastgen.models.memory import Memory
 from fastgen.ops.kbest import kbest
 
 
@@ -98,6 +99,7 @@ class BeamSearch:
     sample: bool = False
     may_drop: bool = True
     trace: Trace = field(default_factory=Trace)
+    memory: Memory = field(default_factory=Memory, init=False)  # of a step's log-probabilities
 
     def __post_init__(self) -> None:
         b, p = self.prompt.shape
@@ -115,8 +117,6 @@ class BeamSearch:
             torch.full((b, m), self.rule.never, device=device),
             torch.zeros(b, m, dtype=torch.bool, device=device),
         )
-        # Log-probabilities of a step, overwritten by the next; none where a function of a user's might keep them.
-        self.log_probs = None if any(isinstance(edit, Call) for edit in self.edits) else torch.empty(0, device=device)
         self.sentences = torch.arange(b, device=device)  # which of all sentences the running rows are
         self.result = self.finished  # all sentences; another table once some have left
 
@@ -167,7 +167,8 @@ class BeamSearch:
         b, m = self.scores.shape
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())
-        log_probs = edited(self._log_softmax(logits), self.text, self.edits)
+        log_probs = torch.log_softmax(logits, -1, out=self.memory.take(logits, *logits.shape))
+        log_probs = edited(log_probs, self.text, self.edits)
         if self.trace.scores is not None:
             self.trace.scores.append(log_probs.clone())
         vocabulary = log_probs.shape[-1]
@@ -179,14 +180,6 @@ class BeamSearch:
         else:
             values, index = kbest(log_probs, self.scores, self.rule.candidates)
         return values, index // vocabulary, index % vocabulary
-
-    def _log_softmax(self, logits: Tensor) -> Tensor:
-        """In the memory of the last step where that may be: fresh memory costs more than the arithmetic."""
-        if self.log_probs is None:
-            return torch.log_softmax(logits, -1)
-        if self.log_probs.shape != logits.shape:
-            self.log_probs = torch.empty_like(logits)
-        return torch.log_softmax(logits, -1, out=self.log_probs)
 
     def _new_tokens(self) -> int:
         return self.length - self.prompt.shape[1]

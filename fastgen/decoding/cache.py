@@ -67,12 +67,12 @@ class LayerKV:
 
     Args:
         longest: steps at most, known from the start.
-        expected: M of the steps to come, for which there is room from the start; 0 where only the prefix is kept.
         memory: where the buffers come from.
+        expected: M of the steps to come, for which there is room from the start; 0 where only the prefix is kept.
     """
 
-    def __init__(self, longest: int, expected: int = 0, memory: Memory | None = None) -> None:
-        self.longest, self.expected, self.memory = longest, expected, memory or Memory()
+    def __init__(self, longest: int, memory: Memory, expected: int = 0) -> None:
+        self.longest, self.memory, self.expected = longest, memory, expected
         self.prefix = 0
         self.steps = 0
         self.beams = 1

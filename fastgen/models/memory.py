@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 LIMIT = 2**30
-"""Bytes held at most for one model, beyond those in use."""
+"""Bytes held at most for one model, in use or free; what goes beyond is fresh from the system."""
 
 _holders = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -49,6 +49,8 @@ class Memory:
                 storage = min(fitting, key=torch.UntypedStorage.nbytes)
             else:
                 self._let_go()
+                if self._held + _rounded(size) > LIMIT:
+                    return like.new_empty(shape)
                 storage = torch.UntypedStorage(_rounded(size))
             self._storages[id(storage)] = storage, self._requests
             return cast(Any, like.new_empty(0)).set_(storage, 0, shape)
@@ -56,13 +58,15 @@ class Memory:
     def _free(self) -> list[torch.UntypedStorage]:
         return [storage for storage, _ in self._storages.values() if cast(Any, _holders)(storage._cdata) == 1]
 
+    @property
+    def _held(self) -> int:
+        return sum(storage.nbytes() for storage, _ in self._storages.values())
+
     def _let_go(self) -> None:
-        """Forget free storages that have not served for long, and the oldest beyond the limit."""
-        free = sorted(self._free(), key=lambda storage: self._storages[id(storage)][1], reverse=True)
-        long_ago, kept = self._requests - 4 * len(self._storages) - 16, 0
-        for storage in free:
-            kept += storage.nbytes()
-            if kept > LIMIT or self._storages[id(storage)][1] < long_ago:
+        """Forget free storages that have not served for long."""
+        long_ago = self._requests - 4 * len(self._storages) - 16
+        for storage in self._free():
+            if self._storages[id(storage)][1] < long_ago:
                 del self._storages[id(storage)]
 
 
