@@ -350,7 +350,7 @@ def test_activations_of_every_family(family: str) -> None:
         batch |= {"decoder_input_ids": batch["input_ids"][:, :4]}
     with torch.no_grad():
         wanted = model(**batch).logits
-        with routes.routed(model, record.activated) as layers:
+        with routes.routed(model, record) as layers:
             assert layers
             torch.testing.assert_close(model(**batch).logits, wanted, atol=1e-4, rtol=1e-4)
     assert not _routed(model)
@@ -364,7 +364,7 @@ def _bart_block() -> tuple[Any, Any]:
 @needs_onednn
 def test_an_activation_overwrites_what_nobody_else_reads() -> None:
     model, block = _bart_block()
-    with torch.no_grad(), routes.routed(model, FAMILIES["bart"].activated):
+    with torch.no_grad(), routes.routed(model, FAMILIES["bart"]):
         assert "forward" in block.activation_fn.__dict__
         hidden = block.fc1(_randn(2, 3, model.config.d_model, seed=1))
         assert block.activation_fn(hidden).data_ptr() == hidden.data_ptr()
@@ -389,7 +389,7 @@ def test_an_activation_that_somebody_watches_is_left_alone(what: str) -> None:
     else:
         block.activation_fn.forward = lambda x: x
     before = dict(block.activation_fn.__dict__)
-    with torch.no_grad(), routes.routed(model, FAMILIES["bart"].activated):
+    with torch.no_grad(), routes.routed(model, FAMILIES["bart"]):
         assert block.activation_fn.__dict__ == before
 
 
@@ -402,7 +402,7 @@ def test_an_activation_in_a_class_of_the_users_is_left_alone() -> None:
         pass
 
     block.__class__ = Twice
-    with routes.routed(model, FAMILIES["bart"].activated):
+    with routes.routed(model, FAMILIES["bart"]):
         assert "forward" not in block.activation_fn.__dict__
 
 
@@ -410,7 +410,7 @@ def test_an_activation_in_a_class_of_the_users_is_left_alone() -> None:
 def test_activations_with_gradients() -> None:
     model, block = _bart_block()
     x = _randn(2, 3, model.config.d_model, seed=1)
-    with routes.routed(model, FAMILIES["bart"].activated):
+    with routes.routed(model, FAMILIES["bart"]):
         hidden = block.fc1(x)
         block.activation_fn(hidden).sum().backward()
     found = block.fc1.weight.grad.clone()
@@ -523,3 +523,76 @@ def test_large_outputs_lie_in_memory_used_again(net: Net, monkeypatch: pytest.Mo
         assert len({_address(y) for y in kept}) == 4
         for i, y in enumerate(kept):
             torch.testing.assert_close(y, F.linear(X + i, net.first.weight, net.first.bias), atol=1e-4, rtol=1e-4)
+
+
+# The bias behind the head
+
+BIASED = sorted(name for name in zoo.FAMILIES if FAMILIES[zoo.build(name, torch.float32).config.model_type].output_bias)
+
+
+def _head(model: Any) -> tuple[Tensor, Any]:
+    return _randn(3, 1, model.config.d_model, seed=3), model.lm_head
+
+
+@needs_onednn
+@pytest.mark.parametrize("family", BIASED)
+@pytest.mark.parametrize("zero", [True, False])
+def test_the_bias_of_every_family_is_added_in_place(family: str, zero: bool) -> None:
+    model = zoo.build(family, torch.float32)
+    if not zero:
+        model.final_logits_bias.copy_(_randn(*model.final_logits_bias.shape, seed=4))
+    batch = zoo.batch(model, 3, 7)
+    batch |= {"decoder_input_ids": batch["input_ids"][:, :4]}
+    with torch.no_grad():
+        wanted = model(**batch).logits
+        with routes.routed(model, FAMILIES[model.config.model_type]):
+            assert type(model.lm_head(_head(model)[0])) is not Tensor
+            found = model(**batch).logits
+    assert type(found) is Tensor
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert not _routed(model)
+
+
+@needs_onednn
+@pytest.mark.parametrize("zero", [True, False])
+def test_the_output_of_a_head_is_a_plain_tensor_to_everything_else(zero: bool) -> None:
+    model = zoo.build("marian", torch.float32)
+    bias = model.final_logits_bias
+    if not zero:
+        bias.fill_(2.0)
+    x, head = _head(model)
+    with torch.no_grad(), routes.routed(model, FAMILIES["marian"]):
+        y = head(x)
+        plain = F.linear(x, head.weight)
+        torch.testing.assert_close(y + bias.clone(), plain + bias)
+        torch.testing.assert_close(y + 1.0, plain + 1.0)
+        torch.testing.assert_close(1.0 + y, plain + 1.0)
+        torch.testing.assert_close(y * 2, plain * 2)
+        assert type(y + bias.clone()) is type(y[0]) is type(y * 2) is type(y.clone()) is Tensor
+        at = y.data_ptr()
+        result = y + bias
+        assert (type(result), result.data_ptr()) == (Tensor, at), "in the memory of the head's own output"
+        torch.testing.assert_close(result, plain + bias)
+
+
+@needs_onednn
+@pytest.mark.parametrize("what", ["own forward", "a user's class", "hook on the head", "gradients"])
+def test_a_head_that_may_be_used_otherwise_is_left_alone(what: str) -> None:
+    model = zoo.build("bart", torch.float32)
+    x, head = _head(model)
+    if what == "own forward":
+        model.forward = lambda **_: None
+    elif what == "a user's class":
+        model.__class__ = type("Own", (type(model),), {"__module__": __name__})
+    elif what == "hook on the head":
+        head.register_forward_hook(lambda *_: None)
+    with torch.set_grad_enabled(what == "gradients"), routes.routed(model, FAMILIES["bart"]):
+        assert type(head(x)) is Tensor
+
+
+def test_a_bias_that_changes_between_calls() -> None:
+    model = zoo.build("marian", torch.float32)
+    batch = zoo.batch(model, 2, 7)
+    banned = int(model.generate(**batch, max_new_tokens=1, num_beams=1)[0, -1])
+    model.final_logits_bias[0, banned] = -1e9
+    assert int(model.generate(**batch, max_new_tokens=1, num_beams=1)[0, -1]) != banned

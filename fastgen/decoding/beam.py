@@ -34,7 +34,7 @@ class Stepper(Protocol):
         ...
 
     def keep(self, sentences: Tensor) -> None:
-        """Keep these sentences, given as int64 indices into the present ones."""
+        """Keep these sentences, int64 indices into the present ones; each stays at its place or comes from behind."""
         ...
 
 
@@ -72,6 +72,13 @@ class Hypotheses:
             (self.ids, self.beams, self.scores, self.done), (rows.ids, rows.beams, rows.scores, rows.done), strict=True
         ):
             mine[sentences] = theirs
+
+
+def closed_up(count: int, leaving: Sequence[int]) -> list[int]:
+    """Say who stays of `count` sentences: the last ones take the places of those that leave, so that few move."""
+    gone, left = set(leaving), count - len(leaving)
+    last = iter(sentence for sentence in range(left, count) if sentence not in gone)
+    return [next(last) if place in gone else place for place in range(left)]
 
 
 def gather(table: Tensor, index: Tensor) -> Tensor:
@@ -219,7 +226,7 @@ class BeamSearch:
         ]
         if len(leaving) * 8 < len(improvable) or not leaving:
             return
-        staying = torch.tensor(sorted(set(range(len(improvable))) - set(leaving)), device=self.ids.device)
+        staying = torch.tensor(closed_up(len(improvable), leaving), device=self.ids.device)
         gone = torch.tensor(leaving, device=self.ids.device)
         if self.result is self.finished:
             self.result = self.finished.keep(self.sentences)

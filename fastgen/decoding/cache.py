@@ -128,7 +128,7 @@ class LayerKV:
         self.steps += 1
 
     def keep(self, sentences: Tensor) -> None:
-        """Keep these sentences: int64 indices, ascending."""
+        """Keep these sentences, int64 indices: each stays at its place or comes from behind those that are kept."""
         assert self._keys is not None
         assert self._values is not None
         self._keys, self._values = (self._kept(kv, sentences) for kv in (self._keys, self._values))

@@ -42,7 +42,7 @@ def pairs(model: nn.Module, names: Sequence[tuple[str, str]]) -> Iterator[tuple[
 
     Only in modules that transformers itself defines: in a user's own class somebody else may read the layer's output.
     """
-    for parent in model.modules():
+    for parent in model.modules() if names else ():
         if not type(parent).__module__.startswith("transformers."):
             continue
         for before, behind in names:

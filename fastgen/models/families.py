@@ -11,11 +11,13 @@ class Family:
         name: the config's `model_type`.
         encoder_decoder: whether it decodes from an encoder's output.
         activated: names, in one module, of a linear layer and of the activation function that alone reads its output.
+        output_bias: names of the model's head and of the bias that alone is added to its output.
     """
 
     name: str
     encoder_decoder: bool
     activated: tuple[tuple[str, str], ...] = ()
+    output_bias: tuple[str, str] | None = None
 
 
 _BART, _T5, _LLAMA = (("fc1", "activation_fn"),), (("wi", "act"), ("wi_0", "act")), (("gate_proj", "act_fn"),)
@@ -25,11 +27,10 @@ FAMILIES = {
     family.name: family
     for family in (
         *(
-            Family(name, encoder_decoder=True, activated=_BART)
-            for name in (
-                "bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus", "plbart",
-            )
+            Family(name, encoder_decoder=True, activated=_BART, output_bias=("lm_head", "final_logits_bias"))
+            for name in ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart")
         ),
+        Family("m2m_100", encoder_decoder=True, activated=_BART),
         *(Family(name, encoder_decoder=True, activated=_T5) for name in ("mt5", "t5", "umt5")),
         *(
             Family(name, encoder_decoder=False, activated=_LLAMA)

@@ -5,7 +5,7 @@ forwards in place.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastgen import config
-from fastgen.models.activation import hand_over
 from fastgen.models.instance import untouched
 from fastgen.models.memory import Memory
 from fastgen.ops import linear as ops
@@ -66,19 +65,20 @@ class Linear:
     """The forward of one linear layer while it is routed.
 
     transposed: the weight is (K, N), as GPT-2's Conv1D has it.
-    hands_over: an activation function is all that reads the output, and may overwrite it.
+    handed_on: what the fresh output goes through where it is known that a single thing reads it, and may overwrite it.
     """
 
     def __init__(self, module: nn.Module, transposed: bool, memory: Memory) -> None:
         self.module: Any = module  # as nn.Module knows no weight
         self.memory = memory
-        self.transposed, self.hands_over = transposed, False
+        self.transposed = transposed
+        self.handed_on: Callable[[Tensor], Tensor] | None = None
         self.mode = config.settings().linear
         self.entry: _Packed | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self._product(x)
-        return hand_over(y) if self.hands_over and not y.requires_grad else y
+        return y if self.handed_on is None or y.requires_grad else self.handed_on(y)
 
     def _product(self, x: Tensor) -> Tensor:
         module, weight = self.module, self.module.weight

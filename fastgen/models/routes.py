@@ -1,7 +1,7 @@
 """Routing of a live model's linear layers and activation functions, for the time of one call."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from fastgen import config
-from fastgen.models import activation, linear
+from fastgen.models import activation, bias, linear
+from fastgen.models.families import Family
 from fastgen.models.instance import install, restore
 from fastgen.models.memory import memory_of
 
@@ -29,14 +30,13 @@ _routes: dict[int, _Route] = {}
 
 
 @contextmanager
-def routed(model: nn.Module, activated: Sequence[tuple[str, str]] = ()) -> Iterator[int]:
+def routed(model: nn.Module, family: Family | None = None) -> Iterator[int]:
     """Route the linear layers of model to oneDNN while the context lasts; yields how many.
 
     Nested and concurrent contexts of one model share the routes, which the last one takes away.
 
     Args:
-        activated: names of a linear layer and of the activation function that alone reads its output and may therefore
-            overwrite it, for any module of the model that has both.
+        family: says what alone reads the output of some layers, and may therefore overwrite it.
     """
     if linear.reason_off(model) is not None:
         yield 0
@@ -44,7 +44,7 @@ def routed(model: nn.Module, activated: Sequence[tuple[str, str]] = ()) -> Itera
     with _lock:
         route = _routes.setdefault(id(model), _Route())
         if route.users == 0:
-            forwards = _forwards(model, activated)
+            forwards = _forwards(model, family)
             route.layers = [module for module, forward in forwards.items() if isinstance(forward, linear.Linear)]
             route.before = install(forwards)
         route.users += 1
@@ -58,17 +58,22 @@ def routed(model: nn.Module, activated: Sequence[tuple[str, str]] = ()) -> Itera
                 restore(route.before)
 
 
-def _forwards(model: nn.Module, activated: Sequence[tuple[str, str]]) -> dict[nn.Module, Callable[..., Any]]:
+def _forwards(model: nn.Module, family: Family | None) -> dict[nn.Module, Callable[..., Any]]:
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     memory = memory_of(model)
     for layer, transposed in linear.layers(model):
         linear.check(layer)
         forwards[layer] = linear.Linear(layer, transposed, memory)
-    for layer, function, kind in activation.pairs(model, activated) if activated else ():
+    if family is None:
+        return forwards
+    for layer, function, kind in activation.pairs(model, family.activated):
         before = forwards.get(layer)
         if isinstance(before, linear.Linear):
-            before.hands_over = True
+            before.handed_on = activation.hand_over
             forwards[function] = activation.Activation(function, kind)
+    head = bias.head_and_handing_on(model, family.output_bias)
+    if head is not None and isinstance(before := forwards.get(head[0]), linear.Linear):
+        before.handed_on = head[1]
     return forwards
 
 

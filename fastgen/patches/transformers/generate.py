@@ -38,7 +38,7 @@ def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     family = family_of(getattr(self.config, "model_type", ""))
-    with _engine.running("generate"), routed(self, family.activated if family else ()) as layers:
+    with _engine.running("generate"), routed(self, family) as layers:
         if layers:
             _engine.hit("transformers.generate")
         return original(self, *args, **kwargs)
