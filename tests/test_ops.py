@@ -15,7 +15,7 @@ from fastgen.ops import kbest as kbest_module
 from fastgen.ops import linear as linear_ops
 from fastgen.ops.activation import activation_, activation_reference, kind_of
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
-from fastgen.ops.kbest import kbest, kbest_reference
+from fastgen.ops.kbest import best_of_log_probs, best_of_log_probs_reference
 from fastgen.ops.ngram_block import ngram_block_, ngram_block_reference
 
 INF = torch.inf
@@ -44,8 +44,8 @@ def _unmodified(*tensors: Tensor) -> Callable[[], bool]:
 def _check_kbest(log_probs: Tensor, scores: Tensor, k: int) -> None:
     """Values and indices are those of `torch.topk`, bit for bit."""
     unmodified = _unmodified(log_probs, scores)
-    values, indices = kbest(log_probs, scores, k)
-    wanted_values, wanted_indices = kbest_reference(log_probs, scores, k)
+    values, indices = best_of_log_probs(log_probs, scores, k)
+    wanted_values, wanted_indices = best_of_log_probs_reference(log_probs, scores, k)
     assert indices.dtype == torch.int64
     assert values.dtype == log_probs.dtype
     assert torch.equal(values.nan_to_num(7.0), wanted_values.nan_to_num(7.0))
@@ -82,9 +82,9 @@ def test_kbest(b: int, m: int, v: int, k: int, dtype: torch.dtype) -> None:
 def test_kbest_ranks_groups_instead_of_tokens(v: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a tie the reference, which would hide a mistake of the groups, is not asked."""
     log_probs, scores = torch.log_softmax(_randn(3, 4, v, dtype=torch.float64), -1), _randn(3, 4, seed=1).double()
-    wanted = kbest_reference(log_probs, scores, 8)
-    monkeypatch.setattr(kbest_module, "kbest_reference", lambda *_: pytest.fail("the reference ran"))
-    values, indices = kbest(log_probs, scores, 8)
+    wanted = best_of_log_probs_reference(log_probs, scores, 8)
+    monkeypatch.setattr(kbest_module, "best_of_log_probs_reference", lambda *_: pytest.fail("the reference ran"))
+    values, indices = best_of_log_probs(log_probs, scores, 8)
     assert torch.equal(values, wanted[0])
     assert torch.equal(indices, wanted[1])
 
@@ -198,13 +198,13 @@ def test_kbest_in_groups_of_four() -> None:
 )  # fmt: skip
 def test_kbest_errors(log_probs: tuple[int, ...], scores: tuple[int, ...], shown: str) -> None:
     with pytest.raises(ValueError, match=re.escape(shown)):
-        kbest(torch.zeros(log_probs), torch.zeros(scores), 2)
+        best_of_log_probs(torch.zeros(log_probs), torch.zeros(scores), 2)
 
 
 def test_kbest_more_than_there_are() -> None:
     for v in (5, VOCABULARIES[0]):
         with pytest.raises(RuntimeError, match="out of range"):
-            kbest(torch.zeros(1, 2, v), torch.zeros(1, 2), 2 * v + 1)
+            best_of_log_probs(torch.zeros(1, 2, v), torch.zeros(1, 2), 2 * v + 1)
 
 
 # n-grams

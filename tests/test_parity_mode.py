@@ -306,10 +306,10 @@ def test_a_wrong_operation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastgen.decoding import beam
 
     def swapped(log_probs: torch.Tensor, scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        values, indices = ops.kbest(log_probs, scores, k + 1)
+        values, indices = ops.best_of_log_probs(log_probs, scores, k + 1)
         return values[:, 1:], indices[:, 1:]
 
-    monkeypatch.setattr(beam, "kbest", swapped)
+    monkeypatch.setattr(beam, "best_of_log_probs", swapped)
     stock, _ = _stock(model, kwargs)
     with pytest.warns(ParityWarning, match="sentence 0, position 1"):
         assert torch.equal(model.generate(**kwargs), stock)

@@ -22,6 +22,7 @@ from fastgen import config
 from fastgen.models import activation, routes
 from fastgen.models import linear as linears
 from fastgen.models import memory as memory_module
+from fastgen.models import norm as norms
 from fastgen.models.families import FAMILIES
 from fastgen.models.memory import Memory, _rounded
 from fastgen.ops import linear as linear_ops
@@ -596,3 +597,79 @@ def test_a_bias_that_changes_between_calls() -> None:
     banned = int(model.generate(**batch, max_new_tokens=1, num_beams=1)[0, -1])
     model.final_logits_bias[0, banned] = -1e9
     assert int(model.generate(**batch, max_new_tokens=1, num_beams=1)[0, -1]) != banned
+
+
+# Norms
+
+NORMED = {"t5": 0.0, "mt5": 0.0, "umt5": 0.0, "llama": 0.0, "mistral": 0.0, "phi3": 0.0, "qwen2": 0.0, "qwen3": 0.0,
+          "gemma": 1.0, "gemma2": 1.0, "gemma3": 1.0}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [name for name in NORMED if name in zoo.FAMILIES])
+def test_norms_of_every_family(family: str) -> None:
+    """Every RMSNorm is known by what it computes, and computes the same bits."""
+    model = zoo.build(family, torch.float32)
+    modules = [module for module in model.modules() if type(module).__name__.endswith("Norm")]
+    with torch.no_grad(), routes.routed(model):
+        for module in modules:
+            forward = module.__dict__["forward"]
+            assert isinstance(forward, norms.RMSNorm)
+            assert forward.offset == NORMED[family]
+            weight: Any = module.weight
+            for rows in (3, 1_000):
+                x = _randn(rows, 7, weight.shape[0], seed=rows)
+                assert torch.equal(module(x), type(module).forward(module, x))
+    assert modules
+    assert not _routed(model)
+
+
+def test_a_norm_with_an_offset_in_half_precision() -> None:
+    model = zoo.build("gemma2", torch.bfloat16)
+    for forward in norms.norms(model):
+        x = _randn(5, forward.module.weight.shape[0], seed=1).bfloat16()
+        with torch.no_grad():
+            assert torch.equal(forward(x), type(forward.module).forward(forward.module, x))
+
+
+@pytest.mark.parametrize("what", ["fp64", "half on a CPU", "hook", "own forward", "a user's class", "two parameters"])
+def test_a_norm_that_is_left_alone(what: str) -> None:
+    dtype = {"fp64": torch.float64, "half on a CPU": torch.bfloat16}.get(what, torch.float32)
+    model: Any = zoo.build("llama", dtype)
+    module = model.model.norm
+    if what == "hook":
+        module.register_forward_hook(lambda *_: None)
+    elif what == "own forward":
+        module.forward = lambda x: x
+    elif what == "a user's class":
+        module.__class__ = type("OwnNorm", (type(module),), {"__module__": __name__})
+    elif what == "two parameters":
+        module.bias = nn.Parameter(torch.zeros(3))
+    before = module.__dict__.get("forward")
+    with routes.routed(model):
+        assert module.__dict__.get("forward") is before
+
+
+def test_norms_with_gradients_or_another_dtype() -> None:
+    model: Any = zoo.build("llama", torch.float32)
+    module = model.model.norm
+    x = _randn(3, module.weight.shape[0], seed=1)
+    with routes.routed(model):
+        module(x).sum().backward()
+        assert module.weight.grad is not None
+        with torch.no_grad():
+            assert torch.equal(module(x.double()), type(module).forward(module, x.double()))
+            assert not isinstance(copy.deepcopy(module).__dict__.get("forward"), norms.RMSNorm)
+
+
+def test_a_class_that_computes_something_else_is_no_norm() -> None:
+    model: Any = zoo.build("llama", torch.float32)
+
+    class Doubled(type(model.model.norm)):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return 2 * super().forward(hidden_states)
+
+    Doubled.__module__ = "transformers.models.of_tomorrow"
+    Doubled.__name__ = "DoubledRMSNorm"
+    model.model.norm.__class__ = Doubled
+    with routes.routed(model):
+        assert "forward" not in model.model.norm.__dict__

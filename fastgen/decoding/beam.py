@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.rules import BeamRule
-from fastgen.decoding.text import Edit, Stop, Text, edited
+from fastgen.decoding.text import Edit, Stop, Text, banned, closed_up, edited
 from fastgen.models.memory import Memory
-from fastgen.ops.kbest import kbest
+from fastgen.ops.cache import reorder_rows_
+from fastgen.ops.dispatch import runs_kernels
+from fastgen.ops.kbest import best_of_log_probs, kbest
 
 
 class Stepper(Protocol):
@@ -72,13 +74,6 @@ class Hypotheses:
             (self.ids, self.beams, self.scores, self.done), (rows.ids, rows.beams, rows.scores, rows.done), strict=True
         ):
             mine[sentences] = theirs
-
-
-def closed_up(count: int, leaving: Sequence[int]) -> list[int]:
-    """Say who stays of `count` sentences: the last ones take the places of those that leave, so that few move."""
-    gone, left = set(leaving), count - len(leaving)
-    last = iter(sentence for sentence in range(left, count) if sentence not in gone)
-    return [next(last) if place in gone else place for place in range(left)]
 
 
 def gather(table: Tensor, index: Tensor) -> Tensor:
@@ -172,6 +167,11 @@ class BeamSearch:
     def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The K candidates of each sentence: running score, beam, token, each (B, K)."""
         b, m = self.scores.shape
+        if not self.trace.wanted and not self.sample and runs_kernels(logits):
+            bans = banned(self.edits, self.text, logits.shape[-1])
+            if bans is not None:  # the log-probabilities are never written
+                best = kbest(logits.view(b, m, -1), self.scores, self.rule.candidates, banned=bans.mask)
+                return best.values, best.indices // logits.shape[-1], best.indices % logits.shape[-1]
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())
         log_probs = torch.log_softmax(logits, -1, out=self.memory.take(logits, *logits.shape))
@@ -185,7 +185,7 @@ class BeamSearch:
             index = torch.multinomial(torch.softmax(total, -1), self.rule.candidates)
             values = total.gather(1, index)
         else:
-            values, index = kbest(log_probs, self.scores, self.rule.candidates)
+            values, index = best_of_log_probs(log_probs, self.scores, self.rule.candidates)
         return values, index // vocabulary, index % vocabulary
 
     def _new_tokens(self) -> int:
@@ -214,9 +214,9 @@ class BeamSearch:
 
     def _move_on(self, parents: Tensor, token: Tensor) -> None:
         start, new = self.prompt.shape[1], self._new_tokens()
-        self.ids[:, :, start : self.length] = gather(self.ids[:, :, start : self.length], parents)
+        reorder_rows_(self.ids[:, :, start : self.length], parents)
         self.ids[:, :, self.length] = token
-        self.beams[:, :, :new] = gather(self.beams[:, :, :new], parents)
+        reorder_rows_(self.beams[:, :, :new], parents)
         self.beams[:, :, new] = self._rows(parents)
 
     def _drop(self, model: Stepper, improvable: list[bool], done: list[bool]) -> None:

@@ -8,12 +8,11 @@ the beams of a sentence (`ops.beam_attention`).
 Sources: FastSeq (shared prefix), FasterTransformer (indirection instead of reorder).
 """
 
-from typing import Any, cast
-
 import torch
 from torch import Tensor
 
 from fastgen.models.memory import Memory
+from fastgen.ops.cache import move_sentences_, reorder_rows_, write_slots_
 
 _GROWTH = 64
 """Decode steps for which a buffer gets room at least, when it grows and the text may become that long."""
@@ -54,8 +53,7 @@ class Ancestry:
     def reorder(self, parents: Tensor) -> None:
         """Let beam m continue beam parents[b, m]; parents: (B, M) int64."""
         filled = self.steps * self.beams
-        index = parents[:, :, None].expand(-1, -1, filled)
-        self._visible[:, :, :filled] = self._visible[:, :, :filled].gather(1, index)
+        reorder_rows_(self._visible[:, :, :filled], parents)
 
     def keep(self, sentences: Tensor) -> None:
         """Keep these sentences (int64 indices) and forget the others."""
@@ -121,27 +119,26 @@ class LayerKV:
         start, end = self.slots, self.slots + self.beams
         if self._keys is None or self._keys.shape[2] < end:
             self._reserve(keys, values, start + _room(self.steps, self.longest) * self.beams)
-        for buffer, new in ((self._keys, keys), (self._values, values)):
-            heads, dim = new.shape[1], new.shape[3]
-            assert buffer is not None
-            buffer[:, :, start:end] = new.view(-1, self.beams, heads, dim).transpose(1, 2)
-        self.steps += 1
-
-    def keep(self, sentences: Tensor) -> None:
-        """Keep these sentences, int64 indices: each stays at its place or comes from behind those that are kept."""
         assert self._keys is not None
         assert self._values is not None
-        self._keys, self._values = (self._kept(kv, sentences) for kv in (self._keys, self._values))
+        write_slots_(self._keys, self._values, keys, values, start)
+        self.steps += 1
 
-    def _kept(self, buffer: Tensor, sentences: Tensor) -> Tensor:
-        # With one beam others are handed the memory itself, and may hold on to it.
-        if self.beams == 1 or buffer.device.type != "cpu":
-            return buffer.index_select(0, sentences)
-        staying: list[int] = cast(Any, sentences).tolist()
-        for to, sentence in enumerate(staying):
-            if to != sentence:
-                buffer[to, :, : self.slots] = buffer[sentence, :, : self.slots]
-        return buffer[: len(staying)]
+    def keep(self, sentences: Tensor, moves: tuple[Tensor, Tensor]) -> None:
+        """Keep these sentences, int64 indices.
+
+        moves: the places, and the sentences that come to them from behind all that are kept; the others stay.
+        """
+        assert self._keys is not None
+        assert self._values is not None
+        kept: list[Tensor] = []
+        for buffer in (self._keys, self._values):
+            if self.beams == 1:  # others are handed the memory itself, and may hold on to it
+                kept.append(buffer.index_select(0, sentences))
+            else:
+                move_sentences_(buffer[:, :, : self.slots], *moves)
+                kept.append(buffer[: sentences.shape[0]])
+        self._keys, self._values = kept
 
     def of_beams(self, ancestors: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values as a plain cache holds them, (B*M, Hkv, S + T, D).

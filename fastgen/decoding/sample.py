@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.beam import Stepper, Trace
-from fastgen.decoding.text import Edit, Stop, Text, edited
+from fastgen.decoding.text import Edit, Stop, Text, closed_up, edited
+from fastgen.ops.kbest import argmax
 
 
 @dataclass
@@ -57,7 +58,8 @@ class Sampling:
             if not any(alive):
                 return whole
             if self.may_drop and alive.count(False) * 8 >= len(alive):
-                stay = running.nonzero()[:, 0]
+                leaving = [row for row, runs in enumerate(alive) if not runs]
+                stay = torch.tensor(closed_up(len(alive), leaving), device=self.ids.device)
                 rows = stay if rows is None else rows[stay]
                 self.ids, running = self.ids[stay], running[stay]
                 model.keep(stay)
@@ -74,7 +76,7 @@ class Sampling:
             self.trace.scores.append(scores)
         if self.sample:
             return torch.multinomial(torch.softmax(scores, -1), 1).squeeze(1)
-        return torch.argmax(scores, -1)
+        return argmax(scores)
 
     def _scores_so_far(self) -> tuple[Tensor, ...] | None:
         return None if self.trace.scores is None else tuple(self.trace.scores)

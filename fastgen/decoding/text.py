@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fastgen.ops.ngram_block import ngram_block_
+from fastgen.ops.ngram_block import ngram_block_, ngram_mask_
+from fastgen.ops.token_mask import add_tokens_, empty_mask
 
 
 @dataclass
@@ -28,14 +29,34 @@ class Edit(Protocol):
     def __call__(self, scores: Tensor, text: Text) -> Tensor: ...
 
 
+def closed_up(count: int, leaving: Sequence[int]) -> list[int]:
+    """Say who stays of `count` rows: the last ones take the places of those that leave, so that few move."""
+    gone, left = set(leaving), count - len(leaving)
+    last = iter(row for row in range(left, count) if row not in gone)
+    return [next(last) if place in gone else place for place in range(left)]
+
+
 @dataclass
 class NGramBlock:
-    """Ban tokens that would repeat an n-gram of their row, prompt and padding included."""
+    """Ban tokens that would repeat an n-gram of their row, prompt and padding included, or of a source.
+
+    source: (B, S), as `ops.ngram_block` has it.
+    """
 
     n: int
+    source: Tensor | None = None
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
-        return ngram_block_(scores, text.ids, self.n)
+        return ngram_block_(scores, text.ids, self.n, self._source_on(scores.device))
+
+    def add_to(self, mask: Tensor, text: Text, vocabulary: int) -> None:
+        """Add what this bans to a token mask (R, ceil(V / 32))."""
+        ngram_mask_(mask, text.ids, self.n, vocabulary, self._source_on(mask.device))
+
+    def _source_on(self, device: torch.device) -> Tensor | None:
+        if self.source is not None:
+            self.source = self.source.to(device)
+        return self.source
 
 
 @dataclass
@@ -53,6 +74,11 @@ class Ban:
                 self._within = self.tokens[within].to(scores.device)
             scores[:, self._within] = -torch.inf
         return scores
+
+    def add_to(self, mask: Tensor, text: Text, vocabulary: int) -> None:
+        """Add what this bans to a token mask (R, ceil(V / 32))."""
+        if self.active(text.length):
+            add_tokens_(mask, self.tokens.to(mask.device)[None], vocabulary)
 
 
 @dataclass
@@ -77,6 +103,26 @@ class Call:
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         return self.function(text.ids, scores)
+
+
+class Bans(NamedTuple):
+    """What a step's edits ban: a token mask (R, ceil(V / 32)), or None for nothing."""
+
+    mask: Tensor | None
+
+
+def banned(edits: Sequence[Edit], text: Text, vocabulary: int) -> Bans | None:
+    """Return what the edits ban in this step, or None when one of them does anything else."""
+    mask: Tensor | None = None
+    for edit in edits:
+        if isinstance(edit, Force) and not edit.active(text.length):
+            continue
+        if not isinstance(edit, NGramBlock | Ban):
+            return None
+        if mask is None:
+            mask = empty_mask(text.ids.shape[0], vocabulary, text.ids.device)
+        edit.add_to(mask, text, vocabulary)
+    return Bans(mask)
 
 
 def edited(scores: Tensor, text: Text, edits: Sequence[Edit], kept: bool = False) -> Tensor:

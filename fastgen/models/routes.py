@@ -1,4 +1,4 @@
-"""Routing of a live model's linear layers and activation functions, for the time of one call."""
+"""Routing of a live model's linear layers, norms and activation functions, for the time of one call."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fastgen import config
-from fastgen.models import activation, bias, linear
+from fastgen.models import activation, bias, linear, norm
 from fastgen.models.families import Family
 from fastgen.models.instance import install, restore
 from fastgen.models.memory import memory_of
@@ -31,16 +31,13 @@ _routes: dict[int, _Route] = {}
 
 @contextmanager
 def routed(model: nn.Module, family: Family | None = None) -> Iterator[int]:
-    """Route the linear layers of model to oneDNN while the context lasts; yields how many.
+    """Route modules of model to `ops` while the context lasts; yields how many.
 
     Nested and concurrent contexts of one model share the routes, which the last one takes away.
 
     Args:
         family: says what alone reads the output of some layers, and may therefore overwrite it.
     """
-    if linear.reason_off(model) is not None:
-        yield 0
-        return
     with _lock:
         route = _routes.setdefault(id(model), _Route())
         if route.users == 0:
@@ -49,7 +46,7 @@ def routed(model: nn.Module, family: Family | None = None) -> Iterator[int]:
             route.before = install(forwards)
         route.users += 1
     try:
-        yield len(route.layers)
+        yield len(route.before)
     finally:
         with _lock:
             route.users -= 1
@@ -60,6 +57,10 @@ def routed(model: nn.Module, family: Family | None = None) -> Iterator[int]:
 
 def _forwards(model: nn.Module, family: Family | None) -> dict[nn.Module, Callable[..., Any]]:
     forwards: dict[nn.Module, Callable[..., Any]] = {}
+    if norm.applies(model):
+        forwards.update({forward.module: forward for forward in norm.norms(model)})
+    if linear.reason_off(model) is not None:
+        return forwards
     memory = memory_of(model)
     for layer, transposed in linear.layers(model):
         linear.check(layer)

@@ -4,11 +4,26 @@ The M beams of a sentence are folded into the query dimension, so that every key
 of them. Shared keys come in two kinds: the encoder's output or the prompt, which every beam sees; and the slots of
 generated tokens, of which a beam sees its own ancestors only. Both are told apart by the mask alone.
 
-Source: FastSeq (Yan et al. 2021), appendix A: the einsum formulation of attention over a cache shared by beams.
+The kernel gives a program a key head of a sentence and a part of the keys: it reads each key and value once, multiplies
+them with all beams and query heads that see them, and keeps a running softmax in fp32. A second kernel adds up the
+parts, where there are several.
+
+Sources: FastSeq (Yan et al. 2021), appendix A: the einsum formulation of attention over a cache shared by beams; Dao
+2023 (Flash-Decoding): parts of the keys side by side, for few sentences.
 """
+
+import functools
 
 import torch
 from torch import Tensor
+
+from fastgen.ops.dispatch import INTERPRETED, cdiv, constexpr, jit, launch, power_of_two, tl, use_triton
+
+DIMS = 256
+"""Largest head dimension of the kernel."""
+
+ROWS = 128
+"""Most beams times query heads per key head that one program of the kernel holds."""
 
 
 def beam_attention_reference(
@@ -41,8 +56,8 @@ def beam_attention(
 ) -> Tensor:
     """Return the attention of M beams over the keys of their sentence; arguments as `beam_attention_reference`.
 
-    Two batched matrix products over strided views: neither the keys nor the values are copied, and grouped key heads
-    (GQA) are read once for all their query heads. On a CPU this beats `scaled_dot_product_attention` for the few
+    On a CPU, two batched matrix products over strided views: neither the keys nor the values are copied, and grouped
+    key heads (GQA) are read once for all their query heads. This beats `scaled_dot_product_attention` for the few
     queries of a decode step (32 sentences, 8 heads, 32 keys: 207 against 249 us), and keys times queries beats queries
     times keys (4 sentences, 16 heads, 512 keys: 472 against 761 us with the softmax, 2 cores).
 
@@ -56,6 +71,9 @@ def beam_attention(
             f"query {tuple(query.shape)} (B, M, H, D) does not fit keys {tuple(keys.shape)} (B, Hkv, N, D)"
         )
     groups = h // kv_heads
+    able = query.dtype in (torch.float32, torch.float16, torch.bfloat16) and d <= DIMS and groups * m <= ROWS
+    if use_triton("beam_attention", query, keys, values, mask, able=able and query.numel() > 0 and n > 0):
+        return _beam_attention_triton(query, keys, values, mask, scale, softcap)
     # (B, M, Hkv * G, D) -> (B, Hkv, G * M, D), side by side: the products of a transposed copy take twice as long.
     folded = query.view(b, m, kv_heads, groups, d).permute(0, 2, 3, 1, 4).contiguous().view(b, kv_heads, groups * m, d)
     scores = torch.matmul(keys, (folded * scale).transpose(2, 3)).transpose(2, 3).unflatten(2, (groups, m))
@@ -70,3 +88,120 @@ def beam_attention(
     weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
     mixed = torch.matmul(weights.reshape(b, kv_heads, groups * m, n), values)
     return mixed.view(b, kv_heads, groups, m, values.shape[3]).permute(0, 3, 1, 2, 4).reshape(b, m, h, values.shape[3])
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def _beam_attention_triton(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    b, m, h, d = query.shape
+    kv_heads, n = keys.shape[1], keys.shape[2]
+    block = 64 if d <= 128 else 32
+    # Enough programs to fill the device twice over, each with several blocks of keys.
+    parts = max(1, min(cdiv(n, 4 * block), cdiv(2 * _multiprocessors(query.device), b * kv_heads)))
+    length = cdiv(cdiv(n, parts), block) * block
+    parts = cdiv(n, length)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    rows = (h // kv_heads) * m
+    mixed, highest, sums = out, out, out
+    if parts > 1:
+        mixed = torch.empty(parts, b, m, h, d, device=query.device)
+        highest, sums = torch.empty(2, parts, b, m, h, device=query.device)
+    given = query if mask is None else mask.expand(b, h, m, n)
+    launch(
+        _attention_kernel, (b * kv_heads, parts), query, keys, values, given, mixed, highest, sums, b, m, kv_heads,
+        h // kv_heads, d, n, length, scale, softcap or 0.0, *query.stride(), *keys.stride(), *values.stride(),
+        *given.stride(), ROWS=max(16, power_of_two(rows)), DIMS=max(16, power_of_two(d)), BLOCK=block,
+        MASKED=mask is not None, CAPPED=softcap is not None, WHOLE=parts == 1,
+        WIDE=INTERPRETED and query.dtype == torch.bfloat16, num_warps=4 if rows <= 64 else 8,
+    )  # fmt: skip
+    if parts > 1:
+        launch(
+            _sum_parts_kernel, (b * m * h,), mixed, highest, sums, out, b * m * h, parts, d,
+            PARTS=power_of_two(parts), DIMS=power_of_two(d),
+        )  # fmt: skip
+    return out
+
+
+@jit
+def _attention_kernel(
+    query_ptr, keys_ptr, values_ptr, mask_ptr, mixed_ptr, highest_ptr, sum_ptr, sentences, beams, kv_heads, groups,
+    dims, count, length, scale, softcap, query_b, query_m, query_h, query_d, keys_b, keys_h, keys_n, keys_d, values_b,
+    values_h, values_n, values_d, mask_b, mask_h, mask_m, mask_n, ROWS: constexpr, DIMS: constexpr,
+    BLOCK: constexpr, MASKED: constexpr, CAPPED: constexpr, WHOLE: constexpr,
+    WIDE: constexpr,
+):  # fmt: skip
+    """All beams and query heads of one key head of one sentence, over one part of the keys."""
+    pair, part = tl.program_id(0), tl.program_id(1)
+    sentence, kv_head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    beam, head = row % beams, kv_head * groups + row // beams
+    is_row = row < groups * beams
+    dim = tl.arange(0, DIMS)
+    is_dim = dim < dims
+    seen = is_row[:, None] & is_dim[None, :]
+    query = tl.load(
+        query_ptr + sentence * query_b + (beam * query_m + head * query_h)[:, None] + (dim * query_d)[None, :],
+        mask=seen, other=0.0,
+    )  # fmt: skip
+    if WIDE:  # the interpreter multiplies bfloat16 as if it were integers
+        query = query.to(tl.float32)
+    keys_ptr += sentence * keys_b + kv_head * keys_h
+    values_ptr += sentence * values_b + kv_head * values_h
+    mask_ptr += sentence * mask_b
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, DIMS], tl.float32)
+    end = tl.minimum(count, (part + 1) * length)
+    for start in range(part * length, end, BLOCK):
+        slot = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        is_slot = slot < end
+        there = is_slot[:, None] & is_dim[None, :]
+        keys = tl.load(keys_ptr + (slot * keys_n)[:, None] + (dim * keys_d)[None, :], mask=there, other=0.0)
+        if WIDE:
+            keys = keys.to(tl.float32)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        if CAPPED:
+            scores = (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * softcap
+        if MASKED:
+            where = (head * mask_h + beam * mask_m)[:, None] + (slot * mask_n)[None, :]
+            scores += tl.load(mask_ptr + where, mask=is_row[:, None] & is_slot[None, :], other=0.0).to(tl.float32)
+        scores = tl.where(is_slot[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp(scores - base[:, None])
+        shrink = tl.exp(highest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        values = tl.load(values_ptr + (slot * values_n)[:, None] + (dim * values_d)[None, :], mask=there, other=0.0)
+        if WIDE:
+            values = values.to(tl.float32)
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        highest = higher
+    at = (sentence * beams + beam) * (kv_heads * groups) + head
+    if WHOLE:
+        mixed = mixed / total[:, None]
+    else:
+        at += part * (sentences * beams * kv_heads * groups).to(tl.int64)
+        tl.store(highest_ptr + at, highest, mask=is_row)
+        tl.store(sum_ptr + at, total, mask=is_row)
+    tl.store(mixed_ptr + (at * dims)[:, None] + dim[None, :], mixed.to(mixed_ptr.dtype.element_ty), mask=seen)
+
+
+@jit
+def _sum_parts_kernel(mixed_ptr, highest_ptr, sum_ptr, out_ptr, rows, parts, dims, PARTS: constexpr, DIMS: constexpr):
+    """The attention of one beam and head, from that over the parts of the keys."""
+    row = tl.program_id(0).to(tl.int64)
+    part, dim = tl.arange(0, PARTS).to(tl.int64), tl.arange(0, DIMS)
+    at = part * rows + row
+    highest = tl.load(highest_ptr + at, mask=part < parts, other=float("-inf"))
+    base = tl.max(highest, 0)
+    share = tl.exp(highest - tl.where(base == float("-inf"), 0.0, base))
+    total = tl.sum(share * tl.load(sum_ptr + at, mask=part < parts, other=0.0), 0)
+    there = (part < parts)[:, None] & (dim < dims)[None, :]
+    mixed = tl.load(mixed_ptr + (at * dims)[:, None] + dim[None, :], mask=there, other=0.0)
+    mixed = tl.sum(mixed * share[:, None], 0) / total
+    tl.store(out_ptr + row * dims + dim, mixed.to(out_ptr.dtype.element_ty), mask=dim < dims)

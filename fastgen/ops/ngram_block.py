@@ -6,49 +6,53 @@ Source: Paulus et al. 2018 (trigram blocking); FastSeq section 3.2 (blocking on 
 import torch
 from torch import Tensor
 
+from fastgen.ops.dispatch import cdiv, constexpr, jit, launch, power_of_two, tl, use_triton
+from fastgen.ops.token_mask import add_bits, add_tokens_
 
-def ngram_block_reference(scores: Tensor, ids: Tensor, n: int) -> Tensor:
+
+def ngram_block_reference(scores: Tensor, ids: Tensor, n: int, source: Tensor | None = None) -> Tensor:
     """Return a copy of scores with every token banned that would repeat an n-gram of its row; a plain loop.
 
     Args:
         scores: (R, V) floating point.
         ids: (R, L) int64, the tokens so far; ids outside the vocabulary are never banned.
         n: >= 1, the size of the n-grams.
+        source: (B, S) int64, R a multiple of B: when given, the n-grams of this text must not be repeated, instead of
+            the row's own; row r has the source r // (R / B).
     Returns:
         (R, V), -inf at banned tokens.
     """
     scores = scores.clone()
-    for row, tokens in enumerate(ids.tolist()):
+    texts = ids if source is None else source.repeat_interleave(ids.shape[0] // max(1, source.shape[0]), 0)
+    for row, (tokens, text) in enumerate(zip(ids.tolist(), texts.tolist(), strict=True)):
         if len(tokens) + 1 < n:
             continue
         last = tokens[len(tokens) - n + 1 :]
-        for start in range(len(tokens) - n + 1):
-            gram = tokens[start : start + n]
+        for start in range(len(text) - n + 1):
+            gram = text[start : start + n]
             if gram[:-1] == last and 0 <= gram[-1] < scores.shape[1]:
                 scores[row, gram[-1]] = -torch.inf
     return scores
 
 
-def ngram_block_(scores: Tensor, ids: Tensor, n: int) -> Tensor:
+def ngram_block_(scores: Tensor, ids: Tensor, n: int, source: Tensor | None = None) -> Tensor:
     """Ban, in place, every token that would repeat an n-gram of its row.
 
-    All earlier n-grams are compared with the newest n - 1 tokens at once, and the bans are one scatter; a device is
+    Only the newest n - 1 tokens are matched, with all n-grams at once, and the bans are one sparse write; a device is
     never waited for. Arguments and result as `ngram_block_reference`, but scores is modified and returned.
-    Traffic: n reads of ids and, on a CPU, a sparse write; elsewhere one pass over scores.
+    Traffic: n reads of the text and a sparse write.
 
     Raises:
-        ValueError: when n < 1 or the numbers of rows differ.
+        ValueError: when n < 1 or the numbers of rows do not fit.
     """
-    if n < 1 or ids.shape[0] != scores.shape[0]:
-        raise ValueError(f"n = {n} (>= 1), ids {tuple(ids.shape)} (R, L), scores {tuple(scores.shape)} (R, V)")
-    length, vocabulary = ids.shape[1], scores.shape[1]
-    starts = length - n + 1
-    if starts < 1:
+    texts = _checked(scores, ids, n, source)
+    vocabulary = scores.shape[1]
+    if texts.shape[1] < n or ids.shape[1] < n - 1:
         return scores
-    follower = ids[:, n - 1 :]
-    hit = (follower >= 0) & (follower < vocabulary)
-    for i in range(n - 1):
-        hit = hit & (ids[:, i : i + starts] == ids[:, starts + i, None])
+    if use_triton("ngram_block", scores, ids, texts):
+        _launch(scores, ids, n, texts, vocabulary, scores.stride(1), packed=False)
+        return scores
+    hit, follower = _hits(ids, n, texts, vocabulary)
     if scores.device.type == "cpu":
         row, start = hit.nonzero(as_tuple=True)
         return scores.index_put_((row, follower[row, start]), scores.new_tensor(-torch.inf))
@@ -56,3 +60,77 @@ def ngram_block_(scores: Tensor, ids: Tensor, n: int) -> Tensor:
     banned = torch.zeros(scores.shape[0], vocabulary + 1, dtype=torch.bool, device=scores.device)
     banned.scatter_(1, torch.where(hit, follower, vocabulary), True)
     return scores.masked_fill_(banned[:, :vocabulary], -torch.inf)
+
+
+def ngram_mask_(mask: Tensor, ids: Tensor, n: int, vocabulary: int, source: Tensor | None = None) -> Tensor:
+    """Add what `ngram_block_` would ban to a token mask (R, ceil(V / 32)), in place.
+
+    Raises:
+        ValueError: when n < 1 or the shapes do not fit.
+    """
+    texts = _checked(mask, ids, n, source)
+    if mask.shape[1] != cdiv(vocabulary, 32):
+        raise ValueError(f"mask {tuple(mask.shape)} is not that of {vocabulary} tokens")
+    if texts.shape[1] < n or ids.shape[1] < n - 1:
+        return mask
+    if use_triton("ngram_block", mask, ids, texts):
+        _launch(mask, ids, n, texts, vocabulary, 1, packed=True)
+        return mask
+    hit, follower = _hits(ids, n, texts, vocabulary)
+    return add_tokens_(mask, torch.where(hit, follower, -1), vocabulary)
+
+
+def _checked(rows: Tensor, ids: Tensor, n: int, source: Tensor | None) -> Tensor:
+    texts = ids if source is None else source
+    if n < 1 or ids.shape[0] != rows.shape[0] or ids.shape[0] % max(1, texts.shape[0]):
+        raise ValueError(
+            f"n = {n} (>= 1), ids {tuple(ids.shape)} (R, L), scores {tuple(rows.shape)} (R, V)"
+            + ("" if source is None else f", source {tuple(source.shape)} (B, S)")
+        )
+    return texts
+
+
+def _hits(ids: Tensor, n: int, texts: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Where an n-gram begins with the newest n - 1 tokens, and what follows them: bool and int64, both (R, N)."""
+    rows, starts, newest = ids.shape[0], texts.shape[1] - n + 1, ids.shape[1] - n + 1
+    texts = texts.repeat_interleave(rows // max(1, texts.shape[0]), 0) if texts.shape[0] != rows else texts
+    follower = texts[:, n - 1 :]
+    hit = (follower >= 0) & (follower < vocabulary)
+    for i in range(n - 1):
+        hit = hit & (texts[:, i : i + starts] == ids[:, newest + i, None])
+    return hit, follower
+
+
+def _launch(target: Tensor, ids: Tensor, n: int, texts: Tensor, vocabulary: int, stride: int, packed: bool) -> None:
+    rows, starts = ids.shape[0], texts.shape[1] - n + 1
+    if not rows:
+        return
+    block = min(1024, power_of_two(starts))
+    launch(
+        _ngram_kernel, (rows, cdiv(starts, block)), target, ids, texts, n, ids.shape[1], starts, vocabulary,
+        rows // texts.shape[0], target.stride(0), stride, ids.stride(0), ids.stride(1), texts.stride(0),
+        texts.stride(1), PACKED=packed, BLOCK=block,
+    )  # fmt: skip
+
+
+@jit
+def _ngram_kernel(
+    target_ptr, ids_ptr, text_ptr, n, length, starts, vocabulary, rows_per_text, target_stride, token_stride,
+    ids_stride, id_stride, text_stride, word_stride, PACKED: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = start < starts
+    text = text_ptr + (row // rows_per_text) * text_stride
+    newest = ids_ptr + row * ids_stride + (length - n + 1) * id_stride
+    follower = tl.load(text + (start + n - 1) * word_stride, mask=inside, other=-1)
+    hit = (follower >= 0) & (follower < vocabulary)
+    for i in range(n - 1):
+        hit = hit & (
+            tl.load(text + (start + i) * word_stride, mask=inside, other=-1) == tl.load(newest + i * id_stride)
+        )
+    if PACKED:
+        add_bits(target_ptr + row * target_stride, follower, hit)
+    else:
+        banned = tl.full(follower.shape, float("-inf"), tl.float32).to(target_ptr.dtype.element_ty)
+        tl.store(target_ptr + row * target_stride + follower * token_stride, banned, mask=hit)

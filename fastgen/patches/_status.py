@@ -7,9 +7,12 @@ from typing import Any, Literal
 
 from fastgen._version import __version__
 from fastgen.config import settings
+from fastgen.ops.counts import calls
 from fastgen.patches._canary import Canary
 from fastgen.patches._patch import Patch, Toolkit
 from fastgen.patches._slot import Function, Layer
+
+_PATHS = ("triton", "reference")
 
 State = Literal["pending", "applied", "skipped", "failed", "off"]
 
@@ -87,6 +90,7 @@ class Status:
         toolkits: what they are made for, and what is there.
         rows: the patches.
         parity: the calls of parity mode (``FASTGEN_PARITY=1``) by outcome: equal, near tie, different, or why run once.
+        operations: calls of the operations that have a Triton kernel, by operation and path (triton or reference).
     """
 
     version: str
@@ -94,6 +98,7 @@ class Status:
     toolkits: tuple[ToolkitRow, ...]
     rows: tuple[Row, ...]
     parity: dict[str, int]
+    operations: dict[str, dict[str, int]]
 
     def __getitem__(self, name: str) -> Row:
         for row in self.rows:
@@ -113,6 +118,7 @@ class Status:
             patches += [("", "", str(count), "", f"  left off: {what}") for what, count in sorted(row.left_off.items())]
             patches += [("", "", "", str(count), f"  fallback: {why}") for why, count in sorted(row.fallbacks.items())]
         outcomes = [(outcome, str(count)) for outcome, count in sorted(self.parity.items())]
+        operations = [(name, *(str(by.get(path, 0)) for path in _PATHS)) for name, by in self.operations.items()]
         return "\n".join(
             [
                 f"fastgen {self.version}, {'enabled' if self.enabled else 'disabled'}",
@@ -120,6 +126,7 @@ class Status:
                 *_table(("toolkit", "found", "supported", "tested", "canary"), toolkits),
                 "",
                 *_table(("patch", "state", "hits", "fallbacks", "reason"), patches, numbers=(2, 3)),
+                *(["", *_table(("operation", *_PATHS), operations, numbers=(1, 2))] if operations else ()),
                 *(["", *_table(("parity", "calls"), outcomes, numbers=(1,))] if outcomes else ()),
             ]
         )
@@ -150,6 +157,7 @@ def report(
         tuple(_toolkit_row(t, versions.get(t.name), canaries.get(t.name), t.module in absent) for t in toolkits),
         tuple(_row(e, canaries.get(e.patch.toolkit.name), e.patch.toolkit.module in absent) for e in entries),
         dict(compared),
+        {name: {p: calls[name, p] for p in _PATHS if calls[name, p]} for name in sorted({name for name, _ in calls})},
     )
 
 

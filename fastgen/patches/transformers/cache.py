@@ -114,14 +114,18 @@ class SharedCache:
             self.ancestry.reorder(parents.to(self.device))
 
     def keep(self, sentences: Tensor) -> None:
-        """Keep these sentences only."""
+        """Keep these sentences only: each stays at its place or comes from behind all that are kept."""
         self._peak = self.peak_nbytes
+        places: list[int] = cast(Any, sentences).tolist()
+        moved = [place for place, sentence in enumerate(places) if place != sentence]
+        to = torch.tensor(moved, dtype=torch.int64, device=self.device)
+        moves = to, torch.tensor([places[place] for place in moved], dtype=torch.int64, device=self.device)
         sentences = sentences.to(self.device)
         self.sentences = sentences.shape[0]
         if self.ancestry is not None:
             self.ancestry.keep(sentences)
         for layer in (*self.text, *self.source):
-            layer.keep(sentences)
+            layer.keep(sentences, moves)
 
     def undo_steps(self) -> None:
         """Forget all generated tokens; only `as_stock` may follow."""

@@ -36,6 +36,10 @@ def _edit(processor: Any, vocabulary: int) -> Edit:
     kind = cast(Any, type(processor))
     if kind is lp.NoRepeatNGramLogitsProcessor:
         return NGramBlock(processor.ngram_size)
+    if kind is lp.EncoderNoRepeatNGramLogitsProcessor:
+        source = _source_of(processor, vocabulary)
+        if source is not None:
+            return NGramBlock(processor.ngram_size, source)
     if kind is lp.MinLengthLogitsProcessor:
         return Ban(processor.eos_token_id, lambda length: length < processor.min_length)
     if kind is lp.MinNewTokensLengthLogitsProcessor:
@@ -57,6 +61,20 @@ def _edit(processor: Any, vocabulary: int) -> Edit:
     # The toolkit's list checks what arguments a processor wants, and raises as stock does.
     call: Any = lp.LogitsProcessorList([processor])
     return Call(call)
+
+
+def _source_of(processor: Any, vocabulary: int) -> Tensor | None:
+    """A text (B, S) with the n-grams of the encoder's input that the processor has kept, each followed by -1.
+
+    None where a token lies beyond the vocabulary, at which the processor may raise.
+    """
+    texts: list[list[int]] = []
+    for ngrams in cast("list[dict[tuple[int, ...], list[int]]]", processor.generated_ngrams):
+        texts.append([token for before, after in ngrams.items() for last in after for token in (*before, last, -1)])
+        if any(not 0 <= last < vocabulary for after in ngrams.values() for last in after):
+            return None
+    longest = max((len(text) for text in texts), default=0)
+    return torch.tensor([text + [-1] * (longest - len(text)) for text in texts], dtype=torch.int64)
 
 
 def stop_of(criteria: Sequence[Any]) -> Stop:

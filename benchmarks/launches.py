@@ -1,0 +1,94 @@
+"""How much work a decode step hands to the device: kernel launches on CUDA, operators of torch on a CPU.
+
+    python -m benchmarks.launches
+    python -m benchmarks.launches --device cuda --case bart_large gpt2
+
+`generate` runs with two numbers of new tokens; what the longer run launches more, divided by the steps it makes more,
+is what a step launches. One JSON file, launches.json, goes to benchmarks/results/<hardware>/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import CASES
+from benchmarks.run import RESULTS, hardware
+
+SHORT, LONG = 8, 24
+
+
+def launched(call: Any, device: str) -> int:
+    """Return how many kernels (CUDA) or operators (CPU) a call launches."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = device.startswith("cuda")
+    activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
+    with profile(activities=activities) as profiler:
+        call()
+        if cuda:
+            torch.cuda.synchronize(device)
+    events = profiler.events() or []
+    if cuda:
+        return sum("CUDA" in str(event.device_type) and "memcpy" not in event.name.lower() for event in events)
+    # Operators that others are made of, such as matmul of bmm, are left out.
+    return sum(event.name.startswith(("aten::", "mkldnn::")) and not event.cpu_children for event in events)
+
+
+def per_step(model: Any, case: Any, device: str) -> float:
+    """Return the launches of one decode step of a case."""
+    counts = []
+    for tokens in (SHORT, LONG):
+        sized = replace(case, new_tokens=tokens)
+        inputs, options = sized.inputs(model), sized.generate_options
+        model.generate(**inputs, **options)
+        counts.append(launched(lambda i=inputs, o=options: model.generate(**i, **o), device))
+    return (counts[1] - counts[0]) / (LONG - SHORT)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count for the cases that the arguments name."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.launches", description=(__doc__ or "").split("\n\n", 1)[0]
+    )
+    names = [name for name, case in CASES.items() if case.kind == "generate"]
+    parser.add_argument("--case", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    parser.add_argument("--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the count itself")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    args = parser.parse_args(argv)
+    import torch
+    from transformers.utils import logging
+
+    import fastgen
+    from fastgen.cli.measure import environment
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_grad_enabled(False)
+    results: dict[str, Any] = {}
+    for name in args.case:
+        case = CASES[name] if args.scale == "full" else CASES[name].tiny()
+        assert case.shape is not None
+        model = case.shape.build(torch.float32, args.device)
+        with fastgen.disabled():
+            stock = per_step(model, case, args.device)
+        ours = per_step(model, case, args.device)
+        results[name] = {"stock": stock, "fastgen": ours}
+        print(f"{name:<14}{stock:>8.0f} -> {ours:>6.0f} per decode step", flush=True)
+        del model
+    folder = args.out or RESULTS / hardware(args.device)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {"kind": "launches", "environment": environment(), "scale": args.scale, "result": results}
+    (folder / "launches.json").write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,426 @@
+"""Each operation of fastgen/ops against what a script runs without it, at the shapes of a decode step.
+
+    python -m benchmarks.ops --list
+    python -m benchmarks.ops --op kbest norm
+    python -m benchmarks.ops --device cuda
+
+On a CUDA device a call is captured in a graph, so that the device is timed and not Python, and the bytes that the
+operation must move are set against the bandwidth of a plain copy. One JSON file, ops.json, goes to
+benchmarks/results/<hardware>/. The exit status is 1 if any output differed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.run import RESULTS, hardware, positive
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation at one shape.
+
+    Attributes:
+        baseline: what runs without fastgen, by name.
+        bytes: what the operation must read and write; 0 where that says nothing.
+        target: ratio to reach; on a CUDA device and on a CPU.
+    """
+
+    op: str
+    shape: str
+    baseline: str
+    make: Callable[[Rig], tuple[Call, Call]]
+    bytes: Callable[[Rig], int]
+    target: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}/{self.shape}/{self.baseline}"
+
+
+@dataclass
+class Rig:
+    """Where and in what precision tensors are made."""
+
+    device: str
+    dtype: torch.dtype
+
+    def randn(self, *shape: int) -> Tensor:
+        import torch
+
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+    def integers(self, below: int, *shape: int) -> Tensor:
+        import torch
+
+        return torch.randint(below, shape, device=self.device)
+
+    @property
+    def width(self) -> int:
+        return self.dtype.itemsize
+
+
+def rows() -> Iterator[Row]:
+    """Yield every row of the table."""
+    for b, m, v in ((32, 4, 50_264), (1, 4, 50_264), (32, 4, 32_128), (32, 1, 50_264), (14, 9, 50_264), (32, 4, 5_000)):
+        yield Row(
+            "kbest", f"{b}x{m}x{v}", "log_softmax + topk", lambda rig, b=b, m=m, v=v: _kbest(rig, b, m, v, 2 * m),
+            lambda rig, b=b, m=m, v=v: b * m * v * rig.width, {"cuda": 5.0, "cpu": 1.5},
+        )  # fmt: skip
+    for r, length in ((128, 1024), (16, 512), (128, 64)):
+        for baseline in ("Python loop", "transformers"):
+            yield Row(
+                "ngram_block", f"{r}x{length}", baseline,
+                lambda rig, r=r, length=length, baseline=baseline: _ngrams(rig, r, length, baseline),
+                lambda rig, r=r, length=length: 8 * r * length,
+                {"cuda": 75.0, "cpu": 10.0} if baseline == "Python loop" else {},
+            )  # fmt: skip
+    for b, m, s, t, h, d in (
+        (32, 4, 1024, 64, 16, 64),
+        (4, 4, 512, 32, 16, 64),
+        (32, 4, 32, 32, 8, 64),
+        (8, 4, 256, 32, 12, 64),
+    ):
+        yield Row(
+            "beam_attention", f"{b}x{m}x({s}+{t})x{h}x{d}", "SDPA on K/V per beam",
+            lambda rig, b=b, m=m, s=s, t=t, h=h, d=d: _attention(rig, b, m, s, t, h, d),
+            lambda rig, b=b, m=m, s=s, t=t, h=h, d=d: 2 * b * h * (s + m * t) * d * rig.width, {"cuda": 3.0},
+        )  # fmt: skip
+    for r, d in ((128, 1024), (2048, 768), (16_384, 1024), (8, 4096)):
+        for rms in (False, True):
+            yield Row(
+                "norm", f"{r}x{d} {'RMSNorm' if rms else 'LayerNorm'}", "add, then the module's own steps",
+                lambda rig, r=r, d=d, rms=rms: _norm(rig, r, d, rms),
+                lambda rig, r=r, d=d: 4 * r * d * rig.width, {},
+            )  # fmt: skip
+    for r, d in ((128, 4096), (2048, 3072)):
+        yield Row(
+            "activation", f"{r}x{d} gelu", "add, gelu", lambda rig, r=r, d=d: _activation(rig, r, d, gated=False),
+            lambda rig, r=r, d=d: 2 * r * d * rig.width, {},
+        )  # fmt: skip
+        yield Row(
+            "activation", f"{r}x{d} silu, gated", "silu, times gate",
+            lambda rig, r=r, d=d: _activation(rig, r, d, gated=True), lambda rig, r=r, d=d: 3 * r * d * rig.width, {},
+        )  # fmt: skip
+    yield Row(
+        "sample", "32x50264 top-k 50, top-p 0.9", "transformers' warpers, multinomial",
+        lambda rig: _sample(rig, 32, 50_264), lambda rig: 32 * 50_264 * rig.width, {},
+    )  # fmt: skip
+    for b, m, t, h, d in ((32, 4, 64, 16, 64), (4, 4, 32, 16, 64)):
+        yield Row(
+            "cache", f"reorder {b}x{m}x{t}x{h}x{d}", "index_select of K/V",
+            lambda rig, b=b, m=m, t=t, h=h, d=d: _reorder(rig, b, m, t, h, d), lambda _: 0, {},
+        )  # fmt: skip
+
+
+def _kbest(rig: Rig, b: int, m: int, v: int, k: int) -> tuple[Call, Call]:
+    import torch
+
+    from fastgen.ops.kbest import kbest
+
+    logits, scores = rig.randn(b, m, v) * 3, torch.randn(b, m, device=rig.device)
+
+    def separate() -> Any:
+        log_probs = torch.log_softmax(logits.view(b * m, v).float(), -1).view(b, m, v)
+        return torch.topk((log_probs + scores[:, :, None]).view(b, m * v), k)
+
+    return separate, lambda: kbest(logits, scores, k)[:2]
+
+
+def _ngrams(rig: Rig, r: int, length: int, baseline: str) -> tuple[Call, Call]:
+    from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
+
+    from fastgen.ops.ngram_block import ngram_block_, ngram_block_reference
+
+    scores, ids = rig.randn(r, 50_264), rig.integers(300, r, length)
+    ours = scores.clone()
+    if baseline == "transformers":
+        processor = NoRepeatNGramLogitsProcessor(3)
+        return lambda: processor(ids, scores), lambda: ngram_block_(ours, ids, 3)
+    return lambda: ngram_block_reference(scores, ids, 3), lambda: ngram_block_(ours, ids, 3)
+
+
+def _attention(rig: Rig, b: int, m: int, s: int, t: int, h: int, d: int) -> tuple[Call, Call]:
+    import torch
+    from torch.nn import functional as F
+
+    from fastgen.ops.beam_attention import beam_attention
+
+    query, keys, values = rig.randn(b, m, h, d), rig.randn(b, h, s + m * t, d), rig.randn(b, h, s + m * t, d)
+    ancestors = rig.integers(m, b, m, t)
+    step = torch.arange(t, device=rig.device) * m + s
+    slots = torch.cat([torch.arange(s, device=rig.device).expand(b, m, s), ancestors + step], 2)
+    mask = torch.full((b, m, s + m * t), -torch.inf, device=rig.device, dtype=rig.dtype).scatter_(2, slots, 0.0)[
+        :, None
+    ]
+    sentence = torch.arange(b, device=rig.device)[:, None, None]
+    # What a cache per beam holds: the same keys and values, copied for each beam.
+    own_keys, own_values = (
+        kv.transpose(1, 2)[sentence, slots].flatten(0, 1).transpose(1, 2).contiguous() for kv in (keys, values)
+    )
+    rows = query.view(b * m, 1, h, d).transpose(1, 2)
+    return (
+        lambda: F.scaled_dot_product_attention(rows, own_keys, own_values).transpose(1, 2).reshape(b, m, h, d),
+        lambda: beam_attention(query, keys, values, mask, d**-0.5),
+    )
+
+
+def _norm(rig: Rig, r: int, d: int, rms: bool) -> tuple[Call, Call]:
+    import torch
+    from torch.nn import functional as F
+
+    from fastgen.ops.norm import norm
+
+    x, residual, weight, bias = rig.randn(r, d), rig.randn(r, d), rig.randn(d), rig.randn(d)
+
+    def root_mean_square() -> Any:
+        total = x + residual
+        wide = total.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return weight * wide.to(rig.dtype), total
+
+    def layer_norm() -> Any:
+        total = x + residual
+        return F.layer_norm(total, (d,), weight, bias, 1e-6), total
+
+    if rms:
+        return root_mean_square, lambda: norm(x, weight, eps=1e-6, residual=residual, rms=True)
+    return layer_norm, lambda: norm(x, weight, bias, 1e-6, residual)
+
+
+def _activation(rig: Rig, r: int, d: int, gated: bool) -> tuple[Call, Call]:
+    from torch.nn import functional as F
+
+    from fastgen.ops.activation import fused_activation
+
+    x, gate, bias = rig.randn(r, d), rig.randn(r, d), rig.randn(d)
+    if gated:
+        return lambda: F.silu(x) * gate, lambda: fused_activation(x, "silu", gate=gate)
+    return lambda: F.gelu(x + bias), lambda: fused_activation(x, "gelu", bias)
+
+
+def _sample(rig: Rig, r: int, v: int) -> tuple[Call, Call]:
+    import torch
+    from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+
+    from fastgen.ops.sample import sample
+
+    logits = rig.randn(r, v) * 3
+    warpers = TopKLogitsWarper(50), TopPLogitsWarper(0.9)
+
+    def stock() -> Any:
+        scores = logits
+        for warper in warpers:
+            scores = warper(None, scores)
+        return torch.multinomial(scores.softmax(-1), 1)[:, 0]
+
+    return stock, lambda: sample(logits, top_k=50, top_p=0.9)
+
+
+def _reorder(rig: Rig, b: int, m: int, t: int, h: int, d: int) -> tuple[Call, Call]:
+    import torch
+
+    from fastgen.ops.cache import reorder_rows_
+
+    keys, values = rig.randn(b * m, h, t, d), rig.randn(b * m, h, t, d)
+    table = torch.zeros(b, m, t * m, device=rig.device)
+    parents = rig.integers(m, b, m)
+    index = (parents + torch.arange(b, device=rig.device)[:, None] * m).flatten()
+    return lambda: (keys.index_select(0, index), values.index_select(0, index)), lambda: reorder_rows_(table, parents)
+
+
+def same(op: str, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
+    """Return the comparison of an operation's outputs with its baseline's."""
+    import torch
+
+    from fastgen.cli.measure import Verdict
+
+    tolerance = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
+
+    def agree(a: Any, b: Any) -> Verdict:
+        if op in ("sample", "cache"):  # random numbers of its own; another form of the same information
+            return Verdict(True)
+        pairs = zip(a, b, strict=True) if isinstance(a, tuple) else [(a, b)]
+        for one, other in pairs:
+            if one.dtype == torch.int64:
+                if bool((one != other).any()) and float((one != other).float().mean()) > 0.05:  # near ties
+                    return Verdict(False, note="other indices")
+            elif not torch.allclose(one.float(), other.float(), atol=tolerance, rtol=tolerance):
+                return Verdict(False, note=f"{float((one - other).abs().nan_to_num(0).max()):.2e} apart")
+        return Verdict(True)
+
+    return agree
+
+
+def repeated(call: Call, device: str, seconds: float) -> tuple[Call, int]:
+    """Return a call of as many repetitions as last about `seconds`, and how many; on CUDA as a graph where possible."""
+    import torch
+
+    result = call()
+    if device == "cpu":
+        times = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+        count = max(1, min(1_000, round(seconds / max(min(times), 1e-7))))
+
+        def many() -> Any:
+            for _ in range(count - 1):
+                call()
+            return call()
+
+        return many, count
+    count = 20
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(count):
+                result = call()
+    except RuntimeError:  # the host looks at the device in between: timed as it is
+        torch.cuda.synchronize()
+        return call, 1
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay, count
+
+
+def copy_bandwidth(device: str) -> float:
+    """Return the bytes per second that a plain copy of 1 GiB (CPU: 256 MiB) reads and writes."""
+    import torch
+
+    source = torch.zeros(2**28 if device.startswith("cuda") else 2**26, device=device)
+    target, best = torch.empty_like(source), math.inf
+    for _ in range(8):
+        synchronize(device)
+        begin = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * source.nbytes / best
+
+
+def synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def measure(row: Row, rig: Rig, rounds: int, seconds: float, bandwidth: float) -> dict[str, Any]:
+    """Time one row; what differs has no times."""
+    import torch
+
+    from fastgen.cli.measure import compare
+
+    torch.manual_seed(0)
+    baseline, candidate = row.make(rig)
+    check = same(row.op, rig.dtype)
+    verdict = check(baseline(), candidate())
+    if not verdict.equal:
+        return {"equal": False, "note": verdict.note}
+    (one, times), (other, more) = (repeated(call, rig.device, seconds) for call in (baseline, candidate))
+    outcome = compare(one, other, rounds, check, synchronize=lambda: synchronize(rig.device))
+    if not outcome.equal:
+        return {"equal": False, "note": outcome.note}
+    before, after = outcome.baseline_seconds / times, outcome.candidate_seconds / more
+    scale = more / times
+    needed = row.bytes(rig)
+    return {
+        "equal": True,
+        "baseline_us": before * 1e6,
+        "candidate_us": after * 1e6,
+        "ratio": outcome.ratio * scale,
+        "low": outcome.low * scale,
+        "high": outcome.high * scale,
+        "bytes": needed,
+        "gb_per_s": needed / after / 1e9,
+        "share_of_copy": needed / after / bandwidth,
+        "target": row.target.get(rig.device.partition(":")[0]),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the rows that the arguments name; return the exit status."""
+    table = list(rows())
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=(__doc__ or "").split("\n\n", 1)[0])
+    parser.add_argument(
+        "--op", nargs="+", choices=sorted({row.op for row in table}), metavar="NAME", help="default: all"
+    )
+    parser.add_argument("--list", action="store_true", help="print the rows, and end")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "float16", "bfloat16"], help="default: float32"
+    )
+    parser.add_argument("--threads", type=positive, metavar="N", help="torch's CPU threads (default: torch's choice)")
+    parser.add_argument("--rounds", type=positive, default=11, metavar="N", help="default: 11")
+    parser.add_argument(
+        "--seconds", type=float, default=0.01, help="how long one sample lasts on a CPU (default: 0.01)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    args = parser.parse_args(argv)
+    chosen = [row for row in table if not args.op or row.op in args.op]
+    if args.list:
+        print("\n".join(row.name for row in chosen))
+        return 0
+    import torch
+
+    from fastgen.cli.measure import environment
+    from fastgen.ops.counts import calls
+
+    torch.set_grad_enabled(False)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    rig = Rig(args.device, getattr(torch, args.dtype))
+    bandwidth = copy_bandwidth(args.device)
+    print(
+        f"copy: {bandwidth / 1e9:.0f} GB/s\n"
+        f"{'operation':<62}{'without':>11}{'fastgen':>11}{'ratio':>8}{'GB/s':>7}{'of copy':>8}"
+    )
+    results: dict[str, Any] = {}
+    for row in chosen:
+        found = results[row.name] = measure(row, rig, args.rounds, args.seconds, bandwidth)
+        if not found["equal"]:
+            print(f"{row.name:<62}outputs differ, no speed given: {found['note']}", flush=True)
+            continue
+        missed = f"  BELOW {found['target']:g}x" if found["target"] and found["ratio"] < found["target"] else ""
+        print(
+            f"{row.name:<62}{found['baseline_us']:>8.1f} us{found['candidate_us']:>8.1f} us{found['ratio']:>7.2f}x"
+            f"{found['gb_per_s']:>7.0f}{found['share_of_copy']:>8.0%}{missed}",
+            flush=True,
+        )
+    folder = args.out or RESULTS / hardware(args.device)
+    file = folder / f"ops{'' if args.dtype == 'float32' else f'_{args.dtype}'}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {
+        "kind": "ops",
+        "environment": environment(),
+        "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
+        "copy_gb_per_s": bandwidth / 1e9,
+        "paths": {f"{op} {path}": count for (op, path), count in sorted(calls.items())},
+        "result": results,
+    }
+    file.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    return 0 if all(found["equal"] for found in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

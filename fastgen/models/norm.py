@@ -1,0 +1,82 @@
+"""RMSNorm modules of a live model through `ops.norm`: one pass where transformers' own make four to six."""
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fastgen.models.instance import untouched
+from fastgen.ops.norm import norm, norm_reference
+
+_EPS = ("variance_epsilon", "eps")  # names of the attribute that transformers' classes have
+
+
+class RMSNorm:
+    """The forward of one RMSNorm while it is routed; offset: 1 where the weight is a difference from one."""
+
+    def __init__(self, module: nn.Module, eps: float, offset: float) -> None:
+        self.module: Any = module  # as nn.Module knows no weight
+        self.eps, self.offset = eps, offset
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        weight = self.module.weight
+        if hidden_states.dtype != weight.dtype or hidden_states.dtype == torch.float64 or torch.is_grad_enabled():
+            return type(self.module).forward(self.module, hidden_states)
+        return norm(hidden_states, weight, eps=self.eps, rms=True, offset=self.offset)[0]
+
+    def __reduce__(self) -> Any:
+        """A model copied or pickled while it generates gets its modules' own forward."""
+        return getattr, (self.module, "forward")
+
+
+_offsets: "WeakKeyDictionary[type, float | None]" = WeakKeyDictionary()
+
+
+def applies(model: nn.Module) -> bool:
+    """Whether the norms of a model are worth routing: not in fp64, where transformers' own compute in fp32."""
+    weight = next(iter(model.parameters()), None)
+    if weight is None:
+        return False
+    return weight.dtype == torch.float32 or (weight.dtype != torch.float64 and weight.device.type == "cuda")
+
+
+def norms(model: nn.Module) -> Iterator[RMSNorm]:
+    """Yield a forward for each RMSNorm of a class of transformers' own, which is known by what it computes."""
+    for module in model.modules():
+        kind = type(module)
+        if not kind.__name__.endswith("Norm") or not kind.__module__.startswith("transformers."):
+            continue
+        eps = next((value for name in _EPS if isinstance(value := getattr(module, name, None), float)), None)
+        if eps is None or not _is_plain(module):
+            continue
+        if kind not in _offsets:
+            _offsets[kind] = _offset(module, eps)
+        offset = _offsets[kind]
+        if offset is not None:
+            yield RMSNorm(module, eps, offset)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    alone = len(module._parameters) == 1 and not module._modules and not module._buffers
+    return alone and type(weight) is nn.Parameter and weight.dim() == 1 and untouched(module)
+
+
+def _offset(module: nn.Module, eps: float) -> float | None:
+    """0 or 1 where the module's class computes an RMSNorm with that offset, None where it computes anything else."""
+    parameter: Any = module.weight
+    weight = torch.linspace(0.5, 1.5, len(parameter), device=parameter.device)
+    x = torch.linspace(-3, 2, 2 * len(parameter), device=parameter.device).view(2, -1).sin()
+    with torch.no_grad():
+        try:
+            found = functional_call(module, {"weight": weight}, (x,))
+        except (RuntimeError, TypeError, ValueError):
+            return None
+        for offset in (0.0, 1.0):
+            wanted = norm_reference(x, weight, eps=eps, rms=True, offset=offset)[0]
+            if found.shape == wanted.shape and found.dtype == wanted.dtype and torch.allclose(found, wanted, atol=1e-5):
+                return offset
+    return None

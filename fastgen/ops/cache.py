@@ -1,0 +1,139 @@
+"""The moves of keys, values and beam tables that a decode step makes, each in one launch and in place.
+
+Sources: FasterTransformer (an indirection table is reordered, keys and values are not); Hoang et al. 2018 (Amun),
+section 2.1 (finished sentences leave).
+"""
+
+from torch import Tensor
+
+from fastgen.ops.dispatch import cdiv, constexpr, jit, launch, power_of_two, tl, use_triton
+
+
+def write_slots_reference(buffer: Tensor, new: Tensor, start: int) -> Tensor:
+    """Return a copy of buffer with one token of every beam written at its slot.
+
+    Args:
+        buffer: (B, H, N, D), the slots of B sentences.
+        new: (B * M, H, 1, D), keys or values of the newest token.
+        start: the first of the M slots; beam m writes slot start + m.
+    """
+    beams = new.shape[0] // max(1, buffer.shape[0])
+    buffer = buffer.clone()
+    buffer[:, :, start : start + beams] = new.view(-1, beams, new.shape[1], new.shape[3]).transpose(1, 2)
+    return buffer
+
+
+def write_slots_(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, start: int) -> None:
+    """Write the keys and values of one token of every beam into their slots; arguments as `write_slots_reference`.
+
+    Raises:
+        ValueError: on shapes that do not fit; the message holds them.
+    """
+    b, h, _, d = keys.shape
+    m = new_keys.shape[0] // max(1, b)
+    for buffer, new in ((keys, new_keys), (values, new_values)):
+        if new.shape != (b * m, buffer.shape[1], 1, buffer.shape[3]) or start < 0 or start + m > buffer.shape[2]:
+            raise ValueError(
+                f"{tuple(new.shape)} (B * M, H, 1, D) at slot {start} of {tuple(buffer.shape)} (B, H, N, D)"
+            )
+    able = keys.shape == values.shape and new_keys.numel() > 0
+    if not use_triton("cache", keys, values, new_keys, new_values, able=able):
+        for buffer, new in ((keys, new_keys), (values, new_values)):
+            buffer[:, :, start : start + m] = new.view(b, m, new.shape[1], new.shape[3]).transpose(1, 2)
+        return
+    launch(
+        _write_slots_kernel, (b * m, h), keys, values, new_keys, new_values, m, d, start, *keys.stride(),
+        *values.stride(), *new_keys.stride()[:2], new_keys.stride(3), *new_values.stride()[:2], new_values.stride(3),
+        BLOCK=power_of_two(d),
+    )  # fmt: skip
+
+
+def move_sentences_(buffer: Tensor, to: Tensor, origin: Tensor) -> None:
+    """Copy the sentences `origin` over the sentences `to`, both (N,) int64, of buffer (B, H, N, D), in place.
+
+    No sentence may be in both, nor twice in `to`.
+
+    Raises:
+        ValueError: on shapes that do not fit; the message holds them.
+    """
+    if to.dim() != 1 or to.shape != origin.shape or buffer.dim() != 4:
+        raise ValueError(
+            f"to {tuple(to.shape)}, origin {tuple(origin.shape)}, buffer {tuple(buffer.shape)} (B, H, N, D)"
+        )
+    size = buffer.shape[2] * buffer.shape[3]
+    able = buffer[:1, :1].is_contiguous() and buffer.numel() > 0 and to.shape[0] > 0
+    if not use_triton("cache", buffer, to, origin, able=able):
+        for place, sentence in zip(to.tolist(), origin.tolist(), strict=True):
+            buffer[place] = buffer[sentence]
+        return
+    block = 4096
+    launch(
+        _move_sentences_kernel, (to.shape[0], buffer.shape[1], cdiv(size, block)), buffer, to, origin, size,
+        *buffer.stride()[:2], BLOCK=block,
+    )  # fmt: skip
+
+
+def reorder_rows_reference(table: Tensor, parents: Tensor) -> Tensor:
+    """Return table (B, M, N) with row m of sentence b replaced by its row parents[b, m]; parents (B, M) int64."""
+    return table.gather(1, parents[:, :, None].expand(-1, -1, table.shape[2]))
+
+
+def reorder_rows_(table: Tensor, parents: Tensor) -> None:
+    """Reorder the beams of a table in place; arguments as `reorder_rows_reference`.
+
+    Raises:
+        ValueError: on shapes that do not fit; the message holds them.
+    """
+    if table.dim() != 3 or parents.shape != table.shape[:2]:
+        raise ValueError(f"table {tuple(table.shape)} must be (B, M, N) and parents {tuple(parents.shape)} (B, M)")
+    b, m, n = table.shape
+    if not use_triton("cache", table, parents, able=table.numel() > 0 and m <= 128):
+        table.copy_(reorder_rows_reference(table, parents))
+        return
+    block = min(power_of_two(n), max(16, 4096 // power_of_two(m)))
+    launch(
+        _reorder_rows_kernel, (b, cdiv(n, block)), table, parents, m, n, *table.stride(), *parents.stride(),
+        BEAMS=power_of_two(m), BLOCK=block,
+    )  # fmt: skip
+
+
+@jit
+def _write_slots_kernel(
+    keys_ptr, values_ptr, new_keys_ptr, new_values_ptr, beams, dims, start, keys_b, keys_h, keys_n, keys_d, values_b,
+    values_h, values_n, values_d, new_keys_r, new_keys_h, new_keys_d, new_values_r, new_values_h, new_values_d,
+    BLOCK: constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    sentence, slot = row // beams, start + row % beams
+    dim = tl.arange(0, BLOCK)
+    there = dim < dims
+    keys = tl.load(new_keys_ptr + row * new_keys_r + head * new_keys_h + dim * new_keys_d, mask=there)
+    values = tl.load(new_values_ptr + row * new_values_r + head * new_values_h + dim * new_values_d, mask=there)
+    tl.store(keys_ptr + sentence * keys_b + head * keys_h + slot * keys_n + dim * keys_d, keys, mask=there)
+    tl.store(values_ptr + sentence * values_b + head * values_h + slot * values_n + dim * values_d, values, mask=there)
+
+
+@jit
+def _move_sentences_kernel(buffer_ptr, to_ptr, origin_ptr, size, sentence_stride, head_stride, BLOCK: constexpr):
+    pair, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = head * head_stride + tl.program_id(2).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK) < size
+    values = tl.load(buffer_ptr + tl.load(origin_ptr + pair) * sentence_stride + at, mask=inside)
+    tl.store(buffer_ptr + tl.load(to_ptr + pair) * sentence_stride + at, values, mask=inside)
+
+
+@jit
+def _reorder_rows_kernel(
+    table_ptr, parents_ptr, beams, count, table_b, table_m, table_n, parents_b, parents_m, BEAMS: constexpr,
+    BLOCK: constexpr,
+):  # fmt: skip
+    """All beams of some columns: every row is read before one is written."""
+    sentence = tl.program_id(0).to(tl.int64)
+    beam = tl.arange(0, BEAMS)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    parents = tl.load(parents_ptr + sentence * parents_b + beam * parents_m, mask=beam < beams, other=0)
+    there = (beam < beams)[:, None] & (column < count)[None, :]
+    table_ptr += sentence * table_b
+    rows = tl.load(table_ptr + (parents * table_m)[:, None] + (column * table_n)[None, :], mask=there)
+    tl.debug_barrier()  # the rows of one column may lie with several threads
+    tl.store(table_ptr + (beam * table_m)[:, None] + (column * table_n)[None, :], rows, mask=there)

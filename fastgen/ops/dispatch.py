@@ -1,0 +1,88 @@
+"""Which implementation of an operation runs: Triton's kernel or the reference in torch, and how often each did.
+
+On a CUDA device with Triton installed the kernel runs, elsewhere the reference, which is written for speed too.
+FASTGEN_OPS=reference asks for the reference everywhere, FASTGEN_OPS=triton for kernels, on a CPU too under Triton's
+interpreter (TRITON_INTERPRET=1). This module is the only one that imports Triton: where it is missing, or torch is
+built for CPUs alone, kernels are plain functions that nobody calls.
+"""
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastgen import config
+from fastgen.ops.counts import calls, launches
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run as numpy on the CPU; Triton reads the variable when a kernel is declared."""
+
+triton: Any = None
+tl: Any = None
+if INTERPRETED or torch.version.cuda is not None:
+    try:
+        triton = importlib.import_module("triton")
+        tl = importlib.import_module("triton.language")
+    except ImportError:
+        pass
+
+if TYPE_CHECKING:
+    constexpr = Any  # what a kernel's constants are declared as
+else:
+    constexpr = int if tl is None else tl.constexpr
+
+
+def jit(kernel: Callable[..., Any]) -> Any:
+    """Declare a kernel."""
+    return kernel if triton is None else triton.jit(kernel)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Run a kernel on a grid of programs, on the device of its first argument."""
+    launches[kernel.__name__] += 1
+    first = args[0]
+    if first.device.type == "cuda":
+        with torch.cuda.device(first.device):
+            kernel[grid](*args, **constants)
+    else:
+        kernel[grid](*args, **constants)
+
+
+def runs_kernels(tensor: Tensor) -> bool:
+    """Say whether kernels run on the device of a tensor, for shapes that they cover."""
+    wanted = config.settings().ops
+    if triton is None or tensor.device.type not in ("cpu", "cuda"):
+        return False
+    return INTERPRETED and wanted == "triton" if tensor.device.type == "cpu" else wanted != "reference"
+
+
+def use_triton(operation: str, *tensors: Tensor | None, able: bool = True) -> bool:
+    """Decide whether `operation` runs its kernel on these tensors, and count it.
+
+    Args:
+        able: whether the kernel covers these shapes and dtypes.
+    Raises:
+        RuntimeError: FASTGEN_OPS=triton and there are no kernels.
+    """
+    if triton is None and config.settings().ops == "triton":
+        raise RuntimeError(
+            "FASTGEN_OPS=triton, but there are no kernels here: Triton is not installed (`pip install triton`), or "
+            "torch is built for CPUs and TRITON_INTERPRET=1 is not set"
+        )
+    given = [tensor for tensor in tensors if tensor is not None]
+    chosen = able and runs_kernels(given[0]) and all(tensor.device == given[0].device for tensor in given)
+    calls[operation, "triton" if chosen else "reference"] += 1
+    return chosen
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def cdiv(number: int, by: int) -> int:
+    """Return number / by, rounded up."""
+    return -(-number // by)

@@ -1,0 +1,685 @@
+"""Every Triton kernel against its reference: under the interpreter without a GPU, compiled with one (`gpu`).
+
+A kernel's outputs are poisoned before it runs, its launches are counted, and a mutant of each kernel, the file of the
+operation with one place changed, must fail the same checks.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
+
+from fastgen import config
+from fastgen.ops import activation, beam_attention, cache, dispatch, kbest, ngram_block, norm, sample, token_mask
+from fastgen.ops.counts import calls
+from tests import zoo
+from tests.parity import assert_same
+
+INF = torch.inf
+HALVES = [torch.float16, torch.bfloat16]
+FLOATS = [torch.float32, *HALVES]
+interpreted = pytest.mark.skipif(not dispatch.INTERPRETED, reason="kernels are compiled where there is a GPU")
+
+
+@pytest.fixture(params=[pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are asked for, and what they do not write is NaN, or a number that no test expects."""
+    monkeypatch.setenv("FASTGEN_OPS", "triton")
+    config.reload()
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **kwargs: (
+            t.fill_(torch.nan) if (t := make(*args, **kwargs)).is_floating_point() else t.fill_(-(2**30) - 7)
+        )
+
+    monkeypatch.setattr(torch, "empty", poisoned(empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(empty_like))
+    yield
+    monkeypatch.undo()
+    config.reload()
+
+
+def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(device, dtype)
+
+
+def _integers(*shape: int, below: int, seed: int = 0, device: str = "cpu") -> Tensor:
+    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+class _Watched:
+    """Within it, tensors stay as they are, and the kernels named run, each as often as said."""
+
+    def __init__(self, *inputs: Tensor | None, **expected: int) -> None:
+        self.inputs = [tensor for tensor in inputs if tensor is not None]
+        self.expected = expected
+
+    def __enter__(self) -> None:
+        self.copies = [tensor.clone() for tensor in self.inputs]
+        self.before = dispatch.launches.copy()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            return
+        for tensor, copy in zip(self.inputs, self.copies, strict=True):
+            assert torch.equal(tensor.nan_to_num(7.0), copy.nan_to_num(7.0)), "an input was modified"
+        ran = dispatch.launches - self.before
+        assert ran == {f"_{name}_kernel": count for name, count in self.expected.items()}
+
+
+def _close(found: Tensor, reference: Tensor, exact: Tensor, floor: float) -> None:
+    """The error is at most twice that of the reference in the same dtype, and a little.
+
+    Triton's interpreter cuts bfloat16 off where a device rounds it.
+    """
+    factor = 6 if dispatch.INTERPRETED and reference.dtype == torch.bfloat16 else 2
+    assert found.shape == exact.shape
+    assert torch.equal(found.isnan(), exact.isnan())
+    difference, allowed = (
+        (x.double() - exact.double()).masked_fill(exact.isnan(), 0).nan_to_num(0, 0, 0) for x in (found, reference)
+    )
+    assert torch.equal(found.isinf(), reference.isinf())
+    assert float(difference.abs().max()) <= factor * float(allowed.abs().max()) + floor
+
+
+FLOOR = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+
+
+# k-best
+
+
+def _check_kbest(ops: Any, device: str, b: int, m: int, v: int, k: int, dtype: torch.dtype, **given: Any) -> Any:
+    logits = _randn(b, m, v, dtype=dtype, device=device) * 3
+    scores = _randn(b, m, seed=1, device=device)
+    return _check_kbest_of(ops, logits, scores, k, **given)
+
+
+def _check_kbest_of(ops: Any, logits: Tensor, scores: Tensor, k: int, **given: Any) -> Any:
+    """Values are those of the reference; indices name tokens that have them, each once, ties with the lowest first."""
+    with _Watched(
+        logits, scores, *_tensors(given), part=1, merge=1, **({"add_tokens": 1} if "changes" in given else {})
+    ):
+        values, indices, normalisers = ops.kbest(logits, scores, k, **given, normalisers=True)
+    b, m, v = logits.shape
+    reference = ops.kbest_reference(logits.float(), scores, m * v, **given, normalisers=True)
+    torch.testing.assert_close(values, reference.values[:, :k], atol=2e-5, rtol=1e-5, equal_nan=True)
+    torch.testing.assert_close(normalisers, reference.normalisers, atol=2e-5, rtol=1e-5, equal_nan=True)
+    assert indices.dtype == torch.int64
+    assert bool(((indices >= 0) & (indices < m * v)).all())
+    by_index = torch.empty(b, m * v, device=logits.device).scatter_(1, reference.indices, reference.values)
+    torch.testing.assert_close(by_index.gather(1, indices), values, atol=2e-5, rtol=1e-5, equal_nan=True)
+    for row_values, row in zip(values.tolist(), indices.tolist(), strict=True):
+        finite = [i for i, value in zip(row, row_values, strict=True) if value > -INF]
+        assert len(set(finite)) == len(finite)
+    return indices
+
+
+def _tensors(given: dict[str, Any]) -> list[Tensor]:
+    return [
+        t for value in given.values() for t in (value if isinstance(value, tuple) else (value,)) if torch.is_tensor(t)
+    ]
+
+
+KBEST_SHAPES = [
+    (1, 1, 1, 1), (1, 1, 7, 7), (3, 5, 33, 10), (2, 3, 127, 6), (2, 3, 128, 6), (7, 1, 129, 2), (1, 4, 5_001, 8),
+    (2, 4, 4_096, 8), (2, 4, 4_097, 64), (3, 2, 9_000, 33),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("b", "m", "v", "k"), [*KBEST_SHAPES, (1, 4, 32_128, 8), (2, 4, 50_264, 8), (1, 1, 262_144, 64)]
+)
+def test_kbest(b: int, m: int, v: int, k: int, dtype: torch.dtype, device: str) -> None:
+    _check_kbest(kbest, device, b, m, v, k, dtype)
+
+
+def _edits(b: int, m: int, v: int, device: str) -> dict[str, Any]:
+    mask = token_mask.packed(_integers(b * m, v, below=3, seed=5, device=device) == 0)
+    count = min(v, 11)
+    tokens = torch.stack([torch.randperm(v, generator=torch.Generator().manual_seed(i))[:count] for i in range(b * m)])
+    tokens[:, ::4] = torch.tensor([-1, v, -7, v + 5])[: tokens[:, ::4].shape[1]]
+    changes = kbest.Changes(
+        tokens.to(device),
+        _randn(b * m, count, seed=6, device=device).abs() + 0.5,
+        _randn(b * m, count, seed=7, device=device) * 3,
+    )
+    forced = torch.full((b * m,), -1, device=device)
+    forced[::3] = _integers(len(forced[::3]), below=v, seed=8, device=device)
+    return {
+        "bias": _randn(v, seed=9, device=device),
+        "temperature": 0.7,
+        "banned": mask,
+        "changes": changes,
+        "forced": forced,
+    }
+
+
+@pytest.mark.parametrize("left_out", ["", "bias", "temperature", "banned", "changes", "forced"])
+@pytest.mark.parametrize(("b", "m", "v", "k"), [(1, 1, 7, 2), (3, 5, 33, 10), (2, 4, 5_001, 8)])
+def test_kbest_edits(b: int, m: int, v: int, k: int, left_out: str, device: str) -> None:
+    edits = _edits(b, m, v, device)
+    edits.pop(left_out, None)
+    _check_kbest(kbest, device, b, m, v, k, torch.float32, **edits)
+
+
+def _check_kbest_ties(ops: Any, device: str) -> None:
+    """Equal values: the lowest index first, across parts and beams too."""
+    logits = torch.zeros(2, 3, 9_000, device=device)
+    assert _check_kbest_of(ops, logits, torch.zeros(2, 3, device=device), 8).tolist() == [list(range(8))] * 2
+    logits[:, 1, [8_999, 5_000, 17]] = 4.0
+    logits[:, 2, 17] = 4.0
+    found = _check_kbest_of(ops, logits, torch.zeros(2, 3, device=device), 3)
+    assert found.tolist() == [[9_000 + 17, 9_000 + 5_000, 9_000 + 8_999]] * 2 or found[0, 0] == 18_000 + 17
+
+
+@pytest.mark.parametrize("k", [1, 8])
+def test_kbest_infinite(device: str, k: int) -> None:
+    logits, scores = _randn(2, 3, 500, device=device), _randn(2, 3, seed=1, device=device)
+    logits[0, 1, 3:] = -INF  # few tokens left
+    _check_kbest_of(kbest, logits, scores, k)
+    banned = token_mask.packed(torch.ones(6, 500, dtype=torch.bool, device=device))
+    values, indices, _ = kbest.kbest(logits, scores, k, banned=banned)
+    assert bool((values == -INF).all())
+    assert bool(((indices >= 0) & (indices < 1_500)).all())
+    logits[1, 2, 7] = torch.nan
+    assert bool(kbest.kbest(logits, scores, k).values[1, 0].isnan())
+
+
+def test_kbest_ties(device: str) -> None:
+    _check_kbest_ties(kbest, device)
+
+
+def test_kbest_strided(device: str) -> None:
+    base = _randn(4, 6, 700, device=device)
+    _check_kbest_of(kbest, base[::2, 1:4, 50:650], _randn(3, 2, seed=1, device=device).t(), 8)
+
+
+def test_kbest_falls_back_by_itself(device: str) -> None:
+    """What the kernels do not cover, the reference computes."""
+    logits, scores = (
+        _randn(2, 3, 50, dtype=torch.float64, device=device),
+        _randn(2, 3, dtype=torch.float64, device=device),
+    )
+    with _Watched():
+        found = kbest.kbest(logits, scores, 5)
+    assert torch.equal(found.values, kbest.kbest_reference(logits, scores, 5).values)
+
+
+@pytest.mark.parametrize(("b", "m", "v", "k"), KBEST_SHAPES)
+def test_best_of_log_probs(b: int, m: int, v: int, k: int, device: str) -> None:
+    log_probs, scores = _randn(b, m, v, device=device).log_softmax(-1), _randn(b, m, seed=1, device=device)
+    with _Watched(log_probs, scores, part=1, merge=1):
+        values, indices = kbest.best_of_log_probs(log_probs, scores, k)
+    wanted = kbest.best_of_log_probs_reference(log_probs, scores, k)
+    assert torch.equal(values, wanted[0])
+    assert torch.equal(indices, wanted[1])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "v"), [(1, 1), (3, 33), (5, 4_097), (2, 50_264)])
+def test_argmax(rows: int, v: int, dtype: torch.dtype, device: str) -> None:
+    logits = _randn(rows, v, dtype=dtype, device=device)
+    with _Watched(logits, part=1):
+        assert torch.equal(kbest.argmax(logits), logits.argmax(-1))
+    logits[:, v // 2 :] = logits[:, : v - v // 2].max() + 1
+    assert kbest.argmax(logits).tolist() == [v // 2] * rows
+
+
+# Tokens and n-grams
+
+
+@pytest.mark.parametrize("v", [1, 31, 32, 33, 1_000])
+def test_token_mask(v: int, device: str) -> None:
+    _check_token_mask(token_mask, device, v)
+
+
+def _check_token_mask(ops: Any, device: str, v: int = 100) -> None:
+    sets = _integers(5, v, below=2, device=device).bool()
+    mask = ops.packed(sets)
+    assert torch.equal(ops.unpacked(mask, v), sets)
+    for tokens in (
+        _integers(5, 3, below=v + 40, seed=2, device=device) - 20,
+        _integers(1, 2_000, below=v, device=device),
+    ):
+        wanted = ops.add_tokens_reference(mask, tokens, v)
+        with _Watched(tokens, add_tokens=1):
+            found = ops.add_tokens_(mask.clone(), tokens, v)
+        assert torch.equal(found, wanted)
+        inside = tokens[0][(tokens[0] >= 0) & (tokens[0] < v)]
+        assert bool(ops.unpacked(found, v)[0, inside].all())
+
+
+def _check_ngrams(
+    ops: Any, device: str, rows: int, length: int, v: int, tokens: int, n: int, dtype: torch.dtype
+) -> None:
+    scores, ids = _randn(rows, v, dtype=dtype, device=device), _integers(rows, length, below=tokens, device=device)
+    for source in (
+        None,
+        _integers(max(1, rows // 3), 40, below=tokens, seed=3, device=device)[: 1 if rows % 3 else None],
+    ):
+        wanted = ops.ngram_block_reference(scores, ids, n, source)
+        text = length if source is None else 40
+        count = {"ngram": 1} if text >= n and length >= n - 1 else {}
+        found = scores.clone()
+        with _Watched(ids, source, **count):
+            assert ops.ngram_block_(found, ids, n, source) is found
+        assert torch.equal(found, wanted)
+        mask = token_mask.empty_mask(rows, v, scores.device)
+        ops.ngram_mask_(mask, ids, n, v, source)
+        assert torch.equal(token_mask.unpacked(mask, v), wanted == -INF)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("rows", "length", "v", "tokens"),
+    [(1, 1, 1, 1), (3, 33, 7, 9), (6, 130, 96, 4), (4, 1_500, 50_264, 9), (3, 4, 9, 9)],
+)
+def test_ngrams(rows: int, length: int, v: int, tokens: int, n: int, dtype: torch.dtype, device: str) -> None:
+    _check_ngrams(ngram_block, device, rows, length, v, tokens, n, dtype)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_ngrams_are_the_toolkits(n: int, device: str) -> None:
+    scores, ids, source = (
+        _randn(6, 20, device=device),
+        _integers(6, 30, below=6, device=device),
+        _integers(2, 12, below=6),
+    )
+    wanted = NoRepeatNGramLogitsProcessor(n)(ids, scores)
+    assert torch.equal(ngram_block.ngram_block_(scores.clone(), ids, n), wanted)
+    wanted = EncoderNoRepeatNGramLogitsProcessor(n, source)(ids, scores)
+    assert torch.equal(ngram_block.ngram_block_(scores.clone(), ids, n, source.to(device)), wanted)
+
+
+def test_ngrams_strided(device: str) -> None:
+    scores, ids = _randn(12, 40, device=device), _integers(20, 12, below=5, device=device)
+    wanted = ngram_block.ngram_block_reference(scores[::2, ::4], ids[:, ::2].t(), 2)
+    kept = scores[1::2].clone()
+    assert torch.equal(ngram_block.ngram_block_(scores[::2, ::4], ids[:, ::2].t(), 2), wanted)
+    assert torch.equal(scores[1::2], kept)
+
+
+# Attention of beams
+
+
+def _check_attention(
+    ops: Any, device: str, b: int, m: int, h: int, kv: int, n: int, d: int, dtype: torch.dtype = torch.float32,
+    softcap: float | None = None, mask_shape: tuple[int, ...] | None = None,
+) -> None:  # fmt: skip
+    query = _randn(b, m, h, d, dtype=dtype, device=device)
+    room = n + 5
+    keys, values = (_randn(b, kv, room, d, seed=s, dtype=dtype, device=device)[:, :, :n] for s in (1, 2))
+    mask = None
+    if mask_shape is not None:
+        mask = _randn(*mask_shape, seed=3, dtype=dtype, device=device)
+        mask[..., 1::2] = -INF
+    scale = d**-0.5
+    with _Watched(query, keys, values, mask):
+        pass
+    before = dispatch.launches["_attention_kernel"]
+    found = ops.beam_attention(query, keys, values, mask, scale, softcap)
+    assert dispatch.launches["_attention_kernel"] == before + 1
+    assert (found.shape, found.dtype) == (query.shape, dtype)
+    reference = ops.beam_attention_reference(query, keys, values, mask, scale, softcap)
+    wide = (x if x is None else x.double() for x in (query, keys, values, mask))
+    _close(found, reference, ops.beam_attention_reference(*wide, scale, softcap), FLOOR[dtype])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("d", [32, 64, 80, 96, 128, 256])
+def test_attention_dims(d: int, dtype: torch.dtype, device: str) -> None:
+    _check_attention(beam_attention, device, 2, 3, 4, 2, 70, d, dtype, None, (2, 1, 3, 70))
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(
+    ("b", "m", "h", "kv", "n"),
+    [(1, 1, 1, 1, 1), (3, 5, 6, 2, 33), (1, 4, 8, 1, 129), (2, 1, 4, 2, 17), (1, 4, 2, 2, 1_100), (2, 16, 8, 1, 65)],
+)
+def test_attention(b: int, m: int, h: int, kv: int, n: int, softcap: float | None, device: str) -> None:
+    _check_attention(beam_attention, device, b, m, h, kv, n, 8, softcap=softcap)
+    for shape in ((b, 1, m, n), (1, 1, 1, n), (b, 1, 1, n), (1, h, 1, n), (b, h, m, n), (1, h, m, n)):
+        _check_attention(beam_attention, device, b, m, h, kv, n, 8, softcap=softcap, mask_shape=shape)
+
+
+def test_attention_in_parts(device: str) -> None:
+    """Few sentences: the keys are split over programs, and the parts are added up."""
+    before = dispatch.launches["_sum_parts_kernel"]
+    _check_attention(beam_attention, device, 1, 4, 2, 2, 1_100, 64, mask_shape=(1, 1, 4, 1_100))
+    assert dispatch.launches["_sum_parts_kernel"] == before + 1
+
+
+def test_attention_rows_that_see_nothing(device: str) -> None:
+    for n in (9, 1_100):
+        query, keys, values = (_randn(1, *s, device=device) for s in ((3, 2, 8), (2, n, 8), (2, n, 8)))
+        mask = torch.zeros(1, 1, 3, n, device=device)
+        mask[:, :, 2] = -INF
+        found = beam_attention.beam_attention(query, keys, values, mask, 1.0)
+        assert torch.equal(found.isnan().flatten(2).all(2), torch.tensor([[False, False, True]], device=device))
+
+
+# Norms and activation functions
+
+
+def _check_norm(
+    ops: Any, device: str, rows: int, d: int, dtype: torch.dtype, rms: bool, weight: bool, bias: bool, residual: bool,
+    added: bool,
+) -> None:  # fmt: skip
+    x = _randn(rows, 1, d, dtype=dtype, device=device) * 3 + 1
+    parameters = [_randn(d, seed=i, dtype=dtype, device=device) if on else None for i, on in ((1, weight), (2, bias))]
+    other = _randn(rows, 1, d, seed=3, dtype=dtype, device=device) if residual else None
+    linear = _randn(d, seed=4, dtype=dtype, device=device) if added else None
+    with _Watched(x, *parameters, other, linear, norm=1):
+        found, total = ops.norm(x, *parameters, 1e-5, other, linear, rms)
+    reference, wanted_total = ops.norm_reference(x, *parameters, 1e-5, other, linear, rms)
+    wide = [None if t is None else t.double() for t in (x, *parameters, other, linear)]
+    exact, exact_total = ops.norm_reference(wide[0], wide[1], wide[2], 1e-5, wide[3], wide[4], rms)
+    assert found.dtype == total.dtype == dtype
+    _close(found, reference, exact, FLOOR[dtype] * 4)
+    _close(total, wanted_total, exact_total, FLOOR[dtype])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize(("rows", "d"), [(1, 1), (5, 33), (3, 768), (2, 4_100)])
+def test_norm(rows: int, d: int, rms: bool, dtype: torch.dtype, device: str) -> None:
+    for given in range(16):
+        _check_norm(norm, device, rows, d, dtype, rms, *(bool(given >> i & 1) for i in range(4)))
+
+
+def test_norm_is_torchs(device: str) -> None:
+    x, weight, bias = _randn(4, 50, device=device), _randn(50, seed=1, device=device), _randn(50, seed=2, device=device)
+    found, total = norm.norm(x, weight, bias)
+    assert total is x
+    torch.testing.assert_close(found, torch.nn.functional.layer_norm(x, (50,), weight, bias))
+    torch.testing.assert_close(
+        norm.norm(x, weight, eps=1e-6, rms=True)[0], torch.nn.functional.rms_norm(x, (50,), weight, 1e-6)
+    )
+
+
+def _check_activation(ops: Any, device: str, kind: str, dtype: torch.dtype, count: int = 1_100) -> None:
+    x, gate = (_randn(3, count, seed=s, dtype=dtype, device=device) * 4 for s in (0, 1))
+    bias = _randn(count, seed=2, dtype=dtype, device=device)
+    x[0, :3] = torch.tensor([INF, -INF, torch.nan])
+    for b, g in ((None, None), (bias, None), (None, gate), (bias, gate)):
+        with _Watched(x, b, g, activation=1):
+            found = ops.fused_activation(x, kind, b, g)
+        exact = ops.fused_activation_reference(*(t if not torch.is_tensor(t) else t.double() for t in (x, kind, b, g)))
+        reference = ops.fused_activation_reference(x, kind, b, g)
+        finite = exact.isfinite() & reference.isfinite()
+        assert bool((found.isfinite() | ~finite).all())
+        _close(found[finite], reference[finite], exact[finite], FLOOR[dtype] * 4)
+        assert bool(found[0, 2].isnan())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "silu"])
+def test_activation(kind: str, dtype: torch.dtype, device: str) -> None:
+    _check_activation(activation, device, kind, dtype)
+
+
+# Sampling
+
+FILTERS = [
+    {}, {"top_k": 1}, {"top_k": 5}, {"top_k": 10**6}, {"top_p": 0.9}, {"top_p": 1e-9}, {"min_p": 0.2}, {"min_p": 1.0},
+    {"top_k": 20, "top_p": 0.7, "min_p": 0.01, "temperature": 0.8},
+]  # fmt: skip
+
+
+def _check_sample(ops: Any, device: str, options: dict[str, Any], v: int = 40) -> None:
+    """Tokens come from those that the filters leave, as often as their probability says."""
+    bisected = "top_k" in options or "top_p" in options
+    draws = 10 if bisected and device == "cpu" else 200  # the interpreter needs a tenth of a second for a bisection
+    logits = (_randn(2, v, seed=4, device=device) * 2).repeat_interleave(draws, 0)
+    with _Watched(logits, sample=1):
+        tokens = ops.sample(logits, **options, generator=torch.Generator(device).manual_seed(0))
+    again = ops.sample(logits[:4], **options, generator=torch.Generator(device).manual_seed(0))
+    assert torch.equal(tokens[:4], again)
+    assert tokens.dtype == torch.int64
+    left = ops.filtered_reference(logits, **options)
+    assert bool((left.gather(1, tokens[:, None]) > -INF).all())
+    probabilities = left.softmax(-1)[::draws].double()
+    found = torch.nn.functional.one_hot(tokens, v).view(2, draws, v).double().mean(1)
+    deviation = (probabilities * (1 - probabilities) / draws).sqrt()
+    assert bool(((found - probabilities).abs() <= 5 * deviation + 1.5 / draws).all())
+    assert bool((tokens.view(2, draws)[0] != tokens[0]).any()) == bool(probabilities[0].max() < 0.999)
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_sample(options: dict[str, Any], device: str) -> None:
+    _check_sample(sample, device, options)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sample_of_a_large_vocabulary(dtype: torch.dtype, device: str) -> None:
+    logits = _randn(2, 9_001, dtype=dtype, device=device)
+    logits[:, 9_000] = 30
+    assert sample.sample(logits, top_p=0.9, top_k=50).tolist() == [9_000, 9_000]
+    logits[0, 4_000] = 60
+    assert sample.sample(logits, temperature=0.5, min_p=0.1).tolist() == [4_000, 9_000]
+
+
+def test_sample_reaches_what_equals_the_last(device: str) -> None:
+    """Four equal logits and top_k=2: all four are left."""
+    logits = torch.full((30, 6), -5.0, device=device)
+    logits[:, :4] = 1.0
+    assert set(sample.sample(logits, top_k=2).tolist()) == {0, 1, 2, 3}
+
+
+# Moves of the cache
+
+
+def _check_cache(ops: Any, device: str) -> None:
+    for dtype in FLOATS:
+        keys, values = (_randn(2, 3, 10, 5, seed=s, dtype=dtype, device=device) for s in (0, 1))
+        new_keys, new_values = (_randn(8, 1, 3, 5, seed=s, dtype=dtype, device=device).transpose(1, 2) for s in (2, 3))
+        wanted = [ops.write_slots_reference(b, n, 3) for b, n in ((keys, new_keys), (values, new_values))]
+        with _Watched(new_keys, new_values, write_slots=1):
+            ops.write_slots_(keys, values, new_keys, new_values, 3)
+        assert torch.equal(keys, wanted[0])
+        assert torch.equal(values, wanted[1])
+        buffer = _randn(6, 3, 2_000, 5, dtype=dtype, device=device)
+        wanted_buffer = buffer.clone()
+        wanted_buffer[[1, 0], :, :1_900] = wanted_buffer[[5, 4], :, :1_900]
+        with _Watched(move_sentences=1):
+            ops.move_sentences_(buffer[:, :, :1_900], *(torch.tensor(t, device=device) for t in ([1, 0], [5, 4])))
+        assert torch.equal(buffer, wanted_buffer)
+    for m, n in ((1, 1), (4, 37), (5, 3_000)):
+        for table in (_integers(3, m, n + 4, below=9, device=device), _randn(3, m, n + 4, device=device)):
+            parents = _integers(3, m, below=m, seed=1, device=device)
+            wanted = torch.cat([ops.reorder_rows_reference(table[:, :, :n], parents), table[:, :, n:]], 2)
+            with _Watched(parents, reorder_rows=1):
+                ops.reorder_rows_(table[:, :, :n], parents)
+            assert torch.equal(table, wanted)
+
+
+def test_cache(device: str) -> None:
+    _check_cache(cache, device)
+
+
+# What is asked for, and what is wrong
+
+
+@interpreted
+@pytest.mark.parametrize(("wanted", "ran"), [("auto", "reference"), ("reference", "reference"), ("triton", "triton")])
+def test_the_variable_chooses(wanted: str, ran: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTGEN_OPS", wanted)
+    config.reload()
+    before = dispatch.calls.copy()
+    norm.norm(_randn(2, 5), None)
+    assert dispatch.calls - before == {("norm", ran): 1}
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "triton", None)
+    with pytest.raises(RuntimeError, match="FASTGEN_OPS=triton, but there are no kernels here"):
+        norm.norm(_randn(2, 5), None)
+
+
+ZEROS = torch.zeros
+
+
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        (lambda: kbest.kbest(ZEROS(2, 3), ZEROS(2), 1), r"\(2, 3\)"),
+        (lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 7), "k = 7"),
+        (lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 0), "k = 0"),
+        (lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, temperature=0.0), r"temperature = 0\.0"),
+        (lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, bias=ZEROS(4)), r"bias \(4,\) must be \(3,\)"),
+        (lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, banned=ZEROS(2, 2)), r"banned \(2, 2\) must be \(2, 1\)"),
+        (lambda: ngram_block.ngram_block_(ZEROS(2, 3), ZEROS(2, 4), 0), "n = 0"),
+        (lambda: ngram_block.ngram_block_(ZEROS(2, 3), ZEROS(2, 4), 2, ZEROS(3, 4)), r"source \(3, 4\)"),
+        (lambda: ngram_block.ngram_mask_(ZEROS(2, 3), ZEROS(2, 4), 2, 300), "not that of 300 tokens"),
+        (lambda: token_mask.add_tokens_(ZEROS(2, 3), ZEROS(2, 4), 300), "not that of 300 tokens"),
+        (lambda: token_mask.add_tokens_(ZEROS(2, 3), ZEROS(3, 4), 96), r"tokens \(3, 4\)"),
+        (lambda: norm.norm(ZEROS(2, 3), ZEROS(4)), r"weight \(4,\) must be \(3,\)"),
+        (lambda: norm.norm(ZEROS(2, 3), None, residual=ZEROS(3)), r"residual \(3,\) must be \(2, 3\)"),
+        (lambda: activation.fused_activation(ZEROS(2, 3), "tanh"), "kind = 'tanh'"),
+        (lambda: activation.fused_activation(ZEROS(2, 3), "relu", ZEROS(2)), r"bias \(2,\) must be \(3,\)"),
+        (lambda: sample.sample(ZEROS(3)), r"\(3,\)"),
+        (lambda: sample.sample(ZEROS(2, 3), temperature=0.0), r"temperature = 0\.0"),
+        (lambda: sample.sample(ZEROS(2, 3), top_p=0.0), r"top_p = 0\.0"),
+        (lambda: sample.sample(ZEROS(2, 3), top_k=-1), "top_k = -1"),
+        (lambda: cache.write_slots_(ZEROS(2, 3, 4, 5), ZEROS(2, 3, 4, 5), *[ZEROS(4, 3, 1, 5)] * 2, 3), "slot 3"),
+        (lambda: cache.reorder_rows_(ZEROS(2, 3, 4), ZEROS(2, 4)), r"parents \(2, 4\)"),
+        (lambda: cache.move_sentences_(ZEROS(2, 3), ZEROS(1), ZEROS(1)), r"buffer \(2, 3\)"),
+    ],
+)  # fmt: skip
+def test_errors(call: Callable[[], object], shown: str) -> None:
+    with pytest.raises(ValueError, match=shown):
+        call()
+
+
+# Mutants
+
+_SMALL_ATTENTION = ("cpu", 2, 3, 4, 2, 70, 8)
+MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
+    "kbest: the end of the vocabulary": (
+        kbest, "inside = token < vocabulary", "inside = token <= vocabulary",
+        lambda ops: _check_kbest(ops, "cpu", 2, 3, 33, 40, torch.float32),
+    ),
+    "kbest: ties": (kbest, "(0x7FFFFFFF - index).to", "index.to", lambda ops: _check_kbest_ties(ops, "cpu")),
+    "kbest: bans": (
+        kbest, "(words >> (token % 32)) & 1", "(words >> (token % 31)) & 1",
+        lambda ops: _check_kbest(ops, "cpu", 2, 3, 500, 8, torch.float32, banned=_edits(2, 3, 500, "cpu")["banned"]),
+    ),
+    "kbest: the parts' maxima": (
+        kbest, "sums * tl.exp(highest - top[:, None])", "sums",
+        lambda ops: _check_kbest(ops, "cpu", 1, 2, 5_001, 8, torch.float32),
+    ),
+    "token mask: the end": (
+        token_mask, "(tokens < vocabulary))", "(tokens <= vocabulary))",
+        lambda ops: [_check_token_mask(ops, "cpu", v) for v in (33, 40, 1_000)],
+    ),
+    "ngram: newest tokens": (
+        ngram_block, "newest + i * id_stride", "newest + 0 * id_stride",
+        lambda ops: _check_ngrams(ops, "cpu", 6, 130, 96, 4, 3, torch.float32),
+    ),
+    "ngram: the last n-gram": (
+        ngram_block, "inside = start < starts", "inside = start < starts - 1",
+        lambda ops: _check_ngrams(ops, "cpu", 6, 8, 96, 96, 1, torch.float32),
+    ),
+    "attention: keys beyond the end": (
+        beam_attention, "scores = tl.where(is_slot[None, :], scores, float(\"-inf\"))", "scores = scores",
+        lambda ops: _check_attention(ops, *_SMALL_ATTENTION),
+    ),
+    "attention: the running softmax": (
+        beam_attention, "mixed = mixed * shrink[:, None] +", "mixed = mixed +",
+        lambda ops: _check_attention(ops, *_SMALL_ATTENTION),
+    ),
+    "attention: query heads of a key head": (
+        beam_attention, "kv_head * groups + row // beams", "kv_head + row // beams",
+        lambda ops: _check_attention(ops, *_SMALL_ATTENTION),
+    ),
+    "attention: parts": (
+        beam_attention, "mixed * share[:, None]", "mixed",
+        lambda ops: _check_attention(ops, "cpu", 1, 4, 2, 2, 1_100, 8),
+    ),
+    "norm: the mean over what is there": (
+        norm, "tl.where(inside, total - tl.sum(total, 0) / dims, 0.0)", "total - tl.sum(total, 0) / dims",
+        lambda ops: _check_norm(ops, "cpu", 5, 33, torch.float32, False, True, True, True, True),
+    ),
+    "norm: residual": (
+        norm, "RESIDUAL=residual is not None", "RESIDUAL=False",
+        lambda ops: _check_norm(ops, "cpu", 5, 33, torch.float32, True, True, True, True, False),
+    ),
+    "activation: the bias's place": (
+        activation, "at % dims", "at", lambda ops: _check_activation(ops, "cpu", "relu", torch.float32, 33),
+    ),
+    "sample: the last of k": (
+        sample, "count >= top_k, middle, low", "count > top_k, middle, low",
+        lambda ops: _check_sample(ops, "cpu", {"top_k": 1}),
+    ),
+    "sample: mass": (
+        sample, "_ordered(value) >= middle, tl.exp(value - highest)", "_ordered(value) >= middle, tl.exp(value)",
+        lambda ops: _check_sample(ops, "cpu", {"top_p": 0.9}),
+    ),
+    "cache: slots": (cache, "start + row % beams", "start + row // beams", lambda ops: _check_cache(ops, "cpu")),
+    "cache: parents": (cache, "(parents * table_m)", "(beam * table_m)", lambda ops: _check_cache(ops, "cpu")),
+    "cache: moves": (
+        cache, "* BLOCK + tl.arange(0, BLOCK) < size", "* BLOCK + tl.arange(0, BLOCK) < BLOCK",
+        lambda ops: _check_cache(ops, "cpu"),
+    ),
+}  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant(name: str, tmp_path: Path) -> None:
+    """The checks fail on the operation's file with one place changed, and pass on the file as it is."""
+    module, old, new, check = MUTANTS[name]
+    assert module.__file__
+    source = Path(module.__file__).read_text("utf-8")
+    assert source.count(old) == 1, f"{old!r} must be one place of {module.__file__}"
+    check(module)
+    changed = tmp_path / "mutant.py"
+    changed.write_text(source.replace(old, new), "utf-8")
+    spec = importlib.util.spec_from_file_location("mutant", changed)
+    assert spec is not None
+    assert spec.loader is not None
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    with pytest.raises(AssertionError):
+        check(mutant)
+
+
+# The way of a call
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama", "gemma2", "marian"])
+@pytest.mark.parametrize(
+    ("options", "ran"),
+    [
+        ({"num_beams": 3, "no_repeat_ngram_size": 2, "min_new_tokens": 4}, {"kbest", "ngram_block", "cache"}),
+        ({"num_beams": 4, "num_return_sequences": 2, "early_stopping": True}, {"kbest", "cache"}),
+        ({"num_beams": 2, "repetition_penalty": 1.3, "return_dict_in_generate": True}, {"kbest"}),
+        ({"no_repeat_ngram_size": 2}, {"argmax", "ngram_block"}),
+    ],
+    ids=["beams", "sequences", "processors", "greedy"],
+)  # fmt: skip
+def test_generate(family: str, options: dict[str, Any], ran: set[str], device: str) -> None:
+    """The same tokens as transformers', by the kernels."""
+    model = zoo.build(family, torch.float32).to(device)
+    before = calls.copy()
+    inputs = {name: value.to(device) for name, value in zoo.batch(model, 3, 7).items()}
+    result = assert_same(model, inputs | options | {"max_new_tokens": 8}, tolerance=1e-4)
+    assert result.error is None
+    used = {operation for operation, path in calls - before if path == "triton"}
+    assert used >= ran | ({"beam_attention"} if "num_beams" in options else set())
+    assert ("norm" in used) == (family in ("t5", "llama", "gemma2"))
