@@ -64,12 +64,12 @@ def fused_activation(x: Tensor, kind: str, bias: Tensor | None = None, gate: Ten
     if kind not in _FUNCTIONS:
         raise ValueError(f"kind = {kind!r} is none of {', '.join(_FUNCTIONS)}")
     d = x.shape[-1] if x.dim() else 0
-    for name, tensor, shape in (("bias", bias, (d,)), ("gate", gate, x.shape)):
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} {tuple(tensor.shape)} must be {tuple(shape)} for x {tuple(x.shape)}")
-    able = x.dtype != torch.float64 and x.numel() > 0
-    able = able and all(t is None or t.is_contiguous() for t in (x, bias, gate))
-    if not use_triton("activation", x, bias, gate, able=able):
+    if (bias is not None and bias.shape != (d,)) or (gate is not None and gate.shape != x.shape):
+        given = {"bias": bias, "gate": gate}
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in given.items() if tensor is not None)
+        raise ValueError(f"{shapes} do not fit x {tuple(x.shape)}")
+    able = lambda: x.dtype != torch.float64 and all(t is None or t.is_contiguous() for t in (x, bias, gate))  # noqa: E731
+    if not use_triton("activation", able, x, bias, gate):
         return fused_activation_reference(x, kind, bias, gate)
     y = torch.empty_like(x)
     launch(

@@ -71,8 +71,10 @@ def beam_attention(
             f"query {tuple(query.shape)} (B, M, H, D) does not fit keys {tuple(keys.shape)} (B, Hkv, N, D)"
         )
     groups = h // kv_heads
-    able = query.dtype in (torch.float32, torch.float16, torch.bfloat16) and d <= DIMS and groups * m <= ROWS
-    if use_triton("beam_attention", query, keys, values, mask, able=able and query.numel() > 0 and n > 0):
+    able = lambda: (  # noqa: E731
+        query.dtype in (torch.float32, torch.float16, torch.bfloat16) and d <= DIMS and groups * m <= ROWS and n > 0
+    )
+    if use_triton("beam_attention", able, query, keys, values, mask):
         return _beam_attention_triton(query, keys, values, mask, scale, softcap)
     # (B, M, Hkv * G, D) -> (B, Hkv, G * M, D), side by side: the products of a transposed copy take twice as long.
     folded = query.view(b, m, kv_heads, groups, d).permute(0, 2, 3, 1, 4).contiguous().view(b, kv_heads, groups * m, d)

@@ -36,8 +36,7 @@ def write_slots_(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Ten
             raise ValueError(
                 f"{tuple(new.shape)} (B * M, H, 1, D) at slot {start} of {tuple(buffer.shape)} (B, H, N, D)"
             )
-    able = keys.shape == values.shape and new_keys.numel() > 0
-    if not use_triton("cache", keys, values, new_keys, new_values, able=able):
+    if not use_triton("cache", lambda: keys.shape == values.shape, keys, values, new_keys, new_values):
         for buffer, new in ((keys, new_keys), (values, new_values)):
             buffer[:, :, start : start + m] = new.view(b, m, new.shape[1], new.shape[3]).transpose(1, 2)
         return
@@ -61,8 +60,8 @@ def move_sentences_(buffer: Tensor, to: Tensor, origin: Tensor) -> None:
             f"to {tuple(to.shape)}, origin {tuple(origin.shape)}, buffer {tuple(buffer.shape)} (B, H, N, D)"
         )
     size = buffer.shape[2] * buffer.shape[3]
-    able = buffer[:1, :1].is_contiguous() and buffer.numel() > 0 and to.shape[0] > 0
-    if not use_triton("cache", buffer, to, origin, able=able):
+    able = lambda: buffer[:1, :1].is_contiguous() and to.shape[0] > 0  # noqa: E731
+    if not use_triton("cache", able, buffer, to, origin):
         for place, sentence in zip(to.tolist(), origin.tolist(), strict=True):
             buffer[place] = buffer[sentence]
         return
@@ -87,7 +86,7 @@ def reorder_rows_(table: Tensor, parents: Tensor) -> None:
     if table.dim() != 3 or parents.shape != table.shape[:2]:
         raise ValueError(f"table {tuple(table.shape)} must be (B, M, N) and parents {tuple(parents.shape)} (B, M)")
     b, m, n = table.shape
-    if not use_triton("cache", table, parents, able=table.numel() > 0 and m <= 128):
+    if not use_triton("cache", lambda: m <= 128, table, parents):
         table.copy_(reorder_rows_reference(table, parents))
         return
     block = min(power_of_two(n), max(16, 4096 // power_of_two(m)))

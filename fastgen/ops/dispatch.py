@@ -52,28 +52,37 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 
 def runs_kernels(tensor: Tensor) -> bool:
-    """Say whether kernels run on the device of a tensor, for shapes that they cover."""
-    wanted = config.settings().ops
-    if triton is None or tensor.device.type not in ("cpu", "cuda"):
-        return False
-    return INTERPRETED and wanted == "triton" if tensor.device.type == "cpu" else wanted != "reference"
+    """Say whether kernels run on the device of a tensor, for shapes that they cover.
 
-
-def use_triton(operation: str, *tensors: Tensor | None, able: bool = True) -> bool:
-    """Decide whether `operation` runs its kernel on these tensors, and count it.
-
-    Args:
-        able: whether the kernel covers these shapes and dtypes.
     Raises:
         RuntimeError: FASTGEN_OPS=triton and there are no kernels.
     """
-    if triton is None and config.settings().ops == "triton":
-        raise RuntimeError(
-            "FASTGEN_OPS=triton, but there are no kernels here: Triton is not installed (`pip install triton`), or "
-            "torch is built for CPUs and TRITON_INTERPRET=1 is not set"
-        )
-    given = [tensor for tensor in tensors if tensor is not None]
-    chosen = able and runs_kernels(given[0]) and all(tensor.device == given[0].device for tensor in given)
+    wanted = config.settings().ops
+    if triton is None:
+        if wanted == "triton":
+            raise RuntimeError(
+                "FASTGEN_OPS=triton, but there are no kernels here: Triton is not installed (`pip install triton`), or "
+                "torch is built for CPUs and TRITON_INTERPRET=1 is not set"
+            )
+        return False
+    kind = tensor.device.type
+    return INTERPRETED and wanted == "triton" if kind == "cpu" else kind == "cuda" and wanted != "reference"
+
+
+def use_triton(operation: str, able: Callable[[], bool], tensor: Tensor, *others: Tensor | None) -> bool:
+    """Decide whether `operation` runs its kernel on these tensors, and count it.
+
+    Args:
+        able: asked, where kernels run at all, whether they cover these shapes and dtypes.
+    Raises:
+        RuntimeError: FASTGEN_OPS=triton and there are no kernels.
+    """
+    chosen = (
+        runs_kernels(tensor)
+        and all(other is None or other.device == tensor.device for other in others)
+        and tensor.numel() > 0
+        and able()
+    )
     calls[operation, "triton" if chosen else "reference"] += 1
     return chosen
 

@@ -24,7 +24,7 @@ from fastgen.ops.token_mask import add_tokens_, empty_mask, unpacked
 GROUP = 128
 """Tokens per group on a CPU: at V = 5,000 to 50,000 maxima of 40 to 400 groups are ranked instead of the vocabulary."""
 
-SMALL = 64 * 1024
+SMALL = 256 * 1024
 """Below this many log-probabilities one `torch.topk` is faster on a CPU than the steps around the groups."""
 
 PART = 4096
@@ -148,9 +148,9 @@ def kbest(
             raise ValueError(f"{name} {tuple(tensor.shape)} must be {shape} for logits {tuple(logits.shape)}")
     if changes is not None and any(t.dim() != 2 or t.shape != changes.tokens.shape for t in changes):
         raise ValueError(f"changes {[tuple(t.shape) for t in changes]} must be (R, N) each")
-    part, able = _parts(logits, scores, k, 0 if changes is None else changes.tokens.shape[1])
-    if use_triton("kbest", logits, scores, bias, banned, forced, able=able):
-        best = _kbest_triton(logits, scores, k, part, bias, temperature, banned, changes, forced)
+    able = lambda: _covered(logits, scores, k, changes)  # noqa: E731
+    if use_triton("kbest", able, logits, scores, bias, banned, forced):
+        best = _kbest_triton(logits, scores, k, bias, temperature, banned, changes, forced)
         return best if normalisers else best._replace(normalisers=None)
     log_probs, sums = _log_probs(logits, scores.dtype, bias, temperature, banned, changes, forced, normalisers)
     return KBest(*_ranked_in_groups(log_probs, scores, k), sums)
@@ -170,9 +170,9 @@ def best_of_log_probs(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor
             f"log_probs {tuple(log_probs.shape)} must be (B, M, V) and scores {tuple(scores.shape)} (B, M)"
         )
     _, m, v = log_probs.shape
-    part, able = _parts(log_probs, scores, k)
-    if use_triton("kbest", log_probs, scores, able=able and 1 <= k <= m * v):
-        return _kbest_triton(log_probs, scores, k, part, normalised=True)[:2]
+    able = lambda: 1 <= k <= m * v and _covered(log_probs, scores, k)  # noqa: E731
+    if use_triton("kbest", able, log_probs, scores):
+        return _kbest_triton(log_probs, scores, k, normalised=True)[:2]
     return _ranked_in_groups(log_probs, scores, k)
 
 
@@ -222,8 +222,7 @@ def argmax(logits: Tensor) -> Tensor:
 
     No probability is computed (Hoang et al. 2018, algorithm 5). Traffic: one read of the logits.
     """
-    able = logits.dtype != torch.float64 and logits.stride(-1) == 1 and logits.numel() > 0
-    if not use_triton("argmax", logits, able=able):
+    if not use_triton("argmax", lambda: logits.dtype != torch.float64 and logits.stride(-1) == 1, logits):
         return torch.argmax(logits, -1)
     rows, v = logits.shape
     parts = cdiv(v, PART)
@@ -235,26 +234,28 @@ def argmax(logits: Tensor) -> Tensor:
     return 0x7FFFFFFF - (keys.amax(1) & 0xFFFFFFFF)
 
 
-def _parts(logits: Tensor, scores: Tensor, k: int, changes: int = 0) -> tuple[int, bool]:
-    """Return the tokens per program of the first kernel, and whether the kernels cover the case."""
-    b, m, v = logits.shape
-    part = PART if k <= 32 else 2 * PART
-    tile = power_of_two(m) * power_of_two(max(cdiv(v, part) * min(k, part), changes))
-    able = (
+def _part(k: int) -> int:
+    """Tokens per program of the first kernel."""
+    return PART if k <= 32 else 2 * PART
+
+
+def _covered(logits: Tensor, scores: Tensor, k: int, changes: Changes | None = None) -> bool:
+    """Whether the kernels cover the case."""
+    _, m, v = logits.shape
+    candidates = cdiv(v, _part(k)) * min(k, _part(k))
+    changed = 0 if changes is None else changes.tokens.shape[1]
+    return (
         logits.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and scores.dtype == torch.float32
         and logits.stride(2) == 1
-        and tile <= MOST
-        and b > 0
+        and power_of_two(m) * power_of_two(max(candidates, changed)) <= MOST
     )
-    return part, able
 
 
 def _kbest_triton(
     logits: Tensor,
     scores: Tensor,
     k: int,
-    part: int,
     bias: Tensor | None = None,
     temperature: float = 1.0,
     banned: Tensor | None = None,
@@ -265,6 +266,7 @@ def _kbest_triton(
     """Run both kernels; normalised: `logits` are log-probabilities already."""
     b, m, v = logits.shape
     rows, device = logits.flatten(0, 1), logits.device
+    part = _part(k)
     parts, kept, block = cdiv(v, part), min(k, part), min(part, power_of_two(v))
     taken_out = banned
     if changes is not None:  # they take no part in the choice of the parts; the merge sees them

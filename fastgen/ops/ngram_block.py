@@ -49,7 +49,7 @@ def ngram_block_(scores: Tensor, ids: Tensor, n: int, source: Tensor | None = No
     vocabulary = scores.shape[1]
     if texts.shape[1] < n or ids.shape[1] < n - 1:
         return scores
-    if use_triton("ngram_block", scores, ids, texts):
+    if use_triton("ngram_block", lambda: True, scores, ids, texts):
         _launch(scores, ids, n, texts, vocabulary, scores.stride(1), packed=False)
         return scores
     hit, follower = _hits(ids, n, texts, vocabulary)
@@ -73,7 +73,7 @@ def ngram_mask_(mask: Tensor, ids: Tensor, n: int, vocabulary: int, source: Tens
         raise ValueError(f"mask {tuple(mask.shape)} is not that of {vocabulary} tokens")
     if texts.shape[1] < n or ids.shape[1] < n - 1:
         return mask
-    if use_triton("ngram_block", mask, ids, texts):
+    if use_triton("ngram_block", lambda: True, mask, ids, texts):
         _launch(mask, ids, n, texts, vocabulary, 1, packed=True)
         return mask
     hit, follower = _hits(ids, n, texts, vocabulary)
@@ -103,8 +103,6 @@ def _hits(ids: Tensor, n: int, texts: Tensor, vocabulary: int) -> tuple[Tensor, 
 
 def _launch(target: Tensor, ids: Tensor, n: int, texts: Tensor, vocabulary: int, stride: int, packed: bool) -> None:
     rows, starts = ids.shape[0], texts.shape[1] - n + 1
-    if not rows:
-        return
     block = min(1024, power_of_two(starts))
     launch(
         _ngram_kernel, (rows, cdiv(starts, block)), target, ids, texts, n, ids.shape[1], starts, vocabulary,

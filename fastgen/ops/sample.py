@@ -70,8 +70,7 @@ def sample(
     ):
         if not fine:
             raise ValueError(f"{name} = {value} is out of range")
-    able = logits.dtype != torch.float64 and logits.stride(1) == 1 and logits.shape[0] > 0
-    if not use_triton("sample", logits, able=able):
+    if not use_triton("sample", lambda: logits.dtype != torch.float64 and logits.stride(1) == 1, logits):
         probabilities = filtered_reference(logits, temperature, top_k, top_p, min_p).softmax(-1)
         noise = torch.empty_like(probabilities).exponential_(generator=generator)
         return (probabilities / noise).argmax(-1)

@@ -48,14 +48,13 @@ def add_tokens_(mask: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     if mask.shape[1] != cdiv(vocabulary, 32):
         raise ValueError(f"mask {tuple(mask.shape)} is not that of {vocabulary} tokens")
     rows, count = mask.shape[0], tokens.shape[1]
-    if not use_triton("token_mask", mask, tokens):
+    if not use_triton("token_mask", lambda: count > 0, mask, tokens):
         return mask.copy_(add_tokens_reference(mask, tokens, vocabulary))
-    if rows and count:
-        block = min(1024, power_of_two(count))
-        launch(
-            _add_tokens_kernel, (rows, cdiv(count, block)), mask, tokens, count, vocabulary, mask.stride(0),
-            tokens.stride(0) if tokens.shape[0] > 1 else 0, tokens.stride(1), BLOCK=block,
-        )  # fmt: skip
+    block = min(1024, power_of_two(count))
+    launch(
+        _add_tokens_kernel, (rows, cdiv(count, block)), mask, tokens, count, vocabulary, mask.stride(0),
+        tokens.stride(0) if tokens.shape[0] > 1 else 0, tokens.stride(1), BLOCK=block,
+    )  # fmt: skip
     return mask
 
 
