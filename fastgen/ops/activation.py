@@ -49,8 +49,8 @@ def fused_activation_reference(x: Tensor, kind: str, bias: Tensor | None = None,
     Returns:
         (..., D) in x's dtype.
     """
-    y = activation_reference(x if bias is None else x + bias, kind)
-    return y if gate is None else y * gate
+    y = activation_reference(x, kind) if bias is None else activation_(x + bias, kind)
+    return y if gate is None else y.mul_(gate)
 
 
 def fused_activation(x: Tensor, kind: str, bias: Tensor | None = None, gate: Tensor | None = None) -> Tensor:

@@ -25,7 +25,7 @@ GROUP = 128
 """Tokens per group on a CPU: at V = 5,000 to 50,000 maxima of 40 to 400 groups are ranked instead of the vocabulary."""
 
 SMALL = 256 * 1024
-"""Below this many log-probabilities one `torch.topk` is faster on a CPU than the steps around the groups."""
+"""Below this many log-probabilities in all, and a quarter of it per sentence, one `torch.topk` is faster on a CPU."""
 
 PART = 4096
 """Tokens per program of the first kernel: enough programs for the device from a few rows on, all in registers."""
@@ -186,7 +186,7 @@ def _ranked_in_groups(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor
     """
     b, m, v = log_probs.shape
     whole = v // GROUP  # full groups; the rest of the vocabulary is ranked in full
-    if log_probs.device.type != "cpu" or whole * m < 4 * k or log_probs.numel() < SMALL:
+    if log_probs.device.type != "cpu" or whole * m < 4 * k or max(log_probs.numel(), 4 * m * v) < SMALL:
         return best_of_log_probs_reference(log_probs, scores, k)
     wanted = k + 1
     grouped = log_probs[:, :, : whole * GROUP].unflatten(2, (whole, GROUP))

@@ -48,6 +48,8 @@ def norm_reference(
     total = total if residual is None else total + residual
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = None if weight is None else weight.to(wide) + offset if offset else weight
+    if not rms and x.dtype == wide:
+        return F.layer_norm(total, x.shape[-1:], scale, bias, eps), total
     if not rms:
         scale, shift = (None if p is None else p.to(wide) for p in (scale, bias))
         return F.layer_norm(total.to(wide), x.shape[-1:], scale, shift, eps).to(x.dtype), total
