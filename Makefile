@@ -5,7 +5,7 @@
 #   ENV_READY=1         install nothing: use VENV, where it is given, else PYTHON, as it is
 #   N=1000              how many calls the fuzz compares
 #   TORCH=cpu|default   PyTorch's CPU build, or the build that pip takes by itself (default: by machine)
-#   ARGS="..."          further arguments for the command of demo, bench, plot, fuzz; PYTEST="..." for the tests
+#   ARGS="..."          further arguments for the command of demo, bench, bench-ops, plot, fuzz; PYTEST="..." for the tests
 
 PYTHON ?= $(shell for p in python3.11 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -32,7 +32,7 @@ RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 TORCH_PIN = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu gpu check bench plot fuzz clean
+.PHONY: help demo test test-gpu gpu check bench bench-ops plot fuzz clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -51,7 +51,11 @@ test-gpu: $(READY)  ## the tests that need a CUDA device
 	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch sees no CUDA device")'
 	$(RUN) -m pytest -m gpu
 
-gpu: test-gpu bench  ## everything worth running on a GPU machine: its tests, then the benchmarks
+gpu: test-gpu  ## all that a GPU machine is for, in ten minutes: its tests, the operations, whole calls
+	$(RUN) -m benchmarks.ops --device cuda
+	$(RUN) -m benchmarks.ops --device cuda --dtype bfloat16
+	$(RUN) -m benchmarks.launches --device cuda
+	$(RUN) -m benchmarks --device cuda --rounds 3 --case bart_large gpt2 t5_base marian_base trained kv_memory
 
 check: $(READY)  ## ruff (format, lint) and pyright
 	$(RUN) -m ruff format --check
@@ -60,6 +64,9 @@ check: $(READY)  ## ruff (format, lint) and pyright
 
 bench: $(READY)  ## run the benchmarks, writing JSON to benchmarks/results
 	$(RUN) -m benchmarks $(ARGS)
+
+bench-ops: $(READY)  ## each operation against what runs without it, writing JSON to benchmarks/results
+	$(RUN) -m benchmarks.ops $(ARGS)
 
 plot: $(READY)  ## draw the plots from that JSON alone
 	$(RUN) -m benchmarks.plot $(ARGS)

@@ -187,12 +187,42 @@ def trained_steps(data: Data) -> Any:
     return figure
 
 
+def ops(data: Data) -> Any:
+    """Speed-up of each operation at each shape over what runs without it; on a GPU also its share of a copy's speed."""
+    tables = {name: d for name, d in data.items() if d["kind"] == "ops"}
+    rows = [
+        (f"{row}{' ' + d['arguments']['dtype'] if len(tables) > 1 else ''}", result)
+        for d in tables.values()
+        for row, result in d["result"].items()
+        if result["equal"]
+    ]
+    if not rows:
+        return None
+    figure, (ax,) = _axes(
+        f"Operations: speed-up over what runs without them\n{_where(tables)}", (9, 1.2 + len(rows) / 3)
+    )
+    for y, (_, result) in enumerate(rows):
+        ax.barh(y, result["ratio"], color=FASTGEN, height=0.6)
+        ax.plot([result["low"], result["high"]], [y, y], color="black", linewidth=1.5)
+        share = f" ({result['share_of_copy']:.0%} of a copy)" if result["bytes"] else ""
+        ax.text(max(result["ratio"], result["high"]), y, f"  {result['ratio']:.2f}x{share}", va="center", fontsize=7)
+        if result["target"]:
+            ax.plot([result["target"]] * 2, [y - 0.4, y + 0.4], color=GOAL, linewidth=2)
+    ax.axvline(1, color=STOCK, linewidth=1)
+    ax.set_xscale("log")
+    ax.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=7)
+    ax.invert_yaxis()
+    ax.set_xlabel("times as fast; red: target; line: bootstrap 95% interval of the median")
+    return figure
+
+
 PLOTS: dict[str, Callable[[Data], Any]] = {
     "speed": speed,
     "peer": peer,
     "never-worse": grid,
     "kv-memory": memory,
     "trained-steps": trained_steps,
+    "ops": ops,
 }
 
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import fastgen
-from benchmarks import kv, peer_ctranslate2, plot, run
+from benchmarks import kv, launches, ops, peer_ctranslate2, plot, run
 from benchmarks.cases import CASES, EXAMPLE
 from fastgen.cli import measure
 from fastgen.cli.agreement import Agreement, margins
 from fastgen.cli.measure import Outcome, Verdict, compare, interleave, paired_ratio
 from fastgen.decoding.margin import closest_decision, end_tokens, replayed
+from fastgen.ops import dispatch
 
 
 def exactly(a, b):
@@ -302,6 +303,52 @@ def test_bytes_by_the_formula(bart):
         "fastgen": entry * (3 * 12 + 3 * 4 * 6),
         "stock": entry * (3 * 4 * (12 + 6)),
     }
+
+
+def test_operations_run_and_say_how_fast_a_copy_is(tmp_path, capsys):
+    words = [
+        "--op",
+        "norm",
+        "cache",
+        "beam_attention",
+        "--rounds",
+        3,
+        "--seconds",
+        0,
+        "--threads",
+        1,
+        "--out",
+        tmp_path,
+    ]
+    assert ops.main(list(map(str, words))) == 0
+    data = result_of(tmp_path, "ops")
+    assert data["copy_gb_per_s"] > 0
+    assert data["paths"]["norm reference"] > 0
+    assert {name.partition("/")[0] for name in data["result"]} == {"norm", "cache", "beam_attention"}
+    assert all(row["equal"] and row["ratio"] > 0 for row in data["result"].values())
+    assert plot.main(["--results", str(tmp_path), "--out", str(tmp_path)]) == 0
+
+
+def test_an_operation_that_computes_something_else_gets_no_speed(tmp_path, capsys, monkeypatch):
+    from fastgen.ops import norm
+
+    right = norm.norm
+    monkeypatch.setattr(norm, "norm", lambda *args, **options: (right(*args, **options)[0] + 1, args[0]))
+    words = ["--op", "norm", "--rounds", "3", "--seconds", "0", "--threads", "1", "--out", str(tmp_path)]
+    assert ops.main(words) == 1
+    assert "outputs differ, no speed given" in capsys.readouterr().out
+    assert not any("ratio" in row for row in result_of(tmp_path, "ops")["result"].values())
+
+
+def test_every_operation_has_a_row():
+    kernels = {path.stem for path in Path(dispatch.__file__).parent.glob("*.py") if "@jit" in path.read_text("utf-8")}
+    assert {row.op for row in ops.rows()} >= kernels - {"dispatch", "token_mask"}
+
+
+def test_launches_of_a_decode_step(tmp_path):
+    assert launches.main(["--scale", "tiny", "--case", "bart_large", "--out", str(tmp_path)]) == 0
+    result = result_of(tmp_path, "launches")["result"]["bart_large"]
+    assert min(result["fastgen"], result["stock"]) > 0
 
 
 @pytest.mark.skipif(not (EXAMPLE / "model" / "config.json").is_file(), reason="the trained model is not there")

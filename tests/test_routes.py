@@ -344,7 +344,7 @@ def test_activations_of_every_family(family: str) -> None:
     """Every feed-forward block of a proven family has its function in place, and computes what it computed."""
     model = zoo.build(family, torch.float32)
     record = FAMILIES[model.config.model_type]
-    found = list(activation.pairs(model, record.activated))
+    found = list(activation.pairs(model.modules(), record.activated))
     assert len(found) == (4 if record.encoder_decoder else 2), "two layers on each side"
     batch = zoo.batch(model, 3, 7)
     if record.encoder_decoder:
@@ -625,7 +625,7 @@ def test_norms_of_every_family(family: str) -> None:
 
 def test_a_norm_with_an_offset_in_half_precision() -> None:
     model = zoo.build("gemma2", torch.bfloat16)
-    for forward in norms.norms(model):
+    for forward in norms.norms(model.modules()):
         x = _randn(5, forward.module.weight.shape[0], seed=1).bfloat16()
         with torch.no_grad():
             assert torch.equal(forward(x), type(forward.module).forward(forward.module, x))

@@ -1,6 +1,6 @@
 """Activation functions of a live model that work in the memory of the linear layer before them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,12 +37,12 @@ class Activation:
 _kinds: "WeakKeyDictionary[nn.Module, str | None]" = WeakKeyDictionary()
 
 
-def pairs(model: nn.Module, names: Sequence[tuple[str, str]]) -> Iterator[tuple[nn.Module, nn.Module, str]]:
+def pairs(modules: Iterable[nn.Module], names: Sequence[tuple[str, str]]) -> Iterator[tuple[nn.Module, nn.Module, str]]:
     """Yield (linear layer, activation function behind it, kind), by their names in one module.
 
     Only in modules that transformers itself defines: in a user's own class somebody else may read the layer's output.
     """
-    for parent in model.modules() if names else ():
+    for parent in modules:
         if not type(parent).__module__.startswith("transformers."):
             continue
         for before, behind in names:

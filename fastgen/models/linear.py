@@ -5,7 +5,7 @@ forwards in place.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,21 +75,19 @@ class Linear:
         self.handed_on: Callable[[Tensor], Tensor] | None = None
         self.mode = config.settings().linear
         self.entry: _Packed | None = None
+        weight = self.module.weight
+        self.least = ops.least_rows(weight.numel()) * weight.shape[0 if transposed else 1]
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self._product(x)
+        # Few rows of a small weight, first: in small calls this is most of the layers and a good part of their time.
+        y = type(self.module).forward(self.module, x) if x.numel() < self.least else self._product(x)
         return y if self.handed_on is None or y.requires_grad else self.handed_on(y)
 
     def _product(self, x: Tensor) -> Tensor:
         module, weight = self.module, self.module.weight
-        rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-        if (
-            x.dtype != torch.float32
-            or torch.is_grad_enabled()
-            or torch.is_autocast_enabled("cpu")
-            or not ops.worthwhile(rows, weight.numel())
-        ):
+        if x.dtype != torch.float32 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return type(module).forward(module, x)
+        rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
         entry = self.entry
         if entry is None or entry.is_stale(weight):
             entry = self.entry = _entry(weight)
@@ -138,9 +136,9 @@ def _is_plain(module: nn.Module) -> bool:
     )
 
 
-def layers(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+def layers(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, bool]]:
     """Yield (layer, transposed) for every linear layer that can be routed."""
-    for module in model.modules():
+    for module in modules:
         transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
         if (type(module) is nn.Linear or transposed) and _is_plain(module):
             yield module, transposed

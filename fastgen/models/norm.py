@@ -1,6 +1,6 @@
 """RMSNorm modules of a live model through `ops.norm`: one pass where transformers' own make four to six."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,9 +43,9 @@ def applies(model: nn.Module) -> bool:
     return weight.dtype == torch.float32 or (weight.dtype != torch.float64 and weight.device.type == "cuda")
 
 
-def norms(model: nn.Module) -> Iterator[RMSNorm]:
+def norms(modules: Iterable[nn.Module]) -> Iterator[RMSNorm]:
     """Yield a forward for each RMSNorm of a class of transformers' own, which is known by what it computes."""
-    for module in model.modules():
+    for module in modules:
         kind = type(module)
         if not kind.__name__.endswith("Norm") or not kind.__module__.startswith("transformers."):
             continue

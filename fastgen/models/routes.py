@@ -56,18 +56,19 @@ def routed(model: nn.Module, family: Family | None = None) -> Iterator[int]:
 
 
 def _forwards(model: nn.Module, family: Family | None) -> dict[nn.Module, Callable[..., Any]]:
+    modules = list(model.modules())
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     if norm.applies(model):
-        forwards.update({forward.module: forward for forward in norm.norms(model)})
+        forwards.update({forward.module: forward for forward in norm.norms(modules)})
     if linear.reason_off(model) is not None:
         return forwards
     memory = memory_of(model)
-    for layer, transposed in linear.layers(model):
+    for layer, transposed in linear.layers(modules):
         linear.check(layer)
         forwards[layer] = linear.Linear(layer, transposed, memory)
     if family is None:
         return forwards
-    for layer, function, kind in activation.pairs(model, family.activated):
+    for layer, function, kind in activation.pairs(modules, family.activated):
         before = forwards.get(layer)
         if isinstance(before, linear.Linear):
             before.handed_on = activation.hand_over
@@ -95,7 +96,9 @@ def survey(model: nn.Module) -> Survey:
     packed = config.settings().linear != "plain"
     with _lock:
         route = _routes.get(id(model))
-        layers: list[Any] = [module for module, transposed in linear.layers(model) if packed or not transposed]
+        layers: list[Any] = [
+            module for module, transposed in linear.layers(model.modules()) if packed or not transposed
+        ]
         layers += [] if route is None else route.layers
     weights = {id(module.weight): 4 * module.weight.numel() for module in layers}  # tied weights have one copy
     return Survey(len(layers), packed, sum(weights.values()) if packed else 0)

@@ -47,15 +47,15 @@ def available() -> bool:
     return all(torch.allclose(expected, y, atol=1e-4) for y in found)
 
 
-def worthwhile(rows: int, weight_elements: int) -> bool:
-    """Whether oneDNN with a packed weight is faster than `F.linear`, by rows of x and elements of the weight.
+def least_rows(weight_elements: int) -> int:
+    """Rows of x from which on oneDNN with a packed weight is faster than `F.linear`, by elements of the weight.
 
     Measured from 256 x 256 to 1024 x 50264 and 1 to 2,048 rows: packed wins from 2 rows on (4.4 x at 256 x 5000 with
     2 rows), and for a single row where the weight is too large for the cache.
     """
     if weight_elements < SMALL_WEIGHT:
-        return rows >= MANY_ROWS
-    return rows > 1 or weight_elements >= 4 * SMALL_WEIGHT
+        return MANY_ROWS
+    return 1 if weight_elements >= 4 * SMALL_WEIGHT else 2
 
 
 def pack(weight: Tensor, rows: int = 16) -> Tensor:

@@ -83,8 +83,7 @@ def _check_call(model: Any, loop: Literal["beam", "sample"], config: Any, kwargs
 
 def check_model(model: Any) -> None:
     """Raise Unsupported where no call of this model is accelerated, whatever its arguments."""
-    text = model.config.get_text_config(decoder=True)
-    if family_of(model.config.model_type) is None and family_of(text.model_type) is None:
+    if all(family_of(part.model_type) is None for part in _configs(model)):
         raise Unsupported(f"model type {model.config.model_type!r} is not proven yet")
     if hasattr(model, "_reorder_cache"):
         raise Unsupported(f"{type(model).__name__} reorders its cache itself")
@@ -92,6 +91,11 @@ def check_model(model: Any) -> None:
         raise Unsupported("the model is compiled")
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise Unsupported("the model lies on several devices")
+
+
+def _configs(model: Any) -> tuple[Any, ...]:
+    """The model's config and, where it is one of several, that of its text: transformers makes a copy to find it."""
+    return (model.config, model.config.get_text_config(decoder=True)) if model.config.sub_configs else (model.config,)
 
 
 def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any], beams: int) -> str | None:
@@ -143,7 +147,7 @@ def _reason_not_to_redeem(model: Any, kwargs: dict[str, Any]) -> str | None:
         return computes_alone(model)
     if not _engine.is_applied("transformers.attention"):
         return "transformers.attention is not in place"
-    for part in (model.config, model.config.get_text_config(decoder=True)):
+    for part in _configs(model):
         if part._attn_implementation not in _ATTENTION:
             return f"attention implementation {part._attn_implementation!r}"
     if kwargs.get("mm_encoder_outputs"):

@@ -22,8 +22,11 @@ _ROWWISE = (
 )  # fmt: skip
 
 
-def edits_of(processors: Sequence[Any], vocabulary: int) -> list[Edit]:
-    """Translate the processors, in order; those without an edit of their own are called as they are."""
+def edits_of(processors: Sequence[Any], vocabulary: Callable[[], int]) -> list[Edit]:
+    """Translate the processors, in order; those without an edit of their own are called as they are.
+
+    vocabulary: says how many tokens there are, if one asks.
+    """
     return [_edit(processor, vocabulary) for processor in processors]
 
 
@@ -32,12 +35,12 @@ def rowwise(processors: Sequence[Any]) -> str | None:
     return next((type(p).__name__ for p in processors if type(p) not in _ROWWISE), None)
 
 
-def _edit(processor: Any, vocabulary: int) -> Edit:
+def _edit(processor: Any, vocabulary: Callable[[], int]) -> Edit:
     kind = cast(Any, type(processor))
     if kind is lp.NoRepeatNGramLogitsProcessor:
         return NGramBlock(processor.ngram_size)
     if kind is lp.EncoderNoRepeatNGramLogitsProcessor:
-        source = _source_of(processor, vocabulary)
+        source = _source_of(processor, vocabulary())
         if source is not None:
             return NGramBlock(processor.ngram_size, source)
     if kind is lp.MinLengthLogitsProcessor:
@@ -56,7 +59,8 @@ def _edit(processor: Any, vocabulary: int) -> Edit:
         return Force(processor.eos_token_id, lambda length: length == processor.max_length - 1)
     if kind is lp.NoBadWordsLogitsProcessor:
         biases: dict[tuple[int, ...], float] = processor.sequence_bias
-        if all(len(words) == 1 and words[0] < vocabulary for words in biases):
+        count = vocabulary()
+        if all(len(words) == 1 and words[0] < count for words in biases):
             return Ban(torch.tensor([words[0] for words in biases], dtype=torch.int64), lambda _: True)
     # The toolkit's list checks what arguments a processor wants, and raises as stock does.
     call: Any = lp.LogitsProcessorList([processor])

@@ -153,7 +153,7 @@ def _beam_search(call: _Call, model: Stepper) -> Any:
         prompt=call.input_ids[::m],
         rule=rule,
         stop=stop_of(call.stopping_criteria),
-        edits=edits_of(call.logits_processor, _vocabulary(call.model)),
+        edits=edits_of(call.logits_processor, lambda: _vocabulary(call.model)),
         # As stock has it: a padding id of 0 counts as none.
         fill=-1 if eos is None else int(pad or eos[0]),
         sample=config.do_sample,
@@ -188,7 +188,7 @@ def _sample(call: _Call, model: Stepper) -> Any:
     sampling = Sampling(
         ids=call.input_ids,
         stop=stop_of(call.stopping_criteria),
-        edits=edits_of(call.logits_processor, _vocabulary(call.model)),
+        edits=edits_of(call.logits_processor, lambda: _vocabulary(call.model)),
         pad=pad.to(call.input_ids.device) if pads else None,
         sample=config.do_sample,
         may_drop=model.plan.drop and pads,
