@@ -268,3 +268,23 @@ def test_finished_sentences_leave(
     assert_same(model, _inputs(family, model, sentences=12) | options | {"max_new_tokens": 40, "eos_token_id": ends})
     assert left
     assert sorted(left, reverse=True) == left
+
+
+class _InPlace(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, 7] += 1.0
+        return scores
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(
+    "idle",
+    [{}, {"no_repeat_ngram_size": 9}, {"begin_suppress_tokens": [5]}, {"forced_eos_token_id": 5}, {"min_length": 1}],
+    ids=str,
+)
+def test_a_processor_that_writes_in_place(idle: dict[str, Any], beams: int) -> None:
+    """What it writes to is the returned logits themselves where what comes before it does nothing, as in stock."""
+    model = zoo.build("bart")
+    kwargs = _inputs("bart", model) | idle | {"num_beams": beams, "max_new_tokens": 6, "logits_processor": [_InPlace()]}
+    result = assert_same(model, kwargs | {"return_dict_in_generate": True, "output_logits": True})
+    assert result.error is None

@@ -26,6 +26,10 @@ class Text:
 class Edit(Protocol):
     """A change of the scores (R, V) fp32 before selection; may work in place, returns the result."""
 
+    def idle(self, text: Text) -> bool:
+        """Whether the scores themselves are handed on, and not a copy, to a function of the user's behind this."""
+        ...
+
     def __call__(self, scores: Tensor, text: Text) -> Tensor: ...
 
 
@@ -46,6 +50,9 @@ class NGramBlock:
     n: int
     source: Tensor | None = None
 
+    def idle(self, text: Text) -> bool:
+        return self.source is None and text.length < self.n
+
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         return ngram_block_(scores, text.ids, self.n, self._source_on(scores.device))
 
@@ -61,11 +68,18 @@ class NGramBlock:
 
 @dataclass
 class Ban:
-    """Ban tokens at the lengths for which `active` holds; ids beyond the vocabulary are ignored."""
+    """Ban tokens at the lengths for which `active` holds; ids beyond the vocabulary are ignored.
+
+    passes: at other lengths the scores are handed on themselves; else a copy, where somebody keeps them.
+    """
 
     tokens: Tensor
     active: Callable[[int], bool]
+    passes: bool = False
     _within: Tensor | None = field(default=None, init=False)  # the vocabulary, found at the first use
+
+    def idle(self, text: Text) -> bool:
+        return self.passes and not self.active(text.length)
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         if self.active(text.length):
@@ -83,10 +97,13 @@ class Ban:
 
 @dataclass
 class Force:
-    """Leave only one token, with score 0, at the lengths for which `active` holds."""
+    """Leave only one token, with score 0, at the lengths for which `active` holds; at others the scores pass."""
 
     tokens: Tensor
     active: Callable[[int], bool]
+
+    def idle(self, text: Text) -> bool:
+        return not self.active(text.length)
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         if self.active(text.length):
@@ -100,6 +117,9 @@ class Call:
     """Any function of (ids, scores), such as a toolkit's or a user's logits processor."""
 
     function: Callable[[Tensor, Tensor], Tensor]
+
+    def idle(self, text: Text) -> bool:
+        return False
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         return self.function(text.ids, scores)
@@ -115,7 +135,7 @@ def banned(edits: Sequence[Edit], text: Text, vocabulary: int) -> Bans | None:
     """Return what the edits ban in this step, or None when one of them does anything else."""
     mask: Tensor | None = None
     for edit in edits:
-        if isinstance(edit, Force) and not edit.active(text.length):
+        if edit.idle(text):
             continue
         if not isinstance(edit, NGramBlock | Ban):
             return None
@@ -132,6 +152,8 @@ def edited(scores: Tensor, text: Text, edits: Sequence[Edit], kept: bool = False
     """
     original = scores
     for edit in edits:
+        if edit.idle(text):
+            continue
         own = scores is original and kept and not isinstance(edit, Call)
         scores = edit(scores.clone() if own else scores, text)
     return scores

@@ -40,7 +40,8 @@ def applies(model: nn.Module) -> bool:
     weight = next(iter(model.parameters()), None)
     if weight is None:
         return False
-    return weight.dtype == torch.float32 or (weight.dtype != torch.float64 and weight.device.type == "cuda")
+    dtypes = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
+    return weight.dtype in dtypes.get(weight.device.type, ())
 
 
 def norms(modules: Iterable[nn.Module]) -> Iterator[RMSNorm]:
@@ -68,8 +69,8 @@ def _is_plain(module: nn.Module) -> bool:
 def _offset(module: nn.Module, eps: float) -> float | None:
     """0 or 1 where the module's class computes an RMSNorm with that offset, None where it computes anything else."""
     parameter: Any = module.weight
-    weight = torch.linspace(0.5, 1.5, len(parameter), device=parameter.device)
-    x = torch.linspace(-3, 2, 2 * len(parameter), device=parameter.device).view(2, -1).sin()
+    count, like = len(parameter), {"dtype": torch.float32, "device": parameter.device}
+    weight, x = torch.linspace(0.5, 1.5, count, **like), torch.linspace(-3, 2, 2 * count, **like).view(2, -1).sin()
     with torch.no_grad():
         try:
             found = functional_call(module, {"weight": weight}, (x,))

@@ -52,7 +52,7 @@ def _edit(processor: Any, vocabulary: Callable[[], int]) -> Edit:
     if kind is lp.SuppressTokensLogitsProcessor:
         return Ban(processor.suppress_tokens, lambda _: True)
     if kind is lp.SuppressTokensAtBeginLogitsProcessor:
-        return Ban(processor.begin_suppress_tokens, lambda length: length == processor.begin_index)
+        return Ban(processor.begin_suppress_tokens, lambda length: length == processor.begin_index, passes=True)
     if kind is lp.ForcedBOSTokenLogitsProcessor:
         return Force(torch.as_tensor(processor.bos_token_id), lambda length: length == 1)
     if kind is lp.ForcedEOSTokenLogitsProcessor:
