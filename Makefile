@@ -51,7 +51,7 @@ test-gpu: $(READY)  ## the tests that need a CUDA device
 	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch sees no CUDA device")'
 	$(RUN) -m pytest -m gpu
 
-gpu: test-gpu  ## all that a GPU machine is for, in ten minutes: its tests, the operations, whole calls
+gpu: test-gpu  ## all that a GPU machine is for: its tests, the operations, whole calls
 	$(RUN) -m benchmarks.ops --device cuda
 	$(RUN) -m benchmarks.ops --device cuda --dtype bfloat16
 	$(RUN) -m benchmarks.launches --device cuda

@@ -116,12 +116,12 @@ def positive(text: str) -> int:
 
 
 def hardware(device: str) -> str:
-    """Return the results' folder: cpu, or the GPU's name."""
+    """Return the results' folder: cpu, or the GPU's name, such as h200."""
     if not device.startswith("cuda"):
         return device
     import torch
 
-    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-").removeprefix("nvidia-")
 
 
 def write(file: Path, case: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
