@@ -16,7 +16,18 @@ from torch import Tensor
 from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from fastgen import config
-from fastgen.ops import activation, beam_attention, cache, dispatch, kbest, ngram_block, norm, sample, token_mask
+from fastgen.ops import (
+    activation,
+    beam_attention,
+    cache,
+    dispatch,
+    kbest,
+    kbest_kernels,
+    ngram_block,
+    norm,
+    sample,
+    token_mask,
+)  # fmt: skip
 from fastgen.ops.counts import calls
 from tests import zoo
 from tests.parity import assert_same
@@ -101,20 +112,28 @@ FLOOR = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 # k-best
 
 
-def _check_kbest(ops: Any, device: str, b: int, m: int, v: int, k: int, dtype: torch.dtype, **given: Any) -> Any:
+def _check_kbest(kernels: Any, device: str, b: int, m: int, v: int, k: int, dtype: torch.dtype, **given: Any) -> Any:
     logits = _randn(b, m, v, dtype=dtype, device=device) * 3
     scores = _randn(b, m, seed=1, device=device)
-    return _check_kbest_of(ops, logits, scores, k, **given)
+    return _check_kbest_of(kernels, logits, scores, k, **given)
 
 
-def _check_kbest_of(ops: Any, logits: Tensor, scores: Tensor, k: int, **given: Any) -> Any:
+def _check_kbest_of(
+    kernels: Any, logits: Tensor, scores: Tensor, k: int, group: int | None = None, **given: Any
+) -> Any:
     """Values are those of the reference; indices name tokens that have them, each once, ties with the lowest first."""
-    with _Watched(
-        logits, scores, *_tensors(given), part=1, merge=1, **({"add_tokens": 1} if "changes" in given else {})
-    ):
-        values, indices, normalisers = ops.kbest(logits, scores, k, **given, normalisers=True)
     b, m, v = logits.shape
-    reference = ops.kbest_reference(logits.float(), scores, m * v, **given, normalisers=True)
+    edits = {name: given[name] for name in ("changes", "banned", "forced") if name in given}
+    others = {name: value for name, value in given.items() if name not in edits}
+    if group is None:
+        group = kernels.group_size(m, v, k, edits["changes"][0].shape[1] if "changes" in edits else 0)
+    first = {"group" if group else "part": 1}
+    with _Watched(
+        logits, scores, *_tensors(given), **first, merge=1, **({"add_tokens": 1} if "changes" in given else {})
+    ):
+        values, indices, normalisers = kernels.run(logits, scores, k, **given, group=group)
+    edited = kbest.SparseEdits(**edits)
+    reference = kbest.kbest_reference(logits.float(), scores, m * v, edited, **others, normalisers=True)
     torch.testing.assert_close(values, reference.values[:, :k], atol=2e-5, rtol=1e-5, equal_nan=True)
     torch.testing.assert_close(normalisers, reference.normalisers, atol=2e-5, rtol=1e-5, equal_nan=True)
     assert indices.dtype == torch.int64
@@ -144,7 +163,22 @@ KBEST_SHAPES = [
     ("b", "m", "v", "k"), [*KBEST_SHAPES, (1, 4, 32_128, 8), (2, 4, 50_264, 8), (1, 1, 262_144, 64)]
 )
 def test_kbest(b: int, m: int, v: int, k: int, dtype: torch.dtype, device: str) -> None:
-    _check_kbest(kbest, device, b, m, v, k, dtype)
+    _check_kbest(kbest_kernels, device, b, m, v, k, dtype)
+
+
+@pytest.mark.parametrize(("b", "m", "v", "k"), KBEST_SHAPES)
+@pytest.mark.parametrize("group", [0, 32, 64, 256])
+def test_kbest_by_each_strategy(b: int, m: int, v: int, k: int, group: int, device: str) -> None:
+    _check_kbest(kbest_kernels, device, b, m, v, k, torch.float32, group=group)
+
+
+def test_kbest_strategies() -> None:
+    assert kbest_kernels.group_size(4, 50_264, 8) == 32
+    assert kbest_kernels.group_size(9, 50_264, 18) == 64
+    assert kbest_kernels.group_size(1, 50_264, 2) == 0
+    assert kbest_kernels.group_size(16, 262_144, 64) == 256
+    assert kbest_kernels.group_size(64, 262_144, 64) is None
+    assert kbest_kernels.group_size(4, 50_264, 8, changed=4_097) is None
 
 
 def _edits(b: int, m: int, v: int, device: str) -> dict[str, Any]:
@@ -170,42 +204,47 @@ def _edits(b: int, m: int, v: int, device: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("left_out", ["", "bias", "temperature", "banned", "changes", "forced"])
 @pytest.mark.parametrize(("b", "m", "v", "k"), [(1, 1, 7, 2), (3, 5, 33, 10), (2, 4, 5_001, 8)])
-def test_kbest_edits(b: int, m: int, v: int, k: int, left_out: str, device: str) -> None:
+@pytest.mark.parametrize("group", [0, 32])
+def test_kbest_edits(b: int, m: int, v: int, k: int, group: int, left_out: str, device: str) -> None:
     edits = _edits(b, m, v, device)
     edits.pop(left_out, None)
-    _check_kbest(kbest, device, b, m, v, k, torch.float32, **edits)
+    _check_kbest(kbest_kernels, device, b, m, v, k, torch.float32, group=group, **edits)
 
 
-def _check_kbest_ties(ops: Any, device: str) -> None:
-    """Equal values: the lowest index first, across parts and beams too."""
-    logits = torch.zeros(2, 3, 9_000, device=device)
-    assert _check_kbest_of(ops, logits, torch.zeros(2, 3, device=device), 8).tolist() == [list(range(8))] * 2
+def _check_kbest_ties(kernels: Any, device: str, group: int) -> None:
+    """Equal values: the lowest index first, across groups, parts and beams too."""
+    logits, scores = torch.zeros(2, 3, 9_000, device=device), torch.zeros(2, 3, device=device)
+    found = _check_kbest_of(kernels, logits, scores, 8, group)
+    assert found.tolist() == [list(range(8))] * 2
     logits[:, 1, [8_999, 5_000, 17]] = 4.0
-    logits[:, 2, 17] = 4.0
-    found = _check_kbest_of(ops, logits, torch.zeros(2, 3, device=device), 3)
-    assert found.tolist() == [[9_000 + 17, 9_000 + 5_000, 9_000 + 8_999]] * 2 or found[0, 0] == 18_000 + 17
+    logits[0, 2, 17] = 4.0
+    found = _check_kbest_of(kernels, logits, scores, 3, group)
+    assert found[1].tolist() == [9_000 + 17, 9_000 + 5_000, 9_000 + 8_999]
+    assert found[0, 0] == 18_000 + 17
 
 
+@pytest.mark.parametrize("group", [0, 32])
 @pytest.mark.parametrize("k", [1, 8])
-def test_kbest_infinite(device: str, k: int) -> None:
+def test_kbest_infinite(device: str, k: int, group: int) -> None:
     logits, scores = _randn(2, 3, 500, device=device), _randn(2, 3, seed=1, device=device)
     logits[0, 1, 3:] = -INF  # few tokens left
-    _check_kbest_of(kbest, logits, scores, k)
+    _check_kbest_of(kbest_kernels, logits, scores, k, group)
     banned = token_mask.packed(torch.ones(6, 500, dtype=torch.bool, device=device))
-    values, indices, _ = kbest.kbest(logits, scores, k, banned=banned)
+    values, indices, _ = kbest_kernels.run(logits, scores, k, banned=banned, group=group)
     assert bool((values == -INF).all())
     assert bool(((indices >= 0) & (indices < 1_500)).all())
     logits[1, 2, 7] = torch.nan
-    assert bool(kbest.kbest(logits, scores, k).values[1, 0].isnan())
+    assert bool(kbest_kernels.run(logits, scores, k, group=group)[0][1, 0].isnan())
 
 
-def test_kbest_ties(device: str) -> None:
-    _check_kbest_ties(kbest, device)
+@pytest.mark.parametrize("group", [0, 32])
+def test_kbest_ties(group: int, device: str) -> None:
+    _check_kbest_ties(kbest_kernels, device, group)
 
 
 def test_kbest_strided(device: str) -> None:
     base = _randn(4, 6, 700, device=device)
-    _check_kbest_of(kbest, base[::2, 1:4, 50:650], _randn(3, 2, seed=1, device=device).t(), 8)
+    _check_kbest_of(kbest_kernels, base[::2, 1:4, 50:650], _randn(3, 2, seed=1, device=device).t(), 8)
 
 
 def test_kbest_falls_back_by_itself(device: str) -> None:
@@ -222,7 +261,8 @@ def test_kbest_falls_back_by_itself(device: str) -> None:
 @pytest.mark.parametrize(("b", "m", "v", "k"), KBEST_SHAPES)
 def test_best_of_log_probs(b: int, m: int, v: int, k: int, device: str) -> None:
     log_probs, scores = _randn(b, m, v, device=device).log_softmax(-1), _randn(b, m, seed=1, device=device)
-    with _Watched(log_probs, scores, part=1, merge=1):
+    first = {"group" if kbest_kernels.group_size(m, v, k) else "part": 1}
+    with _Watched(log_probs, scores, **first, merge=1):
         values, indices = kbest.best_of_log_probs(log_probs, scores, k)
     wanted = kbest.best_of_log_probs_reference(log_probs, scores, k)
     assert torch.equal(values, wanted[0])
@@ -542,7 +582,10 @@ ZEROS = torch.zeros
         (lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 0), "k = 0"),
         (lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, temperature=0.0), r"temperature = 0\.0"),
         (lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, bias=ZEROS(4)), r"bias \(4,\) must be \(3,\)"),
-        (lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, banned=ZEROS(2, 2)), r"banned \(2, 2\) must be \(2, 1\)"),
+        (
+            lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, kbest.SparseEdits(banned=ZEROS(2, 2))),
+            r"banned \(2, 2\) must be \(2, 1\)",
+        ),
         (lambda: ngram_block.ngram_block_(ZEROS(2, 3), ZEROS(2, 4), 0), "n = 0"),
         (lambda: ngram_block.ngram_block_(ZEROS(2, 3), ZEROS(2, 4), 2, ZEROS(3, 4)), r"source \(3, 4\)"),
         (lambda: ngram_block.ngram_mask_(ZEROS(2, 3), ZEROS(2, 4), 2, 300), "not that of 300 tokens"),
@@ -571,17 +614,34 @@ def test_errors(call: Callable[[], object], shown: str) -> None:
 _SMALL_ATTENTION = ("cpu", 2, 3, 4, 2, 70, 8)
 MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
     "kbest: the end of the vocabulary": (
-        kbest, "inside = token < vocabulary", "inside = token <= vocabulary",
-        lambda ops: _check_kbest(ops, "cpu", 2, 3, 33, 40, torch.float32),
+        kbest_kernels, "[:, None] & (token < vocabulary)", "[:, None] & (token <= vocabulary)",
+        lambda kernels: _check_kbest(kernels, "cpu", 2, 3, 33, 40, torch.float32),
     ),
-    "kbest: ties": (kbest, "(0x7FFFFFFF - index).to", "index.to", lambda ops: _check_kbest_ties(ops, "cpu")),
+    "kbest: nothing beyond the end": (
+        kbest_kernels, "mask=inside, other=float(\"-inf\")", "mask=inside, other=0.0",
+        lambda kernels: _check_kbest(kernels, "cpu", 2, 3, 33, 2, torch.float32),
+    ),
+    "kbest: ties": (
+        kbest_kernels, "(0x7FFFFFFF - index).to", "index.to",
+        lambda kernels: [_check_kbest_ties(kernels, "cpu", group) for group in (0, 32)],
+    ),
     "kbest: bans": (
-        kbest, "(words >> (token % 32)) & 1", "(words >> (token % 31)) & 1",
-        lambda ops: _check_kbest(ops, "cpu", 2, 3, 500, 8, torch.float32, banned=_edits(2, 3, 500, "cpu")["banned"]),
+        kbest_kernels, "(words >> (token % 32)", "(words >> (token % 31)",
+        lambda kernels: _check_kbest(
+            kernels, "cpu", 2, 3, 500, 8, torch.float32, banned=_edits(2, 3, 500, "cpu")["banned"]
+        ),
     ),
     "kbest: the parts' maxima": (
-        kbest, "sums * tl.exp(highest - top[:, None])", "sums",
-        lambda ops: _check_kbest(ops, "cpu", 1, 2, 5_001, 8, torch.float32),
+        kbest_kernels, "sums * tl.exp(highest - top[:, None])", "sums",
+        lambda kernels: _check_kbest(kernels, "cpu", 1, 2, 5_001, 8, torch.float32),
+    ),
+    "kbest: whose group it is": (
+        kbest_kernels, "of = tl.where(chosen >= 0, chosen // groups, 0)", "of = tl.where(chosen >= 0, 0, 0)",
+        lambda kernels: _check_kbest(kernels, "cpu", 1, 2, 5_001, 8, torch.float32),
+    ),
+    "kbest: one group less": (
+        kbest_kernels, "(slot == i) & (best !=", "(slot == i + 1) & (best !=",
+        lambda kernels: _check_kbest(kernels, "cpu", 1, 2, 5_001, 8, torch.float32),
     ),
     "token mask: the end": (
         token_mask, "(tokens < vocabulary))", "(tokens <= vocabulary))",
@@ -669,9 +729,17 @@ def test_mutant(name: str, tmp_path: Path) -> None:
         ({"num_beams": 3, "no_repeat_ngram_size": 2, "min_new_tokens": 4}, {"kbest", "ngram_block", "cache"}),
         ({"num_beams": 4, "num_return_sequences": 2, "early_stopping": True}, {"kbest", "cache"}),
         ({"num_beams": 2, "repetition_penalty": 1.3, "return_dict_in_generate": True}, {"kbest"}),
+        (
+            {
+                "num_beams": 3, "repetition_penalty": 1.4, "bad_words_ids": [[5], [6, 7], [8, 9, 10]],
+                "forced_eos_token_id": 3,
+            },
+            {"kbest", "token_mask", "ngram_block"},
+        ),
+        ({"num_beams": 3, "sequence_bias": {(5,): 4.0, (9,): -3.0}}, {"kbest", "token_mask"}),
         ({"no_repeat_ngram_size": 2}, {"argmax", "ngram_block"}),
     ],
-    ids=["beams", "sequences", "processors", "greedy"],
+    ids=["beams", "sequences", "processors", "changes", "bias", "greedy"],
 )  # fmt: skip
 def test_generate(family: str, options: dict[str, Any], ran: set[str], device: str) -> None:
     """The same tokens as transformers', by the kernels."""

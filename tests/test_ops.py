@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
-from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
+from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, TopPLogitsWarper
 
 from fastgen.ops import beam_attention as attention_module
 from fastgen.ops import kbest as kbest_module
@@ -19,6 +19,7 @@ from fastgen.ops.activation import activation_, activation_reference, kind_of
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
 from fastgen.ops.kbest import best_of_log_probs, best_of_log_probs_reference
 from fastgen.ops.ngram_block import ngram_block_, ngram_block_reference
+from fastgen.ops.sample import nucleus
 
 INF = torch.inf
 VOCABULARIES = (32_128, 50_264)
@@ -38,6 +39,48 @@ def _unmodified(*tensors: Tensor) -> Callable[[], bool]:
         )
 
     return holds
+
+
+# Sampling
+
+
+def _warped(scores: Tensor, top_p: float, least: int) -> Tensor:
+    ids = torch.zeros(scores.shape[0], 1, dtype=torch.int64)
+    return TopPLogitsWarper(top_p, min_tokens_to_keep=least)(ids, scores)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.97])
+@pytest.mark.parametrize(("rows", "v", "least"), [(1, 1, 1), (3, 7, 2), (5, 65, 1), (4, 1_000, 3), (2, 50_264, 1)])
+@pytest.mark.parametrize("top_k", [0, 50])
+def test_nucleus(rows: int, v: int, least: int, top_p: float, top_k: int, dtype: torch.dtype) -> None:
+    """The warper's scores, and not seldom."""
+    found = 0
+    for seed in range(10):
+        scores = _randn(rows, v, seed=seed, dtype=dtype) * 6
+        if 0 < top_k < v:
+            scores[scores < scores.topk(top_k).values[:, -1:]] = -torch.inf
+        unmodified = _unmodified(scores)
+        left = nucleus(scores, top_p, least, 64 if top_k else 2_048)
+        assert unmodified()
+        if left is not None:
+            found += 1
+            assert torch.equal(left, _warped(scores, top_p, least))
+    assert found >= 7
+
+
+def test_nucleus_leaves_to_the_toolkit_what_it_cannot_know() -> None:
+    flat = _randn(3, 5_000) * 2
+    assert nucleus(flat, 0.9) is None
+    assert nucleus(flat, 0.9, count=4_000) is not None
+    equal = torch.tensor([[3.0, 1.0, 1.0, 1.0, -9.0]])
+    assert nucleus(equal, 0.8) is None  # one or two of three equal tokens stay
+    assert nucleus(equal, 0.5) is not None
+    halves = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    assert nucleus(halves, 0.5) is None  # whether the second one stays, rounding decides
+    for bad in (torch.nan, torch.inf):
+        assert nucleus(torch.tensor([[0.0, bad, 1.0]]), 0.9) is None
+    assert nucleus(torch.full((1, 3), -torch.inf), 0.9) is None
 
 
 # k-best

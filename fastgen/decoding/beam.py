@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.rules import BeamRule
-from fastgen.decoding.text import Edit, Stop, Text, banned, closed_up, edited
+from fastgen.decoding.text import Edit, Stop, Text, closed_up, edited, sparse
 from fastgen.models.memory import Memory
 from fastgen.ops.cache import reorder_rows_
 from fastgen.ops.dispatch import runs_kernels
@@ -168,9 +168,9 @@ class BeamSearch:
         """The K candidates of each sentence: running score, beam, token, each (B, K)."""
         b, m = self.scores.shape
         if not self.trace.wanted and not self.sample and runs_kernels(logits):
-            bans = banned(self.edits, self.text, logits.shape[-1])
-            if bans is not None:  # the log-probabilities are never written
-                best = kbest(logits.view(b, m, -1), self.scores, self.rule.candidates, banned=bans.mask)
+            edits = sparse(self.edits, self.text, logits.shape[-1])
+            if edits is not None:  # the log-probabilities are never written
+                best = kbest(logits.view(b, m, -1), self.scores, self.rule.candidates, edits)
                 return best.values, best.indices // logits.shape[-1], best.indices % logits.shape[-1]
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())

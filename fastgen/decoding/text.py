@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from fastgen.ops.kbest import Changes, SparseEdits
 from fastgen.ops.ngram_block import ngram_block_, ngram_mask_
+from fastgen.ops.sample import nucleus
 from fastgen.ops.token_mask import add_tokens_, empty_mask
 
 
@@ -44,21 +46,26 @@ def closed_up(count: int, leaving: Sequence[int]) -> list[int]:
 class NGramBlock:
     """Ban tokens that would repeat an n-gram of their row, prompt and padding included, or of a source.
 
-    source: (B, S), as `ops.ngram_block` has it.
+    source: (B, S), as `ops.ngram_block` has it; one row serves all sentences.
+    shortest: length of a text that is looked at.
     """
 
     n: int
     source: Tensor | None = None
+    shortest: int = 0
 
     def idle(self, text: Text) -> bool:
         return self.source is None and text.length < self.n
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
+        if text.length < self.shortest:
+            return scores
         return ngram_block_(scores, text.ids, self.n, self._source_on(scores.device))
 
     def add_to(self, mask: Tensor, text: Text, vocabulary: int) -> None:
         """Add what this bans to a token mask (R, ceil(V / 32))."""
-        ngram_mask_(mask, text.ids, self.n, vocabulary, self._source_on(mask.device))
+        if text.length >= self.shortest:
+            ngram_mask_(mask, text.ids, self.n, vocabulary, self._source_on(mask.device))
 
     def _source_on(self, device: torch.device) -> Tensor | None:
         if self.source is not None:
@@ -96,6 +103,56 @@ class Ban:
 
 
 @dataclass
+class Shift:
+    """Add to the scores of some tokens of the vocabulary: tokens (N,) int64, offsets (N,) fp32."""
+
+    tokens: Tensor
+    offsets: Tensor
+
+    def idle(self, text: Text) -> bool:
+        return False
+
+    def __call__(self, scores: Tensor, text: Text) -> Tensor:
+        tokens, offsets = self.tokens.to(scores.device), self.offsets.to(scores.device)
+        return scores.index_add_(1, tokens, offsets.expand(scores.shape[0], -1))
+
+    def changes(self, text: Text, vocabulary: int) -> Changes:
+        """What this does to log-probabilities."""
+        rows, device = text.ids.shape[0], text.ids.device
+        offsets = self.offsets.to(device).expand(rows, -1)
+        return Changes(self.tokens.to(device).expand(rows, -1), torch.ones_like(offsets), offsets)
+
+
+@dataclass
+class Penalty:
+    """Make the tokens of a row's own text less likely: a negative score times `factor`.
+
+    start: where the text begins, for all rows or (R,) for each.
+    dense: the toolkit's function of (ids, scores) that does it to all scores.
+    Source: Keskar et al. 2019 (CTRL), section 4.1.
+    """
+
+    factor: float
+    start: int | Tensor
+    dense: Callable[[Tensor, Tensor], Tensor]
+
+    def idle(self, text: Text) -> bool:
+        return False
+
+    def __call__(self, scores: Tensor, text: Text) -> Tensor:
+        return self.dense(text.ids, scores)
+
+    def changes(self, text: Text, vocabulary: int) -> Changes:
+        """What this does to log-probabilities, which are never positive."""
+        start = self.start.to(text.ids.device)[:, None] if isinstance(self.start, Tensor) else self.start
+        before = torch.arange(text.length, device=text.ids.device) < start
+        tokens = text.ids.masked_fill(before, vocabulary).sort(1).values
+        again = torch.nn.functional.pad(tokens[:, 1:] == tokens[:, :-1], (1, 0))
+        factors = torch.full(tokens.shape, self.factor, device=tokens.device)
+        return Changes(tokens.masked_fill(again, vocabulary), factors, torch.zeros_like(factors))
+
+
+@dataclass
 class Force:
     """Leave only one token, with score 0, at the lengths for which `active` holds; at others the scores pass."""
 
@@ -113,6 +170,37 @@ class Force:
 
 
 @dataclass
+class TopP:
+    """Leave the most probable tokens that have a mass of `top_p` together, at least `least` of them.
+
+    dense: the toolkit's function of (ids, scores), for scores in which many tokens are left or rounding decides.
+    Source: Holtzman et al. 2020, section 3.1.
+    """
+
+    top_p: float
+    least: int
+    dense: Callable[[Tensor, Tensor], Tensor]
+    _count: int = field(default=64, init=False)  # how many of a row are looked at
+    _pause: int = field(default=0, init=False)  # steps for which the toolkit's function runs at once
+    _failed: int = field(default=0, init=False)  # how often in succession few were not enough
+
+    def idle(self, text: Text) -> bool:
+        return False
+
+    def __call__(self, scores: Tensor, text: Text) -> Tensor:
+        if scores.device.type == "cpu" and not self._pause:
+            left = nucleus(scores, self.top_p, self.least, self._count)
+            if left is not None:
+                self._failed = 0
+                return left
+            self._failed += 1
+            self._count = 512  # of a vocabulary of 50,000 as quick to find as 64
+            self._pause = min(2**self._failed, 64) - 1
+        self._pause = max(0, self._pause - 1)
+        return self.dense(text.ids, scores)
+
+
+@dataclass
 class Call:
     """Any function of (ids, scores), such as a toolkit's or a user's logits processor."""
 
@@ -125,24 +213,27 @@ class Call:
         return self.function(text.ids, scores)
 
 
-class Bans(NamedTuple):
-    """What a step's edits ban: a token mask (R, ceil(V / 32)), or None for nothing."""
-
-    mask: Tensor | None
-
-
-def banned(edits: Sequence[Edit], text: Text, vocabulary: int) -> Bans | None:
-    """Return what the edits ban in this step, or None when one of them does anything else."""
+def sparse(edits: Sequence[Edit], text: Text, vocabulary: int) -> SparseEdits | None:
+    """Return what the edits do in this step to few tokens, or None when they do anything else."""
     mask: Tensor | None = None
+    changes: Changes | None = None
+    forced: Tensor | None = None
     for edit in edits:
         if edit.idle(text):
             continue
-        if not isinstance(edit, NGramBlock | Ban):
+        if forced is not None:  # what comes later may ban or change the forced token
             return None
-        if mask is None:
-            mask = empty_mask(text.ids.shape[0], vocabulary, text.ids.device)
-        edit.add_to(mask, text, vocabulary)
-    return Bans(mask)
+        if isinstance(edit, NGramBlock | Ban):
+            if mask is None:
+                mask = empty_mask(text.ids.shape[0], vocabulary, text.ids.device)
+            edit.add_to(mask, text, vocabulary)
+        elif isinstance(edit, Shift | Penalty) and changes is None:
+            changes = edit.changes(text, vocabulary)
+        elif isinstance(edit, Force) and edit.tokens.numel() == 1:
+            forced = edit.tokens.to(text.ids.device).expand(text.ids.shape[0])
+        else:
+            return None
+    return SparseEdits(changes, mask, forced)
 
 
 def edited(scores: Tensor, text: Text, edits: Sequence[Edit], kept: bool = False) -> Tensor:

@@ -8,7 +8,6 @@ Sources: Wang et al. 2021 (LightSeq), section 2.1 (fused layer normalisation); Z
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fastgen.ops.dispatch import constexpr, jit, launch, power_of_two, tl, use_triton
 
@@ -49,10 +48,10 @@ def norm_reference(
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = None if weight is None else weight.to(wide) + offset if offset else weight
     if not rms and x.dtype == wide:
-        return F.layer_norm(total, x.shape[-1:], scale, bias, eps), total
+        return torch.layer_norm(total, x.shape[-1:], scale, bias, eps), total
     if not rms:
         scale, shift = (None if p is None else p.to(wide) for p in (scale, bias))
-        return F.layer_norm(total.to(wide), x.shape[-1:], scale, shift, eps).to(x.dtype), total
+        return torch.layer_norm(total.to(wide), x.shape[-1:], scale, shift, eps).to(x.dtype), total
     if x.dtype == wide:
         normalised = _rms_norm(total, scale, eps)
     else:

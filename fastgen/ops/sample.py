@@ -15,6 +15,9 @@ from fastgen.ops.dispatch import constexpr, jit, launch, power_of_two, tl, use_t
 BLOCK = 4096
 """Tokens that a program of the kernel looks at together."""
 
+_ROUNDING = 1e-5
+"""How far sums of a row's probabilities may be apart that add them in another order."""
+
 
 def filtered_reference(
     logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
@@ -34,13 +37,44 @@ def filtered_reference(
     if 0 < top_k < wide.shape[1]:
         wide = wide.masked_fill(wide < wide.topk(top_k).values[:, -1:], -torch.inf)
     if top_p < 1.0:
-        ordered = wide.sort(descending=True).values
+        left = int((wide > -torch.inf).sum(1).max())  # what is out already needs no order
+        ordered = wide.topk(max(1, left)).values
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
         last = ordered.masked_fill((before >= top_p) & (before > 0), torch.inf).amin(1, keepdim=True)
         wide = wide.masked_fill(wide < last, -torch.inf)
     if min_p > 0.0:
         wide = wide.masked_fill(wide.softmax(-1) < min_p * wide.softmax(-1).amax(1, keepdim=True), -torch.inf)
     return wide
+
+
+def nucleus(scores: Tensor, top_p: float, least: int = 1, count: int = 64) -> Tensor | None:
+    """Return a copy of scores with -inf at what top-p leaves out, found among the `count` highest of each row.
+
+    The same tokens as transformers' warper leaves, which sorts whole rows, at a tenth of the time where few are left.
+
+    Args:
+        scores: (R, V) fp32 or fp64.
+        top_p: keep the most probable tokens, until those kept have a mass of top_p.
+        least: keep as many at least.
+    Returns:
+        (R, V), or None where the highest `count` are too few, or where rounding or the order of equal scores decides.
+    """
+    v = scores.shape[1]
+    top, where = scores.topk(min(v, max(count, least) + 1))
+    # The normaliser is that of the whole row, most of which may be out already.
+    total = torch.logsumexp(top if bool((top[:, -1] == -torch.inf).all()) else scores, 1, keepdim=True)
+    mass = (top - total).exp_().cumsum_(1)
+    above = torch.nn.functional.pad(mass[:, :-1], (1, 0))  # of those ranked before
+    kept = above < top_p
+    kept[:, :least] = True
+    last = kept.sum(1, keepdim=True) - 1
+    enough = top.shape[1] == v or bool((last < top.shape[1] - 1).all())
+    if not enough or not bool(((above - top_p).abs() > _ROUNDING).all()):
+        return None
+    after = torch.where(last + 1 < top.shape[1], top.gather(1, (last + 1).clamp(max=top.shape[1] - 1)), -torch.inf)
+    if not bool((top.gather(1, last) > after).all()):
+        return None
+    return torch.full_like(scores, -torch.inf).scatter_(1, where, top.masked_fill_(~kept, -torch.inf))
 
 
 def sample(

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria as sc
 
-from fastgen.decoding.text import Ban, Call, Edit, Force, NGramBlock, Stop
+from fastgen.decoding.text import Ban, Call, Edit, Force, NGramBlock, Penalty, Shift, Stop, TopP
 
 # Processors that treat every row alike and by its own text alone, so that rows may leave the batch.
 _ROWWISE = (
@@ -27,7 +27,7 @@ def edits_of(processors: Sequence[Any], vocabulary: Callable[[], int]) -> list[E
 
     vocabulary: says how many tokens there are, if one asks.
     """
-    return [_edit(processor, vocabulary) for processor in processors]
+    return [edit for processor in processors for edit in _edits(processor, vocabulary)]
 
 
 def rowwise(processors: Sequence[Any]) -> str | None:
@@ -35,8 +35,14 @@ def rowwise(processors: Sequence[Any]) -> str | None:
     return next((type(p).__name__ for p in processors if type(p) not in _ROWWISE), None)
 
 
-def _edit(processor: Any, vocabulary: Callable[[], int]) -> Edit:
+def _edits(processor: Any, vocabulary: Callable[[], int]) -> list[Edit]:
     kind = cast(Any, type(processor))
+    if kind in (lp.NoBadWordsLogitsProcessor, lp.SequenceBiasLogitsProcessor):
+        return _biases(processor, vocabulary())
+    return [_edit(processor, kind, vocabulary)]
+
+
+def _edit(processor: Any, kind: Any, vocabulary: Callable[[], int]) -> Edit:
     if kind is lp.NoRepeatNGramLogitsProcessor:
         return NGramBlock(processor.ngram_size)
     if kind is lp.EncoderNoRepeatNGramLogitsProcessor:
@@ -57,14 +63,41 @@ def _edit(processor: Any, vocabulary: Callable[[], int]) -> Edit:
         return Force(torch.as_tensor(processor.bos_token_id), lambda length: length == 1)
     if kind is lp.ForcedEOSTokenLogitsProcessor:
         return Force(processor.eos_token_id, lambda length: length == processor.max_length - 1)
-    if kind is lp.NoBadWordsLogitsProcessor:
-        biases: dict[tuple[int, ...], float] = processor.sequence_bias
-        count = vocabulary()
-        if all(len(words) == 1 and words[0] < count for words in biases):
-            return Ban(torch.tensor([words[0] for words in biases], dtype=torch.int64), lambda _: True)
-    # The toolkit's list checks what arguments a processor wants, and raises as stock does.
-    call: Any = lp.LogitsProcessorList([processor])
-    return Call(call)
+    if kind is lp.RepetitionPenaltyLogitsProcessor:
+        start = processor.prompt_ignore_length
+        return Penalty(processor.penalty, 0 if start is None else start, _called(processor))
+    if kind is lp.TopPLogitsWarper and processor.filter_value == -torch.inf:
+        return TopP(processor.top_p, processor.min_tokens_to_keep, _called(processor))
+    return Call(_called(processor))
+
+
+def _called(processor: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """The processor as a function; the toolkit's list checks what arguments it wants, and raises as stock does."""
+    return cast(Any, lp.LogitsProcessorList([processor]))
+
+
+def _biases(processor: Any, vocabulary: int) -> list[Edit]:
+    """A bias of sequences of tokens; bans where it is -inf."""
+    biases: dict[tuple[int, ...], float] = processor.sequence_bias
+    if any(token >= vocabulary for sequence in biases for token in sequence):
+        return [Call(_called(processor))]  # it raises
+    if all(len(sequence) == 1 for sequence in biases) and type(processor) is lp.SequenceBiasLogitsProcessor:
+        tokens = torch.tensor([sequence[0] for sequence in biases], dtype=torch.int64)
+        return [Shift(tokens, torch.tensor(list(biases.values()), dtype=torch.float32))]
+    if type(processor) is lp.SequenceBiasLogitsProcessor:
+        return [Call(_called(processor))]
+    by_length: dict[int, list[tuple[int, ...]]] = {}
+    for sequence in biases:
+        by_length.setdefault(len(sequence), []).append(sequence)
+    edits: list[Edit] = []
+    for n, sequences in by_length.items():
+        words = torch.tensor(sequences, dtype=torch.int64)
+        if n == 1:
+            edits.append(Ban(words[:, 0], lambda _: True))
+        else:  # versions before this attribute leave a text alone that is no longer than the words before the last
+            shortest = n - 1 if hasattr(processor, "multi_token_biases") else n
+            edits.append(NGramBlock(n, torch.nn.functional.pad(words, (0, 1), value=-1).view(1, -1), shortest))
+    return edits
 
 
 def _source_of(processor: Any, vocabulary: int) -> Tensor | None:
