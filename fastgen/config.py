@@ -51,6 +51,12 @@ VARIABLES = (
     Variable("FASTGEN_STRICT", "0", ("0", "1"), "1: a fallback or a failed patch raises"),
     Variable("FASTGEN_PARITY", "0", ("0", "1"), "1: run the toolkit's own code too and report the first divergence"),
     Variable("FASTGEN_LINEAR", "auto", get_args(Linear), "how linear layers run on CPU through oneDNN"),
+    Variable(
+        "FASTGEN_FAIRSEQ_ALLOW",
+        "",
+        (),
+        "comma-separated classes that checkpoints of fairseq may hold, if you trust them",
+    ),
     Variable("FASTGEN_CACHE_DIR", "", (), "folder for kept results; empty: fastgen in the platform's user cache"),
 )
 
@@ -65,6 +71,7 @@ class Settings:
     strict: bool
     parity: bool
     linear: Linear
+    fairseq_allow: tuple[str, ...]
     cache_dir: Path
 
 
@@ -94,13 +101,18 @@ def read(environ: Mapping[str, str]) -> Settings:
     folder = value["FASTGEN_CACHE_DIR"]
     return Settings(
         enabled=value["FASTGEN"] == "1",
-        skip=tuple(name for part in value["FASTGEN_SKIP"].split(",") if (name := part.strip())),
+        skip=_names(value["FASTGEN_SKIP"]),
         ops=cast(Ops, value["FASTGEN_OPS"]),
         strict=value["FASTGEN_STRICT"] == "1",
         parity=value["FASTGEN_PARITY"] == "1",
         linear=cast(Linear, value["FASTGEN_LINEAR"]),
+        fairseq_allow=_names(value["FASTGEN_FAIRSEQ_ALLOW"]),
         cache_dir=Path(folder).expanduser().absolute() if folder else _user_cache(environ) / "fastgen",
     )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for part in text.split(",") if (name := part.strip()))
 
 
 def _user_cache(environ: Mapping[str, str]) -> Path:

@@ -124,16 +124,17 @@ class LayerKV:
         write_slots_(self._keys, self._values, keys, values, start)
         self.steps += 1
 
-    def keep(self, sentences: Tensor, moves: tuple[Tensor, Tensor]) -> None:
+    def keep(self, sentences: Tensor, moves: tuple[Tensor, Tensor] | None) -> None:
         """Keep these sentences, int64 indices.
 
-        moves: the places, and the sentences that come to them from behind all that are kept; the others stay.
+        moves: the places, and the sentences that come to them from behind all that are kept; the others stay. None
+            where sentences move in another way.
         """
         assert self._keys is not None
         assert self._values is not None
         kept: list[Tensor] = []
         for buffer in (self._keys, self._values):
-            if self.beams == 1:  # others are handed the memory itself, and may hold on to it
+            if moves is None or self.beams == 1:  # with one, others are handed the memory itself, and may hold on to it
                 kept.append(buffer.index_select(0, sentences))
             else:
                 move_sentences_(buffer[:, :, : self.slots], *moves)

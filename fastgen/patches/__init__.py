@@ -3,9 +3,9 @@
 Each subfolder is one toolkit. Its ``__init__`` holds plain data, `TOOLKIT` and `PATCHES`, declared here.
 """
 
-from fastgen.patches import transformers
+from fastgen.patches import fairseq, transformers
 from fastgen.patches._engine import declare, disable, disabled, enable, release, status
 
 __all__ = ["disable", "disabled", "enable", "release", "status"]
 
-declare(*transformers.PATCHES)
+declare(*transformers.PATCHES, *fairseq.PATCHES)

@@ -119,7 +119,7 @@ def enable() -> None:
                 entry.settle("skipped", "FASTGEN_SKIP")
             elif entry.state == "off":
                 entry.settle("pending")
-        modules = dict.fromkeys(e.patch.address.module for e in _entries.values() if e.state == "pending")
+        modules = dict.fromkeys(e.patch.awaited for e in _entries.values() if e.state == "pending")
     first_error: PatchError | None = None
     for module in modules:
         try:
@@ -260,7 +260,7 @@ def _arrive(module: str) -> None:
     errors: list[PatchError] = []
     with _lock:
         for entry in _entries.values():
-            if entry.state != "pending" or entry.patch.address.module != module or module not in sys.modules:
+            if entry.state != "pending" or entry.patch.awaited != module or module not in sys.modules:
                 continue
             try:
                 _apply(entry)
@@ -325,7 +325,8 @@ def _fail(entry: Entry, error: Exception) -> PatchError:
 
 def _call(entry: Entry, original: Function, /, *args: Any, **kwargs: Any) -> Any:
     """Run what a patched target runs: the replacement, or the original where that is switched off or declined."""
-    if _under_compilation() or is_disabled() or (entry.patch.inner and current_plan.get() is None):
+    disabled = not _enabled if entry.patch.mends else is_disabled()
+    if disabled or _under_compilation() or (entry.patch.inner and current_plan.get() is None):
         return original(*args, **kwargs)
     replacement = _approved_replacement(entry)
     if replacement is None:

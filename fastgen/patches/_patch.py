@@ -56,6 +56,10 @@ class Patch:
         parameters: the names with which the target's parameters must begin, ``self`` or ``cls`` included.
         help: what it does, one line.
         inner: whether it only serves the plan of an outer patch; where no plan runs, the original is called at once.
+        when: module after whose import it is applied, where that is not the target's: one of the toolkit's own that
+            comes before the target is needed.
+        mends: whether the toolkit would fail without it. It stays in place in `disabled()`, where the toolkit's own
+            code runs as it would on the versions it was made for.
     Raises:
         ValueError: a name, target or function is not of the form above.
     """
@@ -67,6 +71,8 @@ class Patch:
     parameters: tuple[str, ...]
     help: str
     inner: bool = False
+    when: str | None = None
+    mends: bool = False
 
     def __post_init__(self) -> None:
         if not self.name.startswith(f"{self.toolkit.name}."):
@@ -78,6 +84,11 @@ class Patch:
     def address(self) -> Address:
         """The target, read."""
         return Address.parse(self.target)
+
+    @property
+    def awaited(self) -> str:
+        """The module whose import it waits for."""
+        return self.when or self.address.module
 
     def within(self, prefix: str) -> bool:
         """Whether ``prefix`` is the patch's name or a dotted beginning of it, such as the toolkit's name."""

@@ -1,0 +1,80 @@
+"""What fastgen patches in fairseq: plain data. The code lies in the modules that the records name.
+
+The patches that mend let fairseq, which was last released for Python 3.10 and PyTorch 1.12, run on today's versions.
+"""
+
+from fastgen.patches._engine import Patch, Toolkit
+
+TOOLKIT = Toolkit(
+    name="fairseq",
+    module="fairseq",
+    versions=">=0.12.2,<0.13",
+    tested="0.12.3.1",
+    install_hint="pip install --no-deps fairseq==0.12.2",
+)
+
+PATCHES = (
+    Patch(
+        name="fairseq.dataclasses",
+        toolkit=TOOLKIT,
+        target="dataclasses:_get_field",
+        replacement="fastgen.patches.fairseq.mend:get_field",
+        parameters=("cls", "a_name", "a_type"),
+        help="fairseq imports on Python 3.11 and later: its dataclasses may be defaults of each other",
+        when="fairseq.dataclass.constants",
+        mends=True,
+    ),
+    Patch(
+        name="fairseq.load",
+        toolkit=TOOLKIT,
+        target="fairseq.checkpoint_utils:load_checkpoint_to_cpu",
+        replacement="fastgen.patches.fairseq.mend:load_checkpoint",
+        parameters=("path", "arg_overrides"),
+        help="checkpoints load on PyTorch 2.6 and later: the harmless classes that they hold are named, no others run",
+        mends=True,
+    ),
+    Patch(
+        name="fairseq.encoder_layer",
+        toolkit=TOOLKIT,
+        target="fairseq.modules.transformer_layer:TransformerEncoderLayerBase.forward",
+        replacement="fastgen.patches.fairseq.mend:encoder_layer",
+        parameters=("self", "x", "encoder_padding_mask", "attn_mask"),
+        help="padded sources pass PyTorch's fused encoder layer, which now wants to know the kind of the mask",
+        mends=True,
+    ),
+    Patch(
+        name="fairseq.ngram_block",
+        toolkit=TOOLKIT,
+        target="fairseq.ngram_repeat_block:NGramRepeatBlock.forward",
+        replacement="fastgen.patches.fairseq.mend:ngram_block",
+        parameters=("self", "tokens", "lprobs", "bsz", "beam_size", "step"),
+        help="--no-repeat-ngram-size works without fairseq's CUDA extension, where it does nothing",
+        mends=True,
+    ),
+    Patch(
+        name="fairseq.beam_size",
+        toolkit=TOOLKIT,
+        target="fairseq.sequence_generator:EnsembleModel.set_decoder_beam_size",
+        replacement="fastgen.patches.fairseq.mend:set_decoder_beam_size",
+        parameters=("self", "beam_size"),
+        help="BART with one beam after a call with several attends to its own sentence, not to another",
+        mends=True,
+    ),
+    Patch(
+        name="fairseq.generate",
+        toolkit=TOOLKIT,
+        target="fairseq.sequence_generator:SequenceGenerator._generate",
+        replacement="fastgen.patches.fairseq.generate:generate",
+        parameters=("self", "sample", "prefix_tokens", "constraints", "bos_token"),
+        help="SequenceGenerator over one cache per sentence; linear layers through oneDNN on a CPU",
+    ),
+    Patch(
+        name="fairseq.attention",
+        toolkit=TOOLKIT,
+        target="fairseq.modules.multihead_attention:MultiheadAttention.forward",
+        replacement="fastgen.patches.fairseq.attention:forward",
+        parameters=("self", "query", "key", "value"),
+        help="attention of a decode step over the shared cache; everything else passes through",
+        inner=True,
+    ),
+)

@@ -1,0 +1,130 @@
+"""Attention of fairseq's modules in a decode step: keys and values are written once and shared by the beams."""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.cache import Ancestry, LayerKV
+from fastgen.models.memory import Memory
+from fastgen.ops.beam_attention import beam_attention
+
+current_step: ContextVar["Layers | None"] = ContextVar("fastgen_fairseq_step", default=None)
+"""The layers of the model that makes a decode step in this context."""
+
+
+def forward(
+    original: Callable[..., Any],
+    self: Any,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`MultiheadAttention.forward`, over the shared cache for the layers of the step that runs."""
+    layers = current_step.get()
+    layer = None if layers is None else layers.of.get(self)
+    if layers is None or layer is None:
+        return original(self, query, key, value, *args, **kwargs)
+    if self.encoder_decoder_attention:
+        return layers.over_source(
+            self, layer, query, key, kwargs.get("key_padding_mask"), kwargs.get("need_head_weights", False)
+        )
+    return layers.over_text(self, layer, query), None
+
+
+class Layers:
+    """The attention layers of one decoder: its self-attention over the text, its attention over the source.
+
+    Args:
+        modules: fairseq's attention modules.
+        longest: decode steps at most.
+    """
+
+    def __init__(self, modules: list[Any], sentences: int, beams: int, longest: int, memory: Memory) -> None:
+        self.sentences, self.beams = sentences, beams
+        self.of: dict[Any, LayerKV] = {
+            module: LayerKV(longest, memory, 0 if module.encoder_decoder_attention else beams) for module in modules
+        }
+        self.source_mask: Tensor | None = None  # (B, 1, 1, S) additive
+        self.text_mask: Tensor | None = None  # (B, 1, M, N) additive
+
+    def begin_step(self, ancestry: Ancestry | None, dtype: torch.dtype) -> None:
+        """The next token of every text comes; ancestry: None where it is one for all beams of a sentence."""
+        self.text_mask = None
+        if ancestry is None:
+            return
+        prefix = next((kv.prefix for module, kv in self.of.items() if not module.encoder_decoder_attention), 0)
+        visible = ancestry.visible.to(dtype)
+        shared = visible.new_zeros(*visible.shape[:2], prefix)
+        self.text_mask = torch.cat([shared, visible], 2)[:, None]
+        for layer in self.of.values():
+            layer.beams = self.beams
+
+    def over_text(self, module: Any, layer: LayerKV, query: Tensor) -> Tensor:
+        """Return (1, R, C) for query (1, R, C), whose token is the text's newest."""
+        heads = query.shape[1], module.num_heads, 1, module.head_dim
+        keys, values = module.k_proj(query).view(heads), module.v_proj(query).view(heads)
+        if self.text_mask is None:
+            layer.extend(keys, values)
+        else:
+            layer.append(keys, values)
+        folded = module.q_proj(query).view(self.sentences, -1, heads[1], heads[3])
+        mixed = beam_attention(folded, layer.keys, layer.values, self.text_mask, module.scaling)
+        return module.out_proj(mixed.reshape(query.shape))
+
+    def over_source(
+        self, module: Any, layer: LayerKV, query: Tensor, source: Tensor | None, padding: Tensor | None, weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (1, R, C) for query (1, R, C), and the weights (1, R, 1, S), the mean over the heads, where wanted.
+
+        source: (S, B, C), the encoder's output; padding: (B, S) bool, or None.
+        """
+        if layer.prefix == 0:
+            assert source is not None
+            self._read(module, layer, source, padding)
+        folded = module.q_proj(query).view(self.sentences, -1, module.num_heads, module.head_dim)
+        if not weights:
+            mixed, mean = beam_attention(folded, layer.keys, layer.values, self.source_mask, module.scaling), None
+        else:
+            mixed, mean = self._with_weights(folded, layer, module.scaling)
+        return module.out_proj(mixed.reshape(query.shape)), mean
+
+    def _read(self, module: Any, layer: LayerKV, source: Tensor, padding: Tensor | None) -> None:
+        """Make the keys and values of the source, once for all steps and beams."""
+        length, b, _ = source.shape
+        shape = length, b, module.num_heads, module.head_dim
+        keys, values = (
+            projection(source).view(shape).permute(1, 2, 0, 3) for projection in (module.k_proj, module.v_proj)
+        )
+        layer.extend(keys, values)
+        if padding is not None and self.source_mask is None:
+            mask = torch.zeros(padding.shape, dtype=source.dtype, device=source.device)
+            self.source_mask = mask.masked_fill_(padding.to(torch.bool), -torch.inf)[:, None, None]
+
+    def _with_weights(self, query: Tensor, layer: LayerKV, scale: float) -> tuple[Tensor, Tensor]:
+        """The attention of query (B, M, H, D), and its weights, the mean over the heads, (1, R, 1, S) fp32."""
+        rows = query.transpose(1, 2) * scale
+        scores = torch.matmul(rows, layer.keys.transpose(2, 3))
+        if self.source_mask is not None:
+            scores += self.source_mask
+        weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        mixed = torch.matmul(weights.to(layer.values.dtype), layer.values).transpose(1, 2)
+        return mixed, weights.float().mean(1).flatten(0, 1)[None, :, None]
+
+    def keep(self, sentences: Tensor, in_order: bool) -> None:
+        """Keep these sentences, as `decoding.first_finished.Stepper.keep` says."""
+        places: list[int] = sentences.tolist()
+        moved = [place for place, sentence in enumerate(places) if place != sentence]
+        moves = None
+        if not in_order:
+            to, origin = [moved, [places[place] for place in moved]]
+            moves = torch.tensor(to, device=sentences.device), torch.tensor(origin, device=sentences.device)
+        for layer in self.of.values():
+            layer.keep(sentences, moves)
+        if self.source_mask is not None:
+            self.source_mask = self.source_mask[sentences]
+        self.sentences = len(places)

@@ -1,0 +1,108 @@
+"""fairseq's `SequenceGenerator._generate` on the engine of `decoding`."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from fairseq.search import BeamSearch
+from torch import Tensor
+
+from fastgen.decoding.first_finished import FirstFinished, Hypothesis
+from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.models import linear, memory
+from fastgen.models.routes import routed
+from fastgen.patches import _engine
+from fastgen.patches.fairseq.decide import decide
+from fastgen.patches.fairseq.search import Beam, Toolkits
+from fastgen.patches.fairseq.stepper import Member, Stepper
+
+_engine.on_release(linear.release)
+_engine.on_release(memory.release)
+
+
+def generate(
+    original: Callable[..., Any],
+    self: Any,
+    sample: Any,
+    prefix_tokens: Tensor | None = None,
+    constraints: Tensor | None = None,
+    bos_token: int | None = None,
+) -> Any:
+    """`SequenceGenerator._generate`: decide, then decode here or leave the call to fairseq; the reason is counted."""
+    try:
+        plan = decide(self, sample, constraints)
+    except Unsupported as unsupported:
+        _engine.fallback("fairseq.generate", unsupported.reason)
+        self.model.set_decoder_beam_size(self.beam_size)  # another generator of the model may have set its own
+        return original(self, sample, prefix_tokens, constraints, bos_token)
+    models = [*self.model.models, *([] if self.lm_model is None else [self.lm_model])]
+    with _engine.running(plan), ExitStack() as stack:
+        for model in models:
+            stack.enter_context(routed(model))
+        finished = _decode(self, plan, sample, prefix_tokens, constraints, bos_token)
+    _engine.hit("fairseq.generate", plan.left_off)
+    return finished
+
+
+def _decode(
+    generator: Any,
+    plan: Plan,
+    sample: Any,
+    prefix_tokens: Tensor | None,
+    constraints: Tensor | None,
+    bos_token: int | None,
+) -> list[list[dict[str, Tensor]]]:
+    net_input = sample["net_input"]
+    source: Tensor = net_input["src_tokens"]
+    lengths = (source.ne(generator.eos) & source.ne(generator.pad)).long().sum(1)
+    longest = _longest(generator, source, lengths)
+    b, m, device = plan.sentences, plan.beams, source.device
+    outputs = generator.model.forward_encoder(net_input) or [None] * len(generator.model.models)
+    steps = longest + 1
+    stepper = Stepper(
+        [
+            Member(model, output, b, m, steps)
+            for model, output in zip(generator.model.models, outputs, strict=True)
+        ],
+        b, m, steps, device, generator.temperature,
+        None if generator.lm_model is None else Member(generator.lm_model, None, b, m, steps),
+        generator.lm_weight,
+    )  # fmt: skip
+    generator.search.init_constraints(constraints, m)
+    kind = Beam if type(generator.search) is BeamSearch else Toolkits
+    search = FirstFinished(
+        sentences=b,
+        beams=m,
+        start=generator.eos if bos_token is None else bos_token,
+        end=generator.eos,
+        pad=generator.pad,
+        longest=longest,
+        search=kind(generator, sample, prefix_tokens, lengths),
+        device=device,
+        normalize=generator.normalize_scores,
+        length_penalty=generator.len_penalty,
+        no_longer_than=lengths if generator.match_source_len else None,
+        stop_at_longest=generator.search.stop_on_max_len,
+    )
+    return [[_as_fairseq(hypothesis) for hypothesis in hypotheses] for hypotheses in search.run(stepper)]
+
+
+def _longest(generator: Any, source: Tensor, lengths: Tensor) -> int:
+    """Tokens of a hypothesis at most, its end not counted."""
+    if generator.match_source_len:
+        longest = int(lengths.max())
+    else:
+        longest = min(int(generator.max_len_a * source.shape[1] + generator.max_len_b), generator.max_len - 1)
+    assert generator.min_len <= longest, "min_len cannot be larger than max_len, please adjust these!"
+    return longest
+
+
+def _as_fairseq(hypothesis: Hypothesis) -> dict[str, Tensor]:
+    return {
+        "tokens": hypothesis.tokens,
+        "score": hypothesis.score,
+        "attention": torch.empty(0) if hypothesis.attention is None else hypothesis.attention,
+        "alignment": torch.empty(0),
+        "positional_scores": hypothesis.token_scores,
+    }

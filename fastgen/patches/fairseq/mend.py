@@ -1,0 +1,143 @@
+"""What lets fairseq 0.12.2, last released for Python 3.10 and PyTorch 1.12, run on today's versions.
+
+Each function is as narrow as it can be: it does something where fairseq would fail, and calls the original otherwise.
+"""
+
+import dataclasses
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.config import settings
+from fastgen.patches import _engine
+
+_Original = Callable[..., Any]
+
+
+def get_field(original: _Original, cls: type, a_name: str, *args: Any, **kwargs: Any) -> Any:
+    """`dataclasses._get_field`, where the default is a dataclass of fairseq's or hydra's.
+
+    Such a default has no hash, and Python 3.11 takes what has none for mutable. For the time of the call it has one.
+    """
+    default = getattr(cls, a_name, None)
+    if isinstance(default, dataclasses.Field):
+        default = default.default
+    kind = type(default)
+    own = kind.__module__.partition(".")[0] in ("fairseq", "hydra") or cls.__module__.startswith("fairseq.")
+    if not (own and dataclasses.is_dataclass(kind) and vars(kind).get("__hash__", 0) is None):
+        return original(cls, a_name, *args, **kwargs)
+    _engine.hit("fairseq.dataclasses")
+    kind.__hash__ = object.__hash__
+    try:
+        return original(cls, a_name, *args, **kwargs)
+    finally:
+        kind.__hash__ = None  # pyright: ignore[reportAttributeAccessIssue] what dataclasses puts there
+
+
+# What fairseq writes into checkpoints beside tensors and plain containers: data, with nothing that runs.
+_ALLOWED = (
+    "argparse.Namespace",
+    *(
+        f"fairseq.{module}.{name}"
+        for module in ("meters", "logging.meters")
+        for name in ("AverageMeter", "MetersDict", "StopwatchMeter", "SumMeter", "TimeMeter")
+    ),
+)
+
+
+class UntrustedCheckpointError(pickle.UnpicklingError):
+    """A checkpoint holds a class that is not known to be harmless."""
+
+
+def load_checkpoint(original: _Original, path: Any, *args: Any, **kwargs: Any) -> Any:
+    """`checkpoint_utils.load_checkpoint_to_cpu`, with the classes named that PyTorch's safe loading may make.
+
+    Raises:
+        UntrustedCheckpointError: the checkpoint holds another class; the message says which, and how to allow it.
+    """
+    with torch.serialization.safe_globals(list(_allowed())):
+        try:
+            loaded = original(path, *args, **kwargs)
+        except pickle.UnpicklingError as error:
+            raise UntrustedCheckpointError(_advice(str(path), str(error))) from error
+    _engine.hit("fairseq.load")
+    return loaded
+
+
+def _allowed() -> Iterator[tuple[Any, str]]:
+    for name in (*_ALLOWED, *settings().fairseq_allow):
+        module, _, attribute = name.rpartition(".")
+        try:
+            yield getattr(import_module(module), attribute), name
+        except (ImportError, AttributeError, ValueError) as error:
+            if name in settings().fairseq_allow:
+                raise ValueError(f"FASTGEN_FAIRSEQ_ALLOW: there is no {name!r}: {error}") from error
+
+
+def _advice(path: str, error: str) -> str:
+    marker = "GLOBAL "
+    name = error.partition(marker)[2].split(" ")[0] if marker in error else ""
+    if not name:
+        return f"{path} cannot be loaded safely: {error}"
+    allowed = os.environ.get("FASTGEN_FAIRSEQ_ALLOW", "")
+    value = ",".join(filter(None, (allowed, name)))
+    return (
+        f"{path} holds a {name}, which is not on the list of harmless classes, so that it was not loaded. If you trust "
+        f"the file, allow this class by FASTGEN_FAIRSEQ_ALLOW={value}"
+    )
+
+
+def encoder_layer(
+    original: _Original, self: Any, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None
+) -> Any:
+    """`TransformerEncoderLayerBase.forward` where it would hand a mask to PyTorch's fused layer.
+
+    The fused layer has come to want the kind of its mask too, and raises without it.
+    """
+    mask = attn_mask if encoder_padding_mask is None else encoder_padding_mask
+    fused = (
+        getattr(self, "BT_version", False)
+        and self.load_to_BT
+        and x.dim() == 3
+        and not (self.return_fc or self.training or self.ever_training or self.cfg_checkpoint_activations)
+        and self.can_use_fastpath
+    )
+    if mask is None or not fused:
+        return original(self, x, encoder_padding_mask, attn_mask)
+    _engine.hit("fairseq.encoder_layer")
+    first, last = self.self_attn_layer_norm, self.final_layer_norm
+    kind = 1 if encoder_padding_mask is not None else 0  # of keys, or of queries and keys
+    return torch._transformer_encoder_layer_fwd(
+        x, self.embed_dim, self.num_heads, self.in_proj_weight, self.in_proj_bias, self.out_proj_weight,
+        self.out_proj_bias, self.activation_relu_or_gelu == 2, False, first.eps, first.weight, first.bias, last.weight,
+        last.bias, self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias, mask, kind,
+    )  # fmt: skip
+
+
+def ngram_block(
+    original: _Original, self: Any, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: int, step: int
+) -> Tensor:
+    """`NGramRepeatBlock.forward` on the tokens there are.
+
+    Without its CUDA extension, which no release on PyPI holds, fairseq compares the last tokens of a table that is
+    filled with padding up to the longest text allowed, finds nothing, and blocks nothing.
+    """
+    if not self.use_extension:
+        tokens = tokens[:, : step + 1]
+        _engine.hit("fairseq.ngram_block")
+    return original(self, tokens, lprobs, bsz, beam_size, step)
+
+
+def set_decoder_beam_size(original: _Original, self: Any, beam_size: int) -> None:
+    """`EnsembleModel.set_decoder_beam_size`, which leaves a number of an earlier call where the new one is 1."""
+    original(self, beam_size)
+    if beam_size == 1:
+        for model in self.models:
+            if hasattr(model, "set_beam_size"):
+                _engine.hit("fairseq.beam_size")
+                model.set_beam_size(1)

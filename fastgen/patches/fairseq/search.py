@@ -1,0 +1,110 @@
+"""What `SequenceGenerator` does to log-probabilities, and how it chooses among them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.first_finished import Candidates, FirstFinished, best
+from fastgen.ops.ngram_block import ngram_block_
+
+
+class Beam:
+    """Beam search: edits of the log-probabilities, then the best of each sentence."""
+
+    plain = True
+
+    def __init__(self, generator: Any, sample: Any, prefix_tokens: Tensor | None, source_lengths: Tensor) -> None:
+        self.generator, self.prefix_tokens, self.source_lengths = generator, prefix_tokens, source_lengths
+        blocker = generator.repeat_ngram_blocker
+        self.ngram = 0 if blocker is None else int(blocker.no_repeat_ngram_size)
+
+    def __call__(self, log_probs: Tensor, state: FirstFinished) -> Candidates:
+        log_probs = self.edited(log_probs, state)
+        beams = state.beams if state.step else 1
+        scores = state.running_scores() if state.step else None
+        rows = log_probs if log_probs.shape[0] == len(state.running) * beams else log_probs[:: state.beams]
+        return best(rows.view(len(state.running), beams, -1), scores, state.beams, self.generator.vocab_size)
+
+    def edited(self, log_probs: Tensor, state: FirstFinished) -> Tensor:
+        """Apply the generator's options, in fairseq's order; in place, or at R rows where prefixes want them."""
+        generator, step = self.generator, state.step
+        _without_nan(log_probs)
+        log_probs[:, generator.pad] = -torch.inf
+        log_probs[:, generator.unk] -= generator.unk_penalty
+        if step >= state.longest:
+            log_probs[:, : generator.eos] = -torch.inf
+            log_probs[:, generator.eos + 1 :] = -torch.inf
+        prefix = self.prefix_tokens
+        if prefix is not None and step < prefix.shape[1] and step < state.longest:
+            if log_probs.shape[0] != state.tokens.shape[0]:
+                log_probs = log_probs.repeat_interleave(state.beams, 0)
+            log_probs, state.tokens, state.scores = generator._prefix_tokens(
+                step, log_probs, state.scores, state.tokens, prefix, state.beams
+            )
+        else:
+            if step < generator.min_len:
+                log_probs[:, generator.eos] = -torch.inf
+            if generator.token_indices_to_suppress is not None:
+                log_probs[:, generator.token_indices_to_suppress] = -torch.inf
+        if self.ngram > 1:  # fairseq's rule never finds single tokens
+            rows = state.tokens.shape[0] // log_probs.shape[0]
+            ngram_block_(log_probs, state.tokens[::rows, : step + 1], self.ngram)
+        return log_probs
+
+    def kept(self, sentences: Tensor) -> None:
+        if self.prefix_tokens is not None:
+            self.prefix_tokens = self.prefix_tokens[sentences]
+        self.source_lengths = self.source_lengths[sentences]
+
+    def continued(self, order: Tensor) -> None:
+        pass
+
+
+class Toolkits(Beam):
+    """The same edits, and a search of fairseq's own or the user's, which gets what fairseq would give it.
+
+    Sentences leave when fairseq's would, in order, as a search may draw random numbers for all or keep a state of each.
+    """
+
+    plain = False
+
+    def __init__(self, generator: Any, sample: Any, prefix_tokens: Tensor | None, source_lengths: Tensor) -> None:
+        super().__init__(generator, sample, prefix_tokens, source_lengths)
+        count, like = source_lengths.shape[0], source_lengths
+        given = sample.get("id")
+        self.sentences = given if isinstance(given, Tensor) else torch.arange(count).type_as(like)
+
+    def __call__(self, log_probs: Tensor, state: FirstFinished) -> Candidates:
+        generator, count = self.generator, len(state.running)
+        log_probs = self.edited(log_probs, state)
+        if log_probs.shape[0] == count:
+            log_probs = log_probs.repeat_interleave(state.beams, 0)
+        if generator.should_set_src_lengths:
+            generator.search.set_src_lengths(self.source_lengths)
+        scores, tokens, beams = generator.search.step(
+            state.step,
+            log_probs.view(count, -1, generator.vocab_size),
+            state.scores.view(count, state.beams, -1)[:, :, : state.step],
+            state.tokens[:, : state.step + 1],
+            self.sentences,
+        )
+        return Candidates(scores, tokens, beams)
+
+    def kept(self, sentences: Tensor) -> None:
+        super().kept(sentences)
+        self.sentences = self.sentences[sentences]
+        self.generator.search.prune_sentences(sentences)
+
+    def continued(self, order: Tensor) -> None:
+        self.generator.search.update_constraints(order)
+
+
+def _without_nan(log_probs: Tensor) -> None:
+    """Replace NaN by -inf, as fairseq does."""
+    if log_probs.device.type == "cpu":  # a NaN among the logits makes a whole row of log-probabilities NaN
+        bad = log_probs[:, 0].isnan()
+        if bool(bad.any()):
+            log_probs[bad] = torch.where(log_probs[bad].isnan(), -torch.inf, log_probs[bad])
+    else:
+        log_probs.masked_fill_(log_probs.isnan(), -torch.inf)

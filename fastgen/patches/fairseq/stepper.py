@@ -1,0 +1,121 @@
+"""fairseq models that make decode steps over the shared cache: one, an ensemble, and a language model beside them."""
+
+import math
+from typing import Any
+
+import torch
+from fairseq.models.fairseq_decoder import FairseqDecoder
+from fairseq.models.fairseq_model import BaseFairseqModel
+from fairseq.models.transformer import TransformerModelBase
+from torch import Tensor
+
+from fastgen.decoding.cache import Ancestry
+from fastgen.models.memory import Memory, memory_of
+from fastgen.patches.fairseq.attention import Layers, current_step
+
+
+class Member:
+    """A model with a decoder of fairseq's transformer, its cache and the encoder's output at B rows, if any."""
+
+    def __init__(self, model: Any, encoder_out: Any, sentences: int, beams: int, longest: int) -> None:
+        self.model, self.encoder_out = model, encoder_out
+        self.memory: Memory = memory_of(model)
+        self.layers = Layers(attention_of(model.decoder), sentences, beams, longest, self.memory)
+        self.dtype: torch.dtype = next(model.parameters()).dtype
+        self.plain = _takes_log_softmax(model)
+
+    def step(self, tokens: Tensor, ancestry: Ancestry | None, temperature: float) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities (R, V), and attention over the source (R, S) or None."""
+        self.layers.begin_step(ancestry, self.dtype)
+        token = current_step.set(self.layers)
+        try:
+            logits, extra = self.model.decoder(tokens, encoder_out=self.encoder_out, incremental_state={})
+        finally:
+            current_step.reset(token)
+        attention = extra["attn"][0] if extra is not None and extra.get("attn") else None
+        logits = logits[:, -1:]
+        if temperature != 1.0:
+            logits = logits.div_(temperature)
+        return self._log_probs(logits, extra), None if attention is None else attention[:, -1]
+
+    def _log_probs(self, logits: Tensor, extra: Any) -> Tensor:
+        if not self.plain:
+            return self.model.get_normalized_probs((logits, extra), log_probs=True, sample=None)[:, -1]
+        rows = logits[:, -1]
+        out = self.memory.take(rows.new_empty(0, dtype=torch.float32), *rows.shape)
+        return torch.log_softmax(rows, -1, dtype=torch.float32, out=out)
+
+    def keep(self, sentences: Tensor, in_order: bool) -> None:
+        self.layers.keep(sentences, in_order)  # the encoder's output stays: only the first step reads it
+
+
+class Stepper:
+    """Members that share their texts: an ensemble's probabilities are averaged, a language model's are added.
+
+    Args:
+        language_model: of weight `lm_weight`; None for none.
+    """
+
+    def __init__(
+        self,
+        members: list[Member],
+        sentences: int,
+        beams: int,
+        longest: int,
+        device: torch.device,
+        temperature: float = 1.0,
+        language_model: Member | None = None,
+        lm_weight: float = 1.0,
+    ) -> None:
+        self.members, self.language_model, self.lm_weight = members, language_model, lm_weight
+        self.temperature = temperature
+        self.ancestry = Ancestry(sentences, beams, longest, device)
+        self._first = True
+
+    def step(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        ancestry = None
+        if not self._first:
+            self.ancestry.begin_step()
+            ancestry = self.ancestry
+        self._first = False
+        steps = [member.step(tokens, ancestry, self.temperature) for member in self.members]
+        if len(steps) == 1:
+            log_probs, attention = steps[0]
+        else:
+            stacked = torch.stack([log_probs for log_probs, _ in steps])
+            log_probs = torch.logsumexp(stacked, 0) - math.log(len(steps))
+            seen = [attention for _, attention in steps if attention is not None]
+            attention = sum(seen[1:], seen[0]) / len(steps) if seen else None
+        if self.language_model is not None:
+            log_probs = log_probs + self.language_model.step(tokens, ancestry, 1.0)[0] * self.lm_weight
+        return log_probs, attention
+
+    def reorder(self, parents: Tensor) -> None:
+        if self.ancestry.steps:
+            self.ancestry.reorder(parents)
+
+    def keep(self, sentences: Tensor, in_order: bool) -> None:
+        self.ancestry.keep(sentences)
+        for member in self._all:
+            member.keep(sentences, in_order)
+
+    @property
+    def _all(self) -> list[Member]:
+        return self.members if self.language_model is None else [*self.members, self.language_model]
+
+
+def attention_of(decoder: Any) -> list[Any]:
+    """The attention modules of a decoder's layers."""
+    parts = (part for layer in decoder.layers for part in (layer.self_attn, layer.encoder_attn))
+    return [part for part in parts if part is not None]
+
+
+def _takes_log_softmax(model: Any) -> bool:
+    """Whether a model's log-probabilities are the log-softmax of its logits."""
+    decoder = model.decoder
+    own = (BaseFairseqModel, FairseqDecoder, TransformerModelBase)
+    return getattr(decoder, "adaptive_softmax", None) is None and all(
+        any(getattr(type(part), name) is getattr(kind, name) for kind in own)
+        for part in (model, decoder)
+        for name in ("get_normalized_probs", "get_normalized_probs_scriptable")
+    )

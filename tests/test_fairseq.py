@@ -1,0 +1,176 @@
+"""fairseq's generator with fastgen and without: the same hypotheses, in the same order, with the same numbers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+
+pytest.importorskip("fairseq")
+from fairseq import utils  # noqa: E402
+from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment  # noqa: E402
+from fairseq.token_generation_constraints import pack_constraints  # noqa: E402
+
+from tests import fairseq_zoo as zoo  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _double(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fairseq's softmax rounds to fp32 whatever the model's dtype: here it does not, so that double means double."""
+    monkeypatch.setattr(utils, "softmax", lambda x, dim, onnx_trace=False: torch.softmax(x, dim))
+
+
+def _served(models: list[Any], sample: dict[str, Any], options: dict[str, Any], tolerance: float = 1e-5) -> Any:
+    before, declined = zoo.hits(), zoo.fallbacks()
+    found = zoo.assert_same(models, sample, options, tolerance)
+    assert zoo.hits() == before + (not isinstance(found, Exception))
+    assert zoo.fallbacks() == declined
+    return found
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("beams", [1, 4, 5])
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_model(name: str, beams: int, padding: str, dtype: torch.dtype) -> None:
+    options = {"beam_size": beams, "max_len_a": 1.2, "max_len_b": 9}
+    for seed in (0, 1):
+        found = _served([zoo.build(name, dtype, seed)], zoo.batch(4, 9, padding, seed), options, 1e-4)
+    assert all(len(hypotheses) == beams for hypotheses in found)
+
+
+def test_hypotheses_end_at_different_lengths() -> None:
+    """What the models above say ends here and there, so that sentences leave early and late."""
+    found = _served([zoo.build("prenorm")], zoo.batch(9, 9), {"beam_size": 4, "max_len_b": 30})
+    lengths = {len(hypothesis["tokens"]) for hypotheses in found for hypothesis in hypotheses}
+    assert len(lengths) >= 6
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "min_len": {"min_len": 5},
+    "no_normalization": {"normalize_scores": False},
+    "len_penalty": {"len_penalty": 2.0},
+    "unk_penalty": {"unk_penalty": 1.5},
+    "unk_bonus": {"unk_penalty": -2.0},
+    "temperature": {"temperature": 0.6},
+    "match_source_len": {"match_source_len": True},
+    "ngrams_1": {"no_repeat_ngram_size": 1},
+    "ngrams_2": {"no_repeat_ngram_size": 2},
+    "ngrams_3": {"no_repeat_ngram_size": 3, "min_len": 8},
+    "suppress": {"tokens_to_suppress": ("w3", "w5")},
+    "max_len": {"max_len": 6},
+    "eos": {"eos": 7},
+    "bos": {"bos_token": 0},
+    "one_token": {"max_len_b": 1},
+    "prefix": {"prefix_tokens": torch.tensor([[5, 6], [7, 1], [9, 2], [1, 1], [4, 4]])},
+    "long_prefix": {"prefix_tokens": torch.randint(4, 30, (5, 9), generator=torch.Generator().manual_seed(0))},
+    **{name: {"search_strategy": name} for name in zoo.SEARCHES if name not in ("ordered", "unordered")},
+    "sampling_ngrams": {"search_strategy": "top_k", "no_repeat_ngram_size": 2},
+    "diverse_prefix": {"search_strategy": "diverse", "prefix_tokens": torch.full((5, 1), 6)},
+}
+
+
+@pytest.mark.parametrize("name", ["transformer", "bart"])
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option(name: str, beams: int, option: str) -> None:
+    if option.startswith("diverse") and beams == 1:
+        pytest.skip("groups of beams")
+    options = {"beam_size": beams, "max_len_b": 14} | OPTIONS[option]
+    for seed in range(3):
+        _served([zoo.build(name, seed=seed)], zoo.batch(5, 8, seed=seed), options)
+
+
+@pytest.mark.parametrize("search", ["ordered", "unordered"])
+def test_constraints(search: str) -> None:
+    wanted = [[torch.tensor([5, 6]), torch.tensor([9])], [], [torch.tensor([11])], [torch.tensor([4, 7, 8])]]
+    options = {"beam_size": 6, "max_len_b": 18, "search_strategy": search, "constraints": pack_constraints(wanted)}
+    found = _served([zoo.build("transformer")], zoo.batch(4, 8), options)
+    assert "5 6" in " ".join(map(str, found[0][0]["tokens"].tolist()))
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("members", [["transformer", "prenorm"], ["bart", "transformer", "transformer"]])
+def test_ensemble(members: list[str], beams: int) -> None:
+    models = [zoo.build(name, seed=seed) for seed, name in enumerate(members)]
+    _served(models, zoo.batch(4, 8), {"beam_size": beams, "max_len_b": 14, "no_repeat_ngram_size": 2})
+
+
+@pytest.mark.parametrize("name", zoo.LANGUAGE_MODELS)
+@pytest.mark.parametrize("beams", [1, 4])
+def test_language_model(name: str, beams: int) -> None:
+    """Prompts of different lengths go through as prefixes."""
+    sample = zoo.batch(4, 7, "right")
+    options = {"beam_size": beams, "max_len_b": 12, "prefix_tokens": sample["net_input"]["src_tokens"][:, :5]}
+    _served([zoo.build(name)], sample, options)
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_language_model_beside(beams: int) -> None:
+    options = {"beam_size": beams, "max_len_b": 12, "lm_model": zoo.build("lm"), "lm_weight": 0.3}
+    _served([zoo.build("transformer")], zoo.batch(4, 7), options)
+
+
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+def test_alignment(kind: str) -> None:
+    options = {"generator": SequenceGeneratorWithAlignment, "print_alignment": kind, "beam_size": 3, "max_len_b": 12}
+    found = _served([zoo.build("transformer")], zoo.batch(4, 7), options)
+    assert len(found[0][0]["alignment"]) > 0
+
+
+def test_many_sentences() -> None:
+    """More than a few, so that some leave while others go on, and change places."""
+    options = {"beam_size": 3, "max_len_b": 40, "no_repeat_ngram_size": 3}
+    _served([zoo.build("transformer", seed=3)], zoo.batch(60, 12), options)
+
+
+def test_beams_of_one_call_do_not_reach_the_next() -> None:
+    """fairseq's BART keeps the number of beams of an earlier call, and attends to another sentence with fewer."""
+    model, sample = zoo.build("bart"), zoo.batch(4, 8)
+    options = {"beam_size": 1, "max_len_b": 14}
+    alone, _ = zoo.call([zoo.build("bart")], sample, options)
+    zoo.call([model], sample, options | {"beam_size": 4})
+    after, _ = zoo.call([model], sample, options)
+    assert [h[0]["tokens"].tolist() for h in after] == [h[0]["tokens"].tolist() for h in alone]
+
+
+def _retained() -> Any:
+    model = zoo.MODELS["transformer"]().eval()
+    model.decoder.dropout_module.apply_during_inference = True
+    return model
+
+
+class _OwnFinish(SequenceGenerator):
+    def is_finished(self, *args: Any) -> bool:
+        return super().is_finished(*args)
+
+
+DECLINED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "lstm": (lambda: zoo.build("lstm", torch.float32), {}, "LSTMDecoder is no transformer decoder"),
+    "dropout": (_retained, {}, "dropout is retained"),
+    "subclass": (lambda: zoo.build("transformer"), {"generator": _OwnFinish}, "_OwnFinish has a is_finished of its own"),
+}
+
+
+@pytest.mark.parametrize("what", DECLINED)
+def test_declined(what: str) -> None:
+    """What the engine does not know runs fairseq's own code, counted."""
+    make, options, reason = DECLINED[what]
+    before = zoo.hits()
+    zoo.assert_same([make()], zoo.batch(3, 7), options | {"beam_size": 3, "max_len_b": 8}, 1e-4)
+    assert zoo.hits() == before
+    assert any(reason in counted for counted in zoo.fallbacks())
+
+
+def test_errors_are_fairseqs() -> None:
+    with pytest.raises(AssertionError, match="min_len cannot be larger"):
+        zoo.call([zoo.build("transformer")], zoo.batch(2, 5), {"beam_size": 2, "min_len": 9, "max_len_b": 4})
+    constraints = torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match="constraints"):
+        zoo.call([zoo.build("transformer")], zoo.batch(2, 5), {"beam_size": 2, "constraints": constraints})
+
+
+def test_status_names_fairseq() -> None:
+    row = next(row for row in fastgen.status().rows if row.name == "fairseq.ngram_block")
+    assert row.state == "applied"
