@@ -13,6 +13,7 @@ VENV ?= .venv
 TORCH ?= $(shell if nvidia-smi -L >/dev/null 2>&1 || [ "$$(uname -s)" != Linux ]; then echo default; else echo cpu; fi)
 PYTEST ?= -n auto --maxprocesses=8
 OLDEST := 5.17.0
+FAIRSEQ := fairseq==0.12.2
 N ?= 1000
 
 # `origin` tells whether VENV was named by the user or comes from the line above.
@@ -27,7 +28,7 @@ OLDEST_DIR = $(abspath $(VENV)/oldest)
 READY := $(if $(ENV_READY),,$(VENV)/.ready)
 OLDEST_READY := $(if $(ENV_READY),,$(OLDEST_DIR)/.ready-$(OLDEST))
 # Tests that no toolkit's version can change.
-NO_TOOLKIT := --ignore-glob='*/tests/*ops*' --ignore-glob='*/test_measure.py' --ignore-glob='*/test_architecture.py'
+NO_TOOLKIT := --ignore-glob='*/tests/*ops*' --ignore-glob='*/test_fairseq*.py' --ignore-glob='*/test_measure.py' --ignore-glob='*/test_architecture.py'
 RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 TORCH_PIN = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
@@ -90,6 +91,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	  else $(PY) -m pip install --no-deps $(TORCH_PIN); fi
 	$(PY) -m pip install --quiet -c constraints.txt hatchling editables
 	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PY) -m pip install --quiet --no-deps $(FAIRSEQ)
 	touch $@
 
 # The oldest transformers lies in a folder of its own, which PYTHONPATH puts before the environment's.

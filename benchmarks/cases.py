@@ -30,6 +30,10 @@ class Shape:
     tiny: dict[str, Any]
     weights: Weights
 
+    def tiny_version(self) -> Shape:
+        """Return the shape at a size for tests."""
+        return replace(self, values=self.values | self.tiny)
+
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
         """Return the model in evaluation mode, with the same weights every time."""
         import torch
@@ -39,8 +43,48 @@ class Shape:
         auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
         torch.manual_seed(0)
         model = auto.from_config(config, dtype=torch.float32)
-        self.weights.fill(model)
+        self.weights.fill(model, model.get_decoder() if config.is_encoder_decoder else model)
         return model.to(device=device, dtype=dtype).eval()
+
+
+@dataclass(frozen=True)
+class FairseqShape:
+    """A transformer of fairseq's with random weights: its architecture by name, its options, and the tiny version's.
+
+    words: of its dictionary, without the four special ones.
+    """
+
+    architecture: str
+    values: dict[str, Any]
+    words: int
+    weights: Weights
+
+    def tiny_version(self) -> FairseqShape:
+        """Return the shape at a size for tests."""
+        return replace(self, values=self.values | _fairseq(2, 32, 4, 64), words=57)
+
+    def build(self, dtype: torch.dtype, device: str) -> Any:
+        """Return the model in evaluation mode, with the same weights every time, ready to generate."""
+        from argparse import Namespace
+        from types import SimpleNamespace
+
+        import torch
+        from fairseq.data import Dictionary
+        from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+
+        dictionary = Dictionary()
+        for i in range(self.words):
+            dictionary.add_symbol(str(i))
+        args = Namespace(**self.values, max_source_positions=1024, max_target_positions=1024, dropout=0.0)
+        ARCH_CONFIG_REGISTRY[self.architecture](args)
+        task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+        torch.manual_seed(0)
+        model = ARCH_MODEL_REGISTRY[self.architecture].build_model(args, task)
+        self.weights.fill(model, model.decoder)
+        model.dictionary = dictionary
+        model = model.to(device=device, dtype=dtype).eval()
+        model.make_generation_fast_()
+        return model
 
 
 @dataclass(frozen=True)
@@ -48,11 +92,11 @@ class Case:
     """One row of the table.
 
     Attributes:
-        kind: which runner of runners.py measures it: generate, text, grid or memory.
+        kind: which runner measures it: generate, text, grid, memory or fairseq.
         help: one line for the reader.
         shape: the model; None where `models` or a trained model is used.
         batch, source, beams, new_tokens: sentences, tokens of each source or prompt, beams, tokens generated.
-        options: further arguments of `generate`.
+        options: further arguments of `generate`, or of fairseq's generator.
         target: speed-up over the unpatched toolkit to reach; None where there is none.
         peer_target: speed-up over CTranslate2 to reach.
         models: for a table over several models, their names in SHAPES (grid) or in CASES (memory).
@@ -63,7 +107,7 @@ class Case:
     name: str
     kind: str
     help: str
-    shape: Shape | None = None
+    shape: Shape | FairseqShape | None = None
     batch: int = 0
     source: int = 0
     beams: int = 0
@@ -109,7 +153,7 @@ class Case:
         """Return the case at a size for tests."""
         return replace(
             self,
-            shape=self.shape and replace(self.shape, values=self.shape.values | self.shape.tiny),
+            shape=self.shape and self.shape.tiny_version(),
             batch=min(self.batch, 3),
             source=min(self.source, 12),
             new_tokens=min(self.new_tokens, 6),
@@ -129,6 +173,11 @@ def _bart_like(layers: int, width: int, heads: int, ffn: int) -> dict[str, Any]:
     sides = {f"{side}_{name}": value for side in ("encoder", "decoder")
              for name, value in (("layers", layers), ("attention_heads", heads), ("ffn_dim", ffn))}  # fmt: skip
     return {"d_model": width, **sides}
+
+
+def _fairseq(layers: int, width: int, heads: int, ffn: int) -> dict[str, Any]:
+    sizes = {"layers": layers, "attention_heads": heads, "ffn_embed_dim": ffn, "embed_dim": width}
+    return {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()}
 
 
 # forced_eos_token_id=None and forced_bos_token_id=None: all tokens are the model's own choice.
@@ -188,6 +237,22 @@ SHAPES = {
         _tiny(**_bart_like(2, 32, 4, 64)),
         Weights(gain=3.0, embedding=0.1, mixing=0.05),
     ),
+}
+
+FAIRSEQ_SHAPES = {
+    "iwslt": FairseqShape(
+        "transformer",
+        {**_fairseq(6, 512, 4, 1024), "share_all_embeddings": True},
+        9_996,
+        Weights(gain=2.0, embedding=0.1, mixing=0.1),
+    ),
+    "big": FairseqShape(
+        "transformer_wmt_en_de_big",
+        {"share_all_embeddings": True},
+        32_764,
+        Weights(gain=2.0, embedding=0.1, mixing=0.1),
+    ),
+    "bart": FairseqShape("bart_large", {}, 50_260, Weights(gain=2.0, embedding=0.1, mixing=0.03)),
 }
 
 CASES = {
@@ -259,6 +324,51 @@ CASES = {
             models=("small", "bart_large"),
             grid={"batch": (1, 4, 16), "beams": (1, 2, 4), "source": (16, 128, 512)},
             rounds=40,
+        ),
+        Case(
+            "fairseq_iwslt",
+            "fairseq",
+            "fairseq, transformer of 6 + 6 layers of 512: many sentences, 60 tokens each",
+            FAIRSEQ_SHAPES["iwslt"],
+            batch=32,
+            source=40,
+            beams=4,
+            new_tokens=60,
+            target=2.0,
+        ),
+        Case(
+            "fairseq_big",
+            "fairseq",
+            "fairseq, the big transformer of WMT",
+            FAIRSEQ_SHAPES["big"],
+            batch=16,
+            source=40,
+            beams=4,
+            new_tokens=40,
+            target=2.0,
+        ),
+        Case(
+            "fairseq_bart",
+            "fairseq",
+            "fairseq, BART-large: n-gram blocking, a long source",
+            FAIRSEQ_SHAPES["bart"],
+            batch=4,
+            source=512,
+            beams=4,
+            new_tokens=32,
+            options={"no_repeat_ngram_size": 3},
+            target=2.5,
+        ),
+        Case(
+            "fairseq_one",
+            "fairseq",
+            "fairseq, one sentence: never slower",
+            FAIRSEQ_SHAPES["iwslt"],
+            batch=1,
+            source=40,
+            beams=4,
+            new_tokens=60,
+            target=0.98,
         ),
         Case(
             "kv_memory",

@@ -84,6 +84,38 @@ def pair(case: Case, model: Any, session: Session, **how: Any) -> dict[str, Any]
     return result
 
 
+def run_fairseq(case: Case, session: Session) -> dict[str, Any]:
+    """One batch through fairseq's generator, its n-gram rule mended in both."""
+    from fairseq.sequence_generator import SequenceGenerator
+
+    assert case.shape is not None
+    model: Any = case.shape.build(session.dtype, session.device)
+    generator = torch.Generator().manual_seed(1)
+    source = torch.randint(4, len(model.dictionary), (case.batch, case.source), generator=generator)
+    source[:, -1] = model.dictionary.eos()
+    sample = {
+        "net_input": {"src_tokens": source.to(session.device), "src_lengths": torch.full((case.batch,), case.source)}
+    }
+    made = SequenceGenerator(
+        [model], model.dictionary, case.beams, max_len_b=case.new_tokens, min_len=case.new_tokens, **case.options
+    )
+    stock, patched = both(
+        lambda: [[hypothesis["tokens"] for hypothesis in found] for found in made.generate([model], sample)]
+    )
+
+    def same(expected: list[list[Tensor]], found: list[list[Tensor]]) -> Verdict:
+        apart = [
+            row
+            for row, (ours, theirs) in enumerate(zip(found, expected, strict=True))
+            if [h.tolist() for h in ours] != [h.tolist() for h in theirs]
+        ]
+        return Verdict(not apart, note=f"sentences {apart}" if apart else "")
+
+    hits = Hits()
+    outcome = measure.compare(stock, patched, session.rounds or case.rounds, same, synchronize=session.synchronize)
+    return figures(outcome, case.batch * case.new_tokens) | hits.since()
+
+
 def both(call: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return the call unpatched, and as it is."""
 
@@ -287,7 +319,7 @@ def memory_text(model: dict[str, Any], side: str) -> str:
     return ", ".join(f"{n / 2**20:9.2f} MiB {what}" for what, n in held.items() if n is not None)
 
 
-RUNNERS = {"generate": run_generate, "grid": run_grid, "text": run_text, "memory": run_memory}
+RUNNERS = {"generate": run_generate, "grid": run_grid, "text": run_text, "memory": run_memory, "fairseq": run_fairseq}
 
 
 def sized(case: Case, batch: int | None, tiny: bool) -> Case:
@@ -296,6 +328,6 @@ def sized(case: Case, batch: int | None, tiny: bool) -> Case:
         case = case.tiny()
     if batch is None:
         return case
-    if case.kind not in ("generate", "text"):
+    if case.kind not in ("generate", "text", "fairseq"):
         raise ValueError(f"--batch {batch} does not go with the case {case.name!r}, which has its own batch sizes")
     return replace(case, name=f"{case.name}_batch{batch}", batch=batch)

@@ -37,14 +37,16 @@ class Weights:
     mixing: float = 1.0
     final_norm: float = 1.0
 
-    def fill(self, model: nn.Module, seed: int = 0) -> None:
-        """Overwrite the weight matrices of `model`; biases, normalisations and fixed position tables stay."""
+    def fill(self, model: nn.Module, decoder: nn.Module, seed: int = 0) -> None:
+        """Overwrite the weight matrices of `model`; biases, normalisations and fixed position tables stay.
+
+        decoder: the part of it that writes.
+        """
         import torch
         from torch import nn
         from transformers.pytorch_utils import Conv1D
 
         generator = torch.Generator().manual_seed(seed)
-        decoder = model.get_decoder() if model.config.is_encoder_decoder else model
         in_decoder = set(decoder.modules())
         drawn, last_norm = set(), None
         with torch.no_grad():

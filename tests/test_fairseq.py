@@ -8,11 +8,11 @@ import torch
 import fastgen
 
 pytest.importorskip("fairseq")
-from fairseq import utils  # noqa: E402
-from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment  # noqa: E402
-from fairseq.token_generation_constraints import pack_constraints  # noqa: E402
+from fairseq import utils
+from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
+from fairseq.token_generation_constraints import pack_constraints
 
-from tests import fairseq_zoo as zoo  # noqa: E402
+from tests import fairseq_zoo as zoo
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,11 @@ class _OwnFinish(SequenceGenerator):
 DECLINED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "lstm": (lambda: zoo.build("lstm", torch.float32), {}, "LSTMDecoder is no transformer decoder"),
     "dropout": (_retained, {}, "dropout is retained"),
-    "subclass": (lambda: zoo.build("transformer"), {"generator": _OwnFinish}, "_OwnFinish has a is_finished of its own"),
+    "subclass": (
+        lambda: zoo.build("transformer"),
+        {"generator": _OwnFinish},
+        "_OwnFinish has a is_finished of its own",
+    ),
 }
 
 

@@ -77,4 +77,28 @@ PATCHES = (
         help="attention of a decode step over the shared cache; everything else passes through",
         inner=True,
     ),
+    Patch(
+        name="fairseq.generate_command",
+        toolkit=TOOLKIT,
+        target="fairseq_cli.generate:main",
+        replacement="fastgen.patches.fairseq.generate_command:generate",
+        parameters=("cfg",),
+        help="fairseq-generate makes and scores its text in the background",
+    ),
+    Patch(
+        name="fairseq.interactive_command",
+        toolkit=TOOLKIT,
+        target="fairseq_cli.interactive:main",
+        replacement="fastgen.patches.fairseq.interactive_command:interactive",
+        parameters=("cfg",),
+        help="fairseq-interactive makes its text a buffer at a time",
+    ),
+    Patch(
+        name="fairseq.options",
+        toolkit=TOOLKIT,
+        target="fairseq.options:get_generation_parser",
+        replacement="fastgen.patches.fairseq.options:get_generation_parser",
+        parameters=("interactive", "default_task"),
+        help="--postprocess-workers and --decode-hypothesis, as FastSeq has them",
+    ),
 )

@@ -53,7 +53,7 @@ def _check(thing: Any, kind: type) -> None:
         if isinstance(thing, owner) and (
             changed := next((name for name in names if not _is_own(thing, owner, name)), None)
         ):
-            raise Unsupported(f"{type(thing).__name__} has a {changed} of its own")
+            raise Unsupported(f"{type(thing).__name__} has its own {changed}")
 
 
 def _is_own(thing: Any, owner: type, name: str) -> bool:

@@ -1,0 +1,220 @@
+"""`fairseq-generate` with its text made, and scored, in the background while the next batch is translated.
+
+What is printed, and where, is what fairseq prints, in its order. A file of results has its name only when it is whole.
+"""
+
+import errno
+import logging
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from fairseq import checkpoint_utils, scoring, utils
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.logging import progress_bar
+from fairseq.logging.meters import StopwatchMeter, TimeMeter
+
+from fastgen.patches import _engine
+from fastgen.patches.fairseq.background import InOrder
+from fastgen.patches.fairseq.lines import Scored, Sentence, Speaker, spoken
+from fastgen.patches.fairseq.options import given
+from fastgen.patches.fairseq.setup import Run, check_sampling, without
+
+_Original = Callable[..., Any]
+
+
+def generate(original: _Original, cfg: Any) -> Any:
+    """`fairseq_cli.generate.main`: checks, then everything with its output in the right file."""
+    if isinstance(cfg, Namespace):
+        cfg = convert_namespace_to_omegaconf(cfg)
+    if cfg.generation.print_step or cfg.generation.retain_iter_history:
+        _engine.fallback("fairseq.generate_command", "the steps of iterative refinement are printed")
+        return original(cfg)
+    _check(cfg)
+    with _engine.running("fairseq-generate"), _output(cfg) as output:
+        scorer = _generate(cfg, output)
+    _engine.hit("fairseq.generate_command")
+    return scorer
+
+
+def _check(cfg: Any) -> None:
+    assert cfg.common_eval.path is not None, "--path required for generation!"
+    check_sampling(cfg)
+    assert cfg.generation.replace_unk is None or cfg.dataset.dataset_impl == "raw", (
+        "--replace-unk requires a raw text dataset (--dataset-impl=raw)"
+    )
+
+
+@contextmanager
+def _output(cfg: Any) -> Iterator[TextIO]:
+    """Where results go: standard output, or a file that has another name until all is there.
+
+    Raises:
+        SystemExit: standard output was closed, or the disk is full; the message says so.
+    """
+    if cfg.common_eval.results_path is None:
+        try:
+            yield sys.stdout
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Python would complain once more when it closes standard output at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit("fairseq-generate: the output was closed before all was written") from None
+        return
+    folder = Path(cfg.common_eval.results_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"generate-{cfg.dataset.gen_subset}.txt"
+    partial = file.with_suffix(".txt.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as output:
+            yield output
+        partial.replace(file)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise SystemExit(f"fairseq-generate: {partial} is not whole: {error.strerror}") from error
+
+
+def _generate(cfg: Any, output: TextIO) -> Any:
+    """Translate a data set; return the scorer."""
+    logging.basicConfig(
+        format="%(asctime)s | %(levelname)s | %(name)s | %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+        level=os.environ.get("LOGLEVEL", "INFO").upper(),
+        stream=output,
+    )
+    logger = logging.getLogger("fairseq_cli.generate")
+    utils.import_user_module(cfg.common)
+    if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
+        cfg.dataset.max_tokens = 12000
+    run = Run(cfg, logger)
+    run.task.load_dataset(cfg.dataset.gen_subset, task_cfg=run.saved.task)
+    dataset = run.task.dataset(cfg.dataset.gen_subset)
+    language_model = _language_model(run, logger)
+    run.prepare([*run.models, *([] if language_model is None else [language_model])])
+    progress = _batches(run, dataset)
+    extra = {"lm_model": language_model, "lm_weight": cfg.generation.lm_weight}
+    generator = run.task.build_generator(run.models, cfg.generation, extra_gen_cls_kwargs=extra)
+    try:
+        source_dictionary = getattr(run.task, "source_dictionary", None)
+    except NotImplementedError:
+        source_dictionary = None
+    speaker = run.speaker(generator, source_dictionary, interactive=False)
+    scorer: Any = scoring.build_scorer(cfg.scoring, run.task.target_dictionary)
+    timer, meter, count, has_target = StopwatchMeter(), TimeMeter(), 0, True
+
+    def write(result: tuple[str, list[Scored]]) -> None:
+        text, scored = result
+        output.write(text)
+        for sentence in scored:
+            if hasattr(scorer, "add_string"):
+                scorer.add_string(sentence.target, sentence.hypothesis)
+            else:
+                scorer.add(torch.IntTensor(sentence.target_tokens), torch.IntTensor(sentence.hypothesis_tokens))
+
+    with InOrder(speaker.batch, write, given.postprocess_workers) as background:
+        for sample in progress:
+            sample = utils.move_to_cuda(sample) if run.cuda else sample
+            if "net_input" not in sample:
+                continue
+            has_target = sample["target"] is not None
+            prefix = sample["target"][:, : cfg.generation.prefix_size] if cfg.generation.prefix_size > 0 else None
+            timer.start()
+            found = run.task.inference_step(
+                generator, run.models, sample, prefix_tokens=prefix, constraints=sample.get("constraints")
+            )
+            generated = sum(len(hypotheses[0]["tokens"]) for hypotheses in found)
+            timer.stop(generated)
+            background.hand_in(_sentences(sample, found, speaker, dataset))
+            meter.update(generated)
+            progress.log({"wps": round(meter.avg)})
+            count += sample["nsentences"] if "nsentences" in sample else sample["id"].numel()
+    logger.info("NOTE: hypothesis and token scores are output in base 2")
+    logger.info(
+        f"Translated {count:,} sentences ({timer.n:,} tokens) in {timer.sum:.1f}s "
+        f"({count / timer.sum:.2f} sentences/s, {1.0 / timer.avg:.2f} tokens/s)"
+    )
+    if has_target:
+        _warn_of_bleu(cfg, logger)
+        subset, beam = cfg.dataset.gen_subset, cfg.generation.beam
+        print(f"Generate {subset} with beam={beam}: {scorer.result_string()}", file=output)
+    return scorer
+
+
+def _language_model(run: Run, logger: logging.Logger) -> Any:
+    path = run.cfg.generation.lm_path
+    if path is None:
+        return None
+    run.overrides["data"] = run.cfg.task.data
+    try:
+        models, _ = checkpoint_utils.load_model_ensemble([path], arg_overrides=run.overrides, task=None)
+    except Exception:
+        logger.warning(
+            "Failed to load language model! Please make sure that the language model dict is the same "
+            f"as target dict and is located in the data dir ({run.cfg.task.data})"
+        )
+        raise
+    assert len(models) == 1
+    return models[0]
+
+
+def _batches(run: Run, dataset: Any) -> Any:
+    """The batches, which fairseq's workers collate ahead, under its progress bar."""
+    cfg = run.cfg
+    batches = run.task.get_batch_iterator(
+        dataset=dataset,
+        max_tokens=cfg.dataset.max_tokens,
+        max_sentences=cfg.dataset.batch_size,
+        max_positions=run.max_positions(),
+        ignore_invalid_inputs=cfg.dataset.skip_invalid_size_inputs_valid_test,
+        required_batch_size_multiple=cfg.dataset.required_batch_size_multiple,
+        seed=cfg.common.seed,
+        num_shards=cfg.distributed_training.distributed_world_size,
+        shard_id=cfg.distributed_training.distributed_rank,
+        num_workers=cfg.dataset.num_workers,
+        data_buffer_size=cfg.dataset.data_buffer_size,
+    ).next_epoch_itr(shuffle=False)
+    return progress_bar.progress_bar(
+        batches,
+        log_format=cfg.common.log_format,
+        log_interval=cfg.common.log_interval,
+        default_log_format="simple" if cfg.common.no_progress_bar else "tqdm",
+    )
+
+
+def _sentences(sample: Any, found: list[Any], speaker: Speaker, dataset: Any) -> list[Sentence]:
+    """A batch and its translations as plain numbers."""
+    pad = speaker.target_dictionary.pad()
+    sources, targets = (
+        None if tokens is None else [without(row, pad) for row in tokens.tolist()]
+        for tokens in (sample["net_input"].get("src_tokens"), sample["target"])
+    )
+    sentences: list[Sentence] = []
+    for i, number in enumerate(sample["id"].tolist()):
+        source: Any = None if sources is None else sources[i]
+        target: Any = None if targets is None else targets[i]
+        if speaker.align is not None:
+            source = dataset.src.get_original_text(number)
+            target = dataset.tgt.get_original_text(number)
+        sentences.append(Sentence(number, source, target, spoken(found[i][: speaker.nbest])))
+    return sentences
+
+
+def _warn_of_bleu(cfg: Any, logger: logging.Logger) -> None:
+    if not cfg.bpe or cfg.generation.sacrebleu:
+        return
+    if cfg.common_eval.post_process:
+        logger.warning(
+            "BLEU score is being computed by splitting detokenized string on spaces, this is probably not what you "
+            "want. Use --sacrebleu for standard 13a BLEU tokenization"
+        )
+    else:
+        logger.warning(
+            "If you are using BPE on the target side, the BLEU score is computed on BPE tokens, not on proper words.  "
+            "Use --sacrebleu for standard 13a BLEU tokenization"
+        )

@@ -1,0 +1,238 @@
+"""fairseq's command lines and hub, from a corpus over a trained checkpoint to translations."""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from fastgen import config
+
+pytest.importorskip("fairseq")
+from fairseq import checkpoint_utils
+from fairseq.models.transformer import TransformerModel
+
+TEXTS = Path(__file__).parents[1] / "examples" / "en-es"
+# Without these two fairseq's own generator runs, on the versions of today.
+STOCK = {"FASTGEN_SKIP": "fairseq.generate,fairseq.attention"}
+
+
+def _run(*command: str, status: int = 0, text: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `fastgen run ...` in a process of its own."""
+    found = subprocess.run(
+        [sys.executable, "-m", "fastgen", "run", *command],
+        input=text, capture_output=True, text=True, env=os.environ | environment, check=False,
+    )  # fmt: skip
+    assert found.returncode == status, found.stdout[-2000:] + found.stderr[-4000:]
+    return found
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small corpus, preprocessed in data/, and a transformer trained on it, model/checkpoint_last.pt."""
+    folder = tmp_path_factory.mktemp("fairseq")
+    for language in ("en", "es"):
+        lines = (TEXTS / f"test.{language}").read_text("utf-8").splitlines()
+        for name, part in {"train": lines[:600], "valid": lines[600:640], "test": lines[640:690]}.items():
+            (folder / f"{name}.{language}").write_text("\n".join(part) + "\n", "utf-8")
+    prefixes = [word for part in ("train", "valid", "test") for word in (f"--{part}pref", str(folder / part))]
+    data, model = str(folder / "data"), str(folder / "model")
+    _run(
+        "fairseq-preprocess", "-s", "en", "-t", "es", *prefixes, "--destdir", data, "--joined-dictionary",
+        "--thresholdsrc", "2", "--workers", "1",
+    )  # fmt: skip
+    sizes = {"embed-dim": 32, "ffn-embed-dim": 64, "attention-heads": 2, "layers": 2}
+    _run(
+        "fairseq-train", data, "--arch", "transformer", "--share-all-embeddings", "--optimizer", "adam", "--lr", "0.01",
+        "--criterion", "cross_entropy", "--max-tokens", "1500", "--max-update", "60", "--save-dir", model, "--cpu",
+        "--no-progress-bar", "--dropout", "0", "--num-workers", "0", "--no-epoch-checkpoints",
+        *(part for side in ("encoder", "decoder") for n, v in sizes.items() for part in (f"--{side}-{n}", str(v))),
+    )  # fmt: skip
+    return folder
+
+
+def _lines(output: str) -> list[str]:
+    """What a generating command prints, without its log and with scores rounded."""
+    lines = [line for line in output.splitlines() if re.match(r"[STHDPC]-\d+\t|Generate ", line)]
+    assert lines
+    rounded = lambda number: f"{float(number[0]):.2f}".replace("-0.00", "0.00")  # noqa: E731
+    return [re.sub(r"-?\d+\.\d+", rounded, line) for line in lines]
+
+
+GENERATE = ("--cpu", "--max-len-b", "30", "--num-workers", "0", "--no-progress-bar")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--beam", "4", "--batch-size", "8", "--no-repeat-ngram-size", "3"),
+        ("--beam", "1", "--max-tokens", "300", "--remove-bpe", "--scoring", "sacrebleu"),
+        ("--beam", "3", "--batch-size", "50", "--nbest", "2", "--prefix-size", "2", "--lenpen", "0.6", "--unkpen", "1"),
+    ],
+    ids=["beams", "greedy", "prefix"],
+)
+def test_generate(corpus: Path, options: tuple[str, ...]) -> None:
+    command = ("fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"))
+    ours = _run(*command, *GENERATE, *options, FASTGEN_STRICT="1")
+    stock = _run(*command, *GENERATE, *options, **STOCK)
+    assert _lines(ours.stdout) == _lines(stock.stdout)
+
+
+def test_interactive(corpus: Path) -> None:
+    text = "".join((corpus / "test.en").open(encoding="utf-8").readlines()[:7])
+    command = (
+        "fairseq-interactive", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), "--beam", "4",
+        "--buffer-size", "3", "--batch-size", "2", "--cpu", "--max-len-b", "30",
+    )  # fmt: skip
+    ours, stock = _run(*command, text=text, FASTGEN_STRICT="1"), _run(*command, text=text, **STOCK)
+    assert _lines(ours.stdout) == _lines(stock.stdout)
+    assert sum(line.startswith("S-") for line in _lines(ours.stdout)) == 7
+
+
+def test_hub(corpus: Path) -> None:
+    hub: Any = TransformerModel.from_pretrained(str(corpus / "model"), "checkpoint_last.pt", str(corpus / "data"))
+    sentences = (corpus / "test.en").read_text("utf-8").splitlines()[:5]
+    options = {"beam": 4, "no_repeat_ngram_size": 3, "max_len_b": 30}
+    before = {row.name: row.hits for row in fastgen.status().rows}
+    ours = hub.translate(sentences, **options)
+    assert {row.name: row.hits for row in fastgen.status().rows}["fairseq.generate"] > before["fairseq.generate"]
+    with fastgen.disabled():
+        assert hub.translate(sentences, **options) == ours
+
+
+class Surprise:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, file: str = "") -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.file}",)
+
+
+class Harmless:
+    pass
+
+
+def test_a_checkpoint_runs_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "model.pt"
+    torch.save({"model": {}, "args": argparse.Namespace(), "extra": Surprise(str(tmp_path / "ran"))}, file)
+    with pytest.raises(ValueError if os.name == "nt" else Exception, match=r"model\.pt holds a (posix|nt)\.system"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(file))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_class_can_be_allowed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, name = tmp_path / "model.pt", f"{Harmless.__module__}.Harmless"
+    torch.save({"model": {}, "args": argparse.Namespace(arch="transformer"), "extra": Harmless()}, file)
+    with pytest.raises(Exception, match=f"FASTGEN_FAIRSEQ_ALLOW={re.escape(name)}"):
+        torch_load(file)
+    monkeypatch.setenv("FASTGEN_FAIRSEQ_ALLOW", name)
+    config.reload()
+    assert isinstance(torch_load(file), dict)
+    monkeypatch.setenv("FASTGEN_FAIRSEQ_ALLOW", "no.such.Thing")
+    config.reload()
+    with pytest.raises(ValueError, match=r"no\.such\.Thing"):
+        torch_load(file)
+    monkeypatch.undo()
+    config.reload()
+
+
+def torch_load(file: Path) -> Any:
+    """The part of fairseq's loading that fails on other versions, before it looks for a model's settings."""
+    try:
+        return checkpoint_utils.load_checkpoint_to_cpu(str(file))
+    except (AttributeError, KeyError):  # the upgrade of a state that is no model's
+        return {}
+
+
+def test_the_fused_encoder_layer_gets_its_mask(corpus: Path) -> None:
+    """A loaded post-norm model takes PyTorch's fused layer, with the same result as layer by layer."""
+    hub: Any = TransformerModel.from_pretrained(str(corpus / "model"), "checkpoint_last.pt", str(corpus / "data"))
+    encoder = hub.models[0].encoder.eval()
+    tokens = torch.randint(4, 40, (3, 9))
+    tokens[1, :4] = 1  # padded on the left
+    assert encoder.layers[0].load_to_BT
+    with torch.no_grad():
+        fused = encoder(tokens)["encoder_out"][0]
+        for layer in encoder.layers:
+            layer.ever_training = True
+        separate = encoder(tokens)["encoder_out"][0]
+    seen = tokens.ne(1).T
+    torch.testing.assert_close(fused[seen], separate[seen], atol=1e-5, rtol=1e-5)
+
+
+def test_results_path(corpus: Path, tmp_path: Path) -> None:
+    """The file has what standard output has, and its name only at the end."""
+    command = (
+        "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
+        "--beam", "3", "--batch-size", "9",
+    )  # fmt: skip
+    printed = {
+        workers: _run(*command, "--postprocess-workers", workers, FASTGEN_STRICT="1").stdout
+        for workers in ("0", "1", "2")
+    }
+    stock = _run(*command, "--results-path", str(tmp_path / "stock"), FASTGEN_SKIP="fairseq.generate_command")
+    _run(*command, "--results-path", str(tmp_path / "ours"))
+    assert [file.name for file in (tmp_path / "ours").iterdir()] == ["generate-test.txt"]
+    wanted = _exact((tmp_path / "stock/generate-test.txt").read_text("utf-8"))
+    assert _exact((tmp_path / "ours/generate-test.txt").read_text("utf-8")) == wanted
+    assert [_exact(text) for text in printed] == [wanted] * 3
+    assert stock.returncode == 0
+
+
+def _exact(output: str) -> list[str]:
+    return [line for line in output.splitlines() if re.match(r"[STHDPC]-\d+\t|Generate ", line)]
+
+
+def test_decode_hypothesis(corpus: Path) -> None:
+    command = (
+        "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
+        "--beam", "1",
+    )  # fmt: skip
+    with_them = _exact(_run(*command, "--decode-hypothesis").stdout)
+    without = _exact(_run(*command, "--no-decode-hypothesis").stdout)
+    assert without == [line for line in with_them if not line.startswith("D-")]
+    assert len(without) < len(with_them)
+
+
+def test_a_number_of_workers_below_zero(corpus: Path) -> None:
+    command = ("fairseq-generate", str(corpus / "data"), "--path", "model.pt", "--postprocess-workers", "-1")
+    assert "must be at least 0, got -1" in _run(*command, status=2).stderr
+
+
+def test_a_run_that_fails_leaves_no_whole_file(tmp_path: Path) -> None:
+    from fastgen.patches.fairseq.generate_command import _output
+
+    cfg = argparse.Namespace(
+        common_eval=argparse.Namespace(results_path=str(tmp_path)), dataset=argparse.Namespace(gen_subset="test")
+    )
+    (tmp_path / "generate-test.txt").write_text("of an earlier run")
+
+    def fails() -> None:
+        with _output(cfg) as output:
+            output.write("H-0\n")
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fails()
+    assert (tmp_path / "generate-test.txt").read_text() == "of an earlier run"
+
+
+def test_a_closed_pipe_is_said_and_no_success(corpus: Path) -> None:
+    command = [
+        sys.executable, "-m", "fastgen", "run", "fairseq-generate", str(corpus / "data"), "--path",
+        str(corpus / "model/checkpoint_last.pt"), *GENERATE, "--beam", "1", "--batch-size", "2",
+    ]  # fmt: skip
+    reader, writer = os.pipe()
+    os.close(reader)
+    found = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=os.environ, check=False)
+    os.close(writer)
+    assert found.returncode != 0
+    assert "the output was closed" in found.stderr

@@ -1,0 +1,86 @@
+"""`fastgen run` and the hook: programs that say nothing of fastgen run with it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastgen.cli import hook, main
+
+PROGRAM = """
+import sys
+print(__name__, sys.argv[1:], "fastgen" in sys.modules)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=os.environ | environment, check=False
+    )
+
+
+def test_file(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 7\n")
+    (tmp_path / "program.py").write_text(PROGRAM + "import beside\n")
+    found = _python("-m", "fastgen", "run", str(tmp_path / "program.py"), "3", "--beam", "5")
+    assert found.returncode == 3, found.stderr
+    assert found.stdout == "__main__ ['3', '--beam', '5'] True\n"
+
+
+def test_module(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    found = _python(
+        "-m", "fastgen", "run", "-m", "program", "0", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    )
+    assert (found.returncode, found.stdout) == (0, "__main__ ['0'] True\n"), found.stderr
+
+
+def test_console_script() -> None:
+    found = _python("-m", "fastgen", "run", "fastgen", "--version")
+    assert found.returncode == 0
+    assert found.stdout.startswith("fastgen ")
+
+
+def test_no_such_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "no-such-script"]) == 2
+    assert "'no-such-script'" in capsys.readouterr().err
+
+
+def test_hook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fairseq.py").write_text("__version__ = '0.12.2'\n")  # stands for the toolkit
+    place = ["--site-packages", str(tmp_path)]
+    program = "import sys, site; site.addsitedir(sys.argv[1]); {} print('fastgen' in sys.modules)"
+    imports = program.format("import fairseq;")
+    path = f"{tmp_path}:{Path(hook.__file__).parents[2]}"
+    assert _python("-c", imports, str(tmp_path), PYTHONPATH=path).stdout == "False\n"
+    for _ in range(2):  # twice is harmless
+        assert main(["install-hook", *place]) == 0
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["fairseq.py", "fastgen.pth"]
+    assert len((tmp_path / "fastgen.pth").read_text().splitlines()) == 1
+    assert _python("-c", imports, str(tmp_path), PYTHONPATH=path).stdout == "True\n"
+    assert _python("-c", program.format(""), str(tmp_path), PYTHONPATH=path).stdout == "False\n"
+    for said in ("is gone", "nothing to remove"):
+        assert main(["remove-hook", *place]) == 0
+        assert said in capsys.readouterr().out
+    assert _python("-c", imports, str(tmp_path), PYTHONPATH=path).stdout == "False\n"
+
+
+def test_hook_leaves_alone_what_is_not_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fastgen.pth").write_text("import other\n")
+    for command in ("install-hook", "remove-hook"):
+        assert main([command, "--site-packages", str(tmp_path)]) == 2
+        assert "holds something else" in capsys.readouterr().err
+    assert (tmp_path / "fastgen.pth").read_text() == "import other\n"
+    assert main(["install-hook", "--site-packages", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is not a folder" in capsys.readouterr().err
+
+
+def test_hook_costs_little() -> None:
+    """The line imports one small module, which imports nothing."""
+    path = str(Path(hook.__file__).parents[2])
+    reports = [_python("-X", "importtime", "-c", "import fastgen_hook", PYTHONPATH=path).stderr for _ in range(5)]
+    lines = [line for report in reports for line in report.splitlines() if line.endswith("fastgen_hook")]
+    assert min(int(line.split("|")[1]) for line in lines) < 2_000  # microseconds
