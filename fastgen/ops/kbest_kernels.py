@@ -313,6 +313,7 @@ def _merge_kernel(
     best_forced = tl.full([BEAMS], -0x7FFFFFFFFFFFFFFF, tl.int64)
     if FORCED:
         best_forced = tl.where(forced >= 0, _key(score, beam * vocabulary + forced.to(tl.int32)), best_forced)
+    changed = best_forced
     if CHANGES:
         change = tl.arange(0, CHANGES)
         given = is_beam[:, None] & (change < changes)[None, :]

@@ -118,8 +118,8 @@ def _generate(cfg: Any, output: TextIO) -> Any:
                 scorer.add(torch.IntTensor(sentence.target_tokens), torch.IntTensor(sentence.hypothesis_tokens))
 
     with InOrder(speaker.batch, write, given.postprocess_workers) as background:
-        for sample in progress:
-            sample = utils.move_to_cuda(sample) if run.cuda else sample
+        for collated in progress:
+            sample: Any = utils.move_to_cuda(collated) if run.cuda else collated
             if "net_input" not in sample:
                 continue
             has_target = sample["target"] is not None

@@ -26,6 +26,7 @@ class Run:
         self.task: Any = tasks.setup_task(cfg.task)
         logger.info(f"loading model(s) from {cfg.common_eval.path}")
         self.overrides = ast.literal_eval(cfg.common_eval.model_overrides)
+        self.saved: Any
         self.models, self.saved = checkpoint_utils.load_model_ensemble(
             utils.split_paths(cfg.common_eval.path),
             arg_overrides=self.overrides,
