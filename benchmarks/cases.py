@@ -92,7 +92,7 @@ class Case:
     """One row of the table.
 
     Attributes:
-        kind: which runner measures it: generate, text, grid, memory or fairseq.
+        kind: which runner measures it: generate, text, grid, memory, fairseq or command.
         help: one line for the reader.
         shape: the model; None where `models` or a trained model is used.
         batch, source, beams, new_tokens: sentences, tokens of each source or prompt, beams, tokens generated.
@@ -101,6 +101,7 @@ class Case:
         peer_target: speed-up over CTranslate2 to reach.
         models: for a table over several models, their names in SHAPES (grid) or in CASES (memory).
         grid: for a grid, the values of batch, beams and source.
+        sentences: of a text, at most.
         rounds: rounds unless the command line says otherwise; the most rounds of a grid's cell.
     """
 
@@ -117,6 +118,7 @@ class Case:
     peer_target: float | None = None
     models: tuple[str, ...] = ()
     grid: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    sentences: int = 0
     rounds: int = 7
 
     @property
@@ -369,6 +371,18 @@ CASES = {
             beams=4,
             new_tokens=60,
             target=0.98,
+        ),
+        Case(
+            "fairseq_command",
+            "command",
+            "fairseq-generate of real sentences with a tiny model, from the start of the process to its end",
+            batch=64,
+            beams=4,
+            new_tokens=100,
+            options={"--no-repeat-ngram-size": 3},
+            target=2.5,
+            sentences=2_000,
+            rounds=3,
         ),
         Case(
             "kv_memory",

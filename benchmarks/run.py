@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             save=save,
             say=lambda line: print(f"  {line}", flush=True),
             sentences=args.sentences,
+            corpus=args.corpus,
         )
         print(f"{case.name}: {case.help}", flush=True)
         if args.peer:
@@ -98,6 +99,8 @@ def arguments() -> argparse.ArgumentParser:
         "--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the benchmark itself"
     )
     parser.add_argument("--sentences", type=positive, metavar="N", help="first lines of the test text only (trained)")
+    parser.add_argument("--corpus", type=Path, metavar="DIR",
+                        help="train, valid, test.{en,es} for fairseq_command (default: the example's test)")  # fmt: skip
     parser.add_argument("--cells", nargs="+", default=["*"], metavar="PATTERN",
                         help="cells of never_worse, as in small/batch4/beams*/source128 (default: all)")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="leave out cells that the results file already holds")

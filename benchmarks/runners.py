@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import fastgen
 from benchmarks.cases import CASES, EXAMPLE, Case
+from benchmarks.fairseq_command import run_command
 from benchmarks.kv import KVProbe, expected_bytes, last_report
 from fastgen.cli import measure
 from fastgen.cli.agreement import Agreement, all_agree
@@ -37,6 +39,7 @@ class Session:
         save: called with the results so far, so that a table can be interrupted.
         say: prints a line.
         sentences: how many lines of the test text the text runner takes; None for all.
+        corpus: a folder with test.en and test.es, and more to train on, instead of the example's.
     """
 
     device: str = "cpu"
@@ -48,6 +51,7 @@ class Session:
     save: Callable[[dict[str, Any]], None] = lambda result: None
     say: Callable[[str], None] = print
     sentences: int | None = None
+    corpus: Path | None = None
 
     def synchronize(self) -> None:
         if self.device.startswith("cuda"):
@@ -319,7 +323,14 @@ def memory_text(model: dict[str, Any], side: str) -> str:
     return ", ".join(f"{n / 2**20:9.2f} MiB {what}" for what, n in held.items() if n is not None)
 
 
-RUNNERS = {"generate": run_generate, "grid": run_grid, "text": run_text, "memory": run_memory, "fairseq": run_fairseq}
+RUNNERS = {
+    "generate": run_generate,
+    "grid": run_grid,
+    "text": run_text,
+    "memory": run_memory,
+    "fairseq": run_fairseq,
+    "command": run_command,
+}
 
 
 def sized(case: Case, batch: int | None, tiny: bool) -> Case:

@@ -58,7 +58,10 @@ class Search(Protocol):
     """Whether it looks at nothing but one sentence's scores, so that sentences may leave late and change places."""
 
     def __call__(self, log_probs: Tensor, state: "FirstFinished") -> Candidates:
-        """Choose for log_probs (R, V), or (B, V) in the first step, which may be changed in place."""
+        """Choose for log_probs (R, V), or (B, V) in the first step, which may be changed in place.
+
+        With B rows the first beam of each sentence is the only one.
+        """
         ...
 
     def kept(self, sentences: Tensor) -> None:
@@ -79,11 +82,9 @@ class Hypothesis(NamedTuple):
     attention: Tensor | None
 
 
-def best(log_probs: Tensor, scores: Tensor | None, beams: int, vocabulary: int) -> Candidates:
+def best(log_probs: Tensor, scores: Tensor, beams: int) -> Candidates:
     """The 2 * M best of log_probs (B, N, V) + scores (B, N), so that M go on whatever ends."""
-    b, n, _ = log_probs.shape
-    if scores is None:
-        scores = log_probs.new_zeros(b, n)
+    _, n, vocabulary = log_probs.shape
     values, index = best_of_log_probs(log_probs, scores, min(2 * beams, n * vocabulary - 1))
     return Candidates(values, index % vocabulary, index // vocabulary)
 
@@ -159,25 +160,46 @@ class FirstFinished:
         self.running = list(range(b))  # which of all sentences the present ones are
         self.over: list[bool] = [False] * b  # of the present ones
 
-    def run(self, model: Stepper) -> list[list[Hypothesis]]:
-        """Decode to the end; return the finished hypotheses of each sentence, best first."""
-        while self.advance(model):
+    def begin_behind(self, prefix: Tensor, token_scores: Tensor) -> None:
+        """Let every text begin with prefix (B, P) int64, whose tokens have these log-probabilities (B, P).
+
+        It is one beam's: the others have score -inf until the first choice.
+        """
+        b, p = prefix.shape
+        self.tokens.view(b, self.beams, -1)[:, :, 1 : p + 1] = prefix[:, None]
+        scores = self.scores.view(b, self.beams, -1)[:, :, :p]
+        scores[:, 0] = token_scores.cumsum(1)
+        scores[:, 1:] = -torch.inf
+        self.step = p
+
+    def run(self, model: Stepper, first: Tensor | None = None) -> list[list[Hypothesis]]:
+        """Decode to the end; return the finished hypotheses of each sentence, best first.
+
+        first: log-probabilities (B, V) of the first choice, where the model has run already.
+        """
+        going_on = self.advance(model, None if first is None else (first, None))
+        while going_on:
             self.step += 1
+            going_on = self.advance(model)
         for hypotheses in self.finished:
             scores = torch.tensor([float(hypothesis.score) for hypothesis in hypotheses])
             order: list[int] = cast(Any, torch.sort(scores, descending=True).indices).tolist()
             hypotheses[:] = [hypotheses[i] for i in order]
         return self.finished
 
-    def running_scores(self) -> Tensor:
-        """(B, M) of the texts so far."""
-        return self.scores.view(-1, self.beams, self.scores.shape[1])[:, :, self.step - 1]
+    def running_scores(self, beams: int) -> Tensor:
+        """(B, N) of the first `beams` texts of each sentence; zeros before the first choice."""
+        scores = self.scores.view(-1, self.beams, self.scores.shape[1])
+        return scores[:, :beams, self.step - 1 if self.step else 0]
 
-    def advance(self, model: Stepper) -> bool:
-        """Choose the next token of every beam; False when the search is over."""
+    def advance(self, model: Stepper, given: tuple[Tensor, Tensor | None] | None = None) -> bool:
+        """Choose the next token of every beam; False when the search is over.
+
+        given: what the model's step returns, where it has been made already.
+        """
         step, m = self.step, self.beams
         newest = self.tokens[:, : step + 1]
-        log_probs, attention = model.step(newest if step else newest[::m])
+        log_probs, attention = given or model.step(newest if step else newest[::m])
         if attention is not None:
             if self.attention is None:
                 self.attention = Attention(len(self.running), m, self.longest + 1, self.device)

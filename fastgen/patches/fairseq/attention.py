@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fastgen.decoding.cache import Ancestry, LayerKV
 from fastgen.models.memory import Memory
@@ -65,7 +66,9 @@ class Layers:
             layer.beams = self.beams
 
     def over_text(self, module: Any, layer: LayerKV, query: Tensor) -> Tensor:
-        """Return (1, R, C) for query (1, R, C), whose token is the text's newest."""
+        """Return (1, R, C) for query (1, R, C), whose token is the text's newest; (L, B, C) of a prompt likewise."""
+        if query.shape[0] > 1:
+            return self._over_prompt(module, layer, query)
         heads = query.shape[1], module.num_heads, 1, module.head_dim
         keys, values = module.k_proj(query).view(heads), module.v_proj(query).view(heads)
         if self.text_mask is None:
@@ -75,6 +78,17 @@ class Layers:
         folded = module.q_proj(query).view(self.sentences, -1, heads[1], heads[3])
         mixed = beam_attention(folded, layer.keys, layer.values, self.text_mask, module.scaling)
         return module.out_proj(mixed.reshape(query.shape))
+
+    def _over_prompt(self, module: Any, layer: LayerKV, query: Tensor) -> Tensor:
+        """The attention of a text's first tokens (L, B, C), which all beams share, each to those before it."""
+        shape = *query.shape[:2], module.num_heads, module.head_dim
+        queries, keys, values = (
+            projection(query).view(shape).permute(1, 2, 0, 3)
+            for projection in (module.q_proj, module.k_proj, module.v_proj)
+        )
+        layer.extend(keys, values)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=module.scaling)
+        return module.out_proj(mixed.permute(2, 0, 1, 3).reshape(query.shape))
 
     def over_source(
         self, module: Any, layer: LayerKV, query: Tensor, source: Tensor | None, padding: Tensor | None, weights: bool

@@ -85,7 +85,26 @@ def _decode(
         no_longer_than=lengths if generator.match_source_len else None,
         stop_at_longest=generator.search.stop_on_max_len,
     )
-    return [[_as_fairseq(hypothesis) for hypothesis in hypotheses] for hypotheses in search.run(stepper)]
+    first = _prefilled(search, stepper, prefix_tokens)
+    return [[_as_fairseq(hypothesis) for hypothesis in hypotheses] for hypotheses in search.run(stepper, first)]
+
+
+def _prefilled(search: FirstFinished, stepper: Stepper, prefix: Tensor | None) -> Tensor | None:
+    """Run what all texts begin with at once, where that is all there is to it; return what is chosen from next.
+
+    A language model's prompt goes through fairseq as a prefix, a token at a time and for every beam.
+    """
+    chooser = search.search
+    if prefix is None or type(chooser) is not Beam or not stepper.prefills:
+        return None
+    tokens = torch.cat([search.tokens[:: search.beams, :1], prefix], 1)
+    shared = chooser.forced(tokens, search.longest)
+    if shared == 0:
+        return None
+    prefix = prefix[:, :shared]
+    first, token_scores = stepper.prefill(tokens[:, : shared + 1])
+    search.begin_behind(prefix, token_scores - prefix.eq(chooser.generator.unk) * chooser.generator.unk_penalty)
+    return first
 
 
 def _longest(generator: Any, source: Tensor, lengths: Tensor) -> int:

@@ -20,11 +20,24 @@ class Beam:
         self.ngram = 0 if blocker is None else int(blocker.no_repeat_ngram_size)
 
     def __call__(self, log_probs: Tensor, state: FirstFinished) -> Candidates:
-        log_probs = self.edited(log_probs, state)
-        beams = state.beams if state.step else 1
-        scores = state.running_scores() if state.step else None
-        rows = log_probs if log_probs.shape[0] == len(state.running) * beams else log_probs[:: state.beams]
-        return best(rows.view(len(state.running), beams, -1), scores, state.beams, self.generator.vocab_size)
+        count, log_probs = len(state.running), self.edited(log_probs, state)
+        if state.step == 0 and log_probs.shape[0] != count:
+            log_probs = log_probs[:: state.beams]  # all beams are the same yet
+        rows = log_probs.view(count, -1, log_probs.shape[1])
+        return best(rows, state.running_scores(rows.shape[1]), state.beams)
+
+    def forced(self, tokens: Tensor, longest: int) -> int:
+        """How many of tokens (B, P + 1) behind the first all sentences have, with nothing for an option to decide."""
+        generator, n = self.generator, self.ngram
+        free = tokens[:, 1:].eq(generator.pad) | tokens[:, 1:].eq(generator.eos)
+        count = min(int((~free).long().cumprod(1).sum(1).min()), longest)
+        if 2 * generator.beam_size >= generator.vocab_size:
+            return 0
+        for row in tokens[:, : count + 1].tolist() if n > 1 else ():
+            grams = list(zip(*(row[i:] for i in range(n)), strict=False))
+            if len(set(grams)) < len(grams):  # blocking would forbid what the prefix wants
+                return 0
+        return count
 
     def edited(self, log_probs: Tensor, state: FirstFinished) -> Tensor:
         """Apply the generator's options, in fairseq's order; in place, or at R rows where prefixes want them."""

@@ -13,6 +13,9 @@ from fastgen.decoding.cache import Ancestry
 from fastgen.models.memory import Memory, memory_of
 from fastgen.patches.fairseq.attention import Layers, current_step
 
+_PROJECTED = 128
+"""Positions that a prompt's log-probabilities are computed for at a time, over all sentences."""
+
 
 class Member:
     """A model with a decoder of fairseq's transformer, its cache and the encoder's output at B rows, if any."""
@@ -37,6 +40,27 @@ class Member:
         if temperature != 1.0:
             logits = logits.div_(temperature)
         return self._log_probs(logits, extra), None if attention is None else attention[:, -1]
+
+    def prefill(self, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Run texts (B, P + 1); return log-probabilities of what follows, (B, V), and of all but the first, (B, P).
+
+        Positions pass the output layer some at a time: those of all would take the memory of P steps.
+        """
+        self.layers.begin_step(None, self.dtype)
+        token = current_step.set(self.layers)
+        try:
+            features, _ = self.model.decoder(tokens, encoder_out=None, features_only=True)
+        finally:
+            current_step.reset(token)
+        found: list[Tensor] = []
+        size = max(1, _PROJECTED // max(1, tokens.shape[0]))
+        for at in range(0, tokens.shape[1] - 1, size):
+            end = min(at + size, tokens.shape[1] - 1)
+            logits = self.model.decoder.output_layer(features[:, at:end]).div_(temperature)
+            log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
+            found.append(log_probs.gather(2, tokens[:, at + 1 : end + 1, None])[:, :, 0])
+        last = self.model.decoder.output_layer(features[:, -1:]).div_(temperature)
+        return torch.log_softmax(last[:, -1], -1, dtype=torch.float32), torch.cat(found, 1)
 
     def _log_probs(self, logits: Tensor, extra: Any) -> Tensor:
         if not self.plain:
@@ -89,6 +113,19 @@ class Stepper:
         if self.language_model is not None:
             log_probs = log_probs + self.language_model.step(tokens, ancestry, 1.0)[0] * self.lm_weight
         return log_probs, attention
+
+    @property
+    def prefills(self) -> bool:
+        """Whether a prompt can be run at once: by language models."""
+        plain = all(member.plain and member.encoder_out is None for member in self.members)
+        return plain and self.language_model is None
+
+    def prefill(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Run texts (B, P + 1), as `Member.prefill`."""
+        self._first = False
+        found = [member.prefill(tokens, self.temperature) for member in self.members]
+        log_probs, of_tokens = (torch.logsumexp(torch.stack(part), 0) for part in zip(*found, strict=True))
+        return log_probs - math.log(len(found)), of_tokens - math.log(len(found))
 
     def reorder(self, parents: Tensor) -> None:
         if self.ancestry.steps:
