@@ -100,7 +100,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--sentences", type=positive, metavar="N", help="first lines of the test text only (trained)")
     parser.add_argument("--corpus", type=Path, metavar="DIR",
-                        help="train, valid, test.{en,es} for fairseq_command (default: the example's test)")  # fmt: skip
+                        help="train, valid, test.{en,es} for fairseq_command (default: the example)")  # fmt: skip
     parser.add_argument("--cells", nargs="+", default=["*"], metavar="PATTERN",
                         help="cells of never_worse, as in small/batch4/beams*/source128 (default: all)")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="leave out cells that the results file already holds")

@@ -99,12 +99,12 @@ def norm(
     Raises:
         ValueError: on shapes that do not fit; the message holds them.
     """
-    d = x.shape[-1] if x.dim() else 0
+    size, d = x.shape[-1:], x.shape[-1] if x.dim() else 0
     if (
-        (weight is not None and weight.shape != (d,))
-        or (bias is not None and bias.shape != (d,))
+        (weight is not None and weight.shape != size)
+        or (bias is not None and bias.shape != size)
         or (residual is not None and residual.shape != x.shape)
-        or (added is not None and added.shape != (d,))
+        or (added is not None and added.shape != size)
     ):
         given = {"weight": weight, "bias": bias, "residual": residual, "added": added}
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in given.items() if tensor is not None)

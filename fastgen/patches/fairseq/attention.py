@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,17 @@ from fastgen.decoding.cache import Ancestry, LayerKV
 from fastgen.models.memory import Memory
 from fastgen.ops.beam_attention import beam_attention
 
-current_step: ContextVar["Layers | None"] = ContextVar("fastgen_fairseq_step", default=None)
-"""The layers of the model that makes a decode step in this context."""
+
+class Attending(Protocol):
+    """Attention layers of a model that runs."""
+
+    def attend(self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]) -> Any:
+        """Return what `MultiheadAttention.forward` does, None where the module is none of these layers."""
+        ...
+
+
+current_step: ContextVar[Attending | None] = ContextVar("fastgen_fairseq_step", default=None)
+"""The layers that run in this context."""
 
 
 def forward(
@@ -25,19 +34,16 @@ def forward(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`MultiheadAttention.forward`, over the shared cache for the layers of the step that runs."""
+    """`MultiheadAttention.forward`, for the layers that run in this context; everything else passes through."""
     layers = current_step.get()
-    layer = None if layers is None else layers.of.get(self)
-    if layers is None or layer is None:
-        return original(self, query, key, value, *args, **kwargs)
-    if self.encoder_decoder_attention:
-        return layers.over_source(
-            self, layer, query, key, kwargs.get("key_padding_mask"), kwargs.get("need_head_weights", False)
-        )
-    return layers.over_text(self, layer, query), None
+    if layers is not None and not args:
+        result = layers.attend(self, query, key, kwargs)
+        if result is not None:
+            return result
+    return original(self, query, key, value, *args, **kwargs)
 
 
-class Layers:
+class Layers(Attending):
     """The attention layers of one decoder: its self-attention over the text, its attention over the source.
 
     Args:
@@ -52,6 +58,16 @@ class Layers:
         }
         self.source_mask: Tensor | None = None  # (B, 1, 1, S) additive
         self.text_mask: Tensor | None = None  # (B, 1, M, N) additive
+
+    def attend(self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]) -> Any:
+        """The attention of a layer, over the shared cache."""
+        layer = self.of.get(module)
+        if layer is None:
+            return None
+        if not module.encoder_decoder_attention:
+            return self.over_text(module, layer, query), None
+        weights = options.get("need_head_weights", False)  # those of other layers nobody looks at
+        return self.over_source(module, layer, query, key, options.get("key_padding_mask"), weights)
 
     def begin_step(self, ancestry: Ancestry | None, dtype: torch.dtype) -> None:
         """The next token of every text comes; ancestry: None where it is one for all beams of a sentence."""

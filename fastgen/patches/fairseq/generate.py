@@ -14,6 +14,7 @@ from fastgen.models import linear, memory
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
 from fastgen.patches.fairseq.decide import decide
+from fastgen.patches.fairseq.encoder import layer_by_layer
 from fastgen.patches.fairseq.search import Beam, Toolkits
 from fastgen.patches.fairseq.stepper import Member, Stepper
 
@@ -58,7 +59,8 @@ def _decode(
     lengths = (source.ne(generator.eos) & source.ne(generator.pad)).long().sum(1)
     longest = _longest(generator, source, lengths)
     b, m, device = plan.sentences, plan.beams, source.device
-    outputs = generator.model.forward_encoder(net_input) or [None] * len(generator.model.models)
+    with layer_by_layer(generator.model.models):
+        outputs = generator.model.forward_encoder(net_input) or [None] * len(generator.model.models)
     steps = longest + 1
     stepper = Stepper(
         [
