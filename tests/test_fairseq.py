@@ -1,11 +1,13 @@
 """fairseq's generator with fastgen and without: the same hypotheses, in the same order, with the same numbers."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 import fastgen
+from fastgen import config
 
 pytest.importorskip("fairseq")
 from fairseq import utils
@@ -106,6 +108,37 @@ def test_language_model(name: str, beams: int) -> None:
     _served([zoo.build(name)], sample, options)
 
 
+@pytest.mark.parametrize("name", zoo.LANGUAGE_MODELS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"beam_size": 1}, {"temperature": 0.7, "unk_penalty": 0.4}, {"no_repeat_ngram_size": 2}, {"min_len": 9},
+        {"max_len_b": 4}, {"search_strategy": "top_k"}, {"search_strategy": "diverse"}, {"bos_token": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("length", [1, 6, 40])
+def test_prompt(name: str, options: dict[str, Any], length: int) -> None:
+    """A prompt that all sentences have is run at once, for plain beam search, and every token keeps its score."""
+    generator = torch.Generator().manual_seed(length)
+    prompt = torch.stack([torch.randperm(zoo.WORDS, generator=generator)[:length] + 4 for _ in range(3)])
+    prompt[0, 0] = 3  # an unknown word
+    sample = {"net_input": {"src_tokens": prompt, "src_lengths": torch.full((3,), length)}}
+    given = {"beam_size": 4, "max_len_b": length + 9, "prefix_tokens": prompt} | options
+    for members in ([zoo.build(name)], [zoo.build(name), zoo.build(name, seed=1)]):
+        _served(members, sample, given)
+
+
+def test_a_prompt_takes_one_step() -> None:
+    model, calls = zoo.build("lm"), []
+    prompt = torch.arange(4, 24).repeat(2, 1)
+    sample = {"net_input": {"src_tokens": prompt, "src_lengths": torch.full((2,), 20)}}
+    handle = model.decoder.register_forward_pre_hook(lambda *_: calls.append(1))
+    zoo.call([model], sample, {"beam_size": 4, "max_len_b": 23, "min_len": 23, "prefix_tokens": prompt})
+    handle.remove()
+    assert len(calls) == 1 + 3
+
+
 @pytest.mark.parametrize("beams", [1, 4])
 def test_language_model_beside(beams: int) -> None:
     options = {"beam_size": beams, "max_len_b": 12, "lm_model": zoo.build("lm"), "lm_weight": 0.3}
@@ -135,6 +168,35 @@ def test_beams_of_one_call_do_not_reach_the_next() -> None:
     assert [h[0]["tokens"].tolist() for h in after] == [h[0]["tokens"].tolist() for h in alone]
 
 
+def test_an_encoder_that_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs layer by layer where linear layers are routed, else in PyTorch's fused layers, and stays as it was."""
+    model = zoo.MODELS["transformer"]().eval()
+    model.load_state_dict(zoo.build("transformer", torch.float32).state_dict())
+    layers = model.encoder.layers
+    assert layers[0].load_to_BT
+    options = {"beam_size": 3, "max_len_b": 9}
+    for padding in ("none", "left", "right"):
+        _served([model], zoo.batch(4, 9, padding), options, 1e-4)
+        assert layers[0].load_to_BT
+    monkeypatch.setenv("FASTGEN_LINEAR", "off")
+    config.reload()
+    _served([model], zoo.batch(4, 9), options, 1e-4)
+    monkeypatch.undo()
+    config.reload()
+
+
+def test_threads_share_a_model() -> None:
+    model = zoo.build("transformer", torch.float32)
+
+    def texts(seed: int) -> list[list[list[int]]]:
+        found, _ = zoo.call([model], zoo.batch(4, 9, seed=seed), {"beam_size": 3, "max_len_b": 20})
+        return [[hypothesis["tokens"].tolist() for hypothesis in hypotheses] for hypotheses in found]
+
+    alone = [texts(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(texts, range(4))) == alone
+
+
 def _retained() -> Any:
     model = zoo.MODELS["transformer"]().eval()
     model.decoder.dropout_module.apply_during_inference = True
@@ -152,7 +214,7 @@ DECLINED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "subclass": (
         lambda: zoo.build("transformer"),
         {"generator": _OwnFinish},
-        "_OwnFinish has a is_finished of its own",
+        "_OwnFinish has its own is_finished",
     ),
 }
 
