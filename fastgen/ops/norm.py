@@ -45,14 +45,15 @@ def norm_reference(
     """
     total = x if added is None else x + added
     total = total if residual is None else total + residual
-    wide = torch.promote_types(x.dtype, torch.float32)
+    dtype = x.dtype
+    wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
     scale = None if weight is None else weight.to(wide) + offset if offset else weight
-    if not rms and x.dtype == wide:
+    if not rms and dtype is wide:
         return torch.layer_norm(total, x.shape[-1:], scale, bias, eps), total
     if not rms:
         scale, shift = (None if p is None else p.to(wide) for p in (scale, bias))
         return torch.layer_norm(total.to(wide), x.shape[-1:], scale, shift, eps).to(x.dtype), total
-    if x.dtype == wide:
+    if dtype is wide:
         normalised = _rms_norm(total, scale, eps)
     else:
         normalised = torch.mul(total, total.to(wide).pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_())
@@ -97,26 +98,21 @@ def norm(
     Traffic: one read of each input, one write of each output.
 
     Raises:
-        ValueError: on shapes that do not fit; the message holds them.
+        ValueError: on shapes that do not fit; the message holds them. Where torch computes, its own RuntimeError.
     """
-    size, d = x.shape[-1:], x.shape[-1] if x.dim() else 0
-    if (
-        (weight is not None and weight.shape != size)
-        or (bias is not None and bias.shape != size)
-        or (residual is not None and residual.shape != x.shape)
-        or (added is not None and added.shape != size)
-    ):
-        given = {"weight": weight, "bias": bias, "residual": residual, "added": added}
-        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in given.items() if tensor is not None)
-        raise ValueError(f"{shapes} do not fit x {tuple(x.shape)}")
     able = lambda: (  # noqa: E731
         x.dtype != torch.float64
-        and d <= WIDEST
+        and x.shape[-1] <= WIDEST
         and all(t is None or t.is_contiguous() for t in (x, weight, bias, residual, added))
         and (residual is None or residual.dtype == x.dtype)
     )
     if not use_triton("norm", able, x, weight, bias, residual, added):
         return norm_reference(x, weight, bias, eps, residual, added, rms, offset)
+    d = x.shape[-1]
+    given = {"weight": weight, "bias": bias, "residual": residual, "added": added}
+    if any(t is not None and t.shape != (x.shape if name == "residual" else (d,)) for name, t in given.items()):
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in given.items() if tensor is not None)
+        raise ValueError(f"{shapes} do not fit x {tuple(x.shape)}")
     adds = added is not None or residual is not None
     normalised = torch.empty_like(x)
     total = torch.empty_like(x) if adds else x
