@@ -81,6 +81,7 @@ class FairseqShape:
         torch.manual_seed(0)
         model = ARCH_MODEL_REGISTRY[self.architecture].build_model(args, task)
         self.weights.fill(model, model.decoder)
+        torch.nn.Module.load_state_dict(model, model.state_dict())  # as checkpoints are: then its fused layers run
         model.dictionary = dictionary
         model = model.to(device=device, dtype=dtype).eval()
         model.make_generation_fast_()

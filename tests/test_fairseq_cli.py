@@ -50,8 +50,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"embed-dim": 32, "ffn-embed-dim": 64, "attention-heads": 2, "layers": 2}
     _run(
         "fairseq-train", data, "--arch", "transformer", "--share-all-embeddings", "--optimizer", "adam", "--lr",
-        "0.005", "--criterion", "cross_entropy", "--max-tokens", "1500", "--max-update", "150", "--save-dir", model, "--cpu",
-        "--no-progress-bar", "--dropout", "0", "--num-workers", "0", "--no-epoch-checkpoints",
+        "0.005", "--criterion", "cross_entropy", "--max-tokens", "1500", "--max-update", "150", "--save-dir", model,
+        "--cpu", "--no-progress-bar", "--dropout", "0", "--num-workers", "0", "--no-epoch-checkpoints",
         *(part for side in ("encoder", "decoder") for n, v in sizes.items() for part in (f"--{side}-{n}", str(v))),
     )  # fmt: skip
     return folder
