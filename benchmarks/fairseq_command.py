@@ -44,8 +44,8 @@ def run_command(case: Case, session: Session) -> dict[str, Any]:
         inside: dict[str, list[float]] = {"stock": [], "fastgen": []}
 
         def arm(name: str, environment: dict[str, str]) -> str:
-            output = _run(*generate, **environment)
-            found = _SPEED.search(output)
+            output, log = _run(*generate, **environment)
+            found = _SPEED.search(output + log)
             assert found is not None
             inside[name].append(float(found[2]))
             return output
@@ -100,11 +100,12 @@ def _read(file: Path) -> list[str]:
     return file.read_text("utf-8").splitlines() if file.is_file() else []
 
 
-def _run(*command: str, **environment: str) -> str:
+def _run(*command: str, **environment: str) -> tuple[str, str]:
+    """Standard output and standard error of a command."""
     found = subprocess.run(
         [sys.executable, "-m", "fastgen", "run", *command],
         capture_output=True, text=True, env=os.environ | environment, check=False,
     )  # fmt: skip
     if found.returncode:
         raise RuntimeError(f"{command[0]} failed:\n{found.stdout[-2000:]}{found.stderr[-4000:]}")
-    return found.stdout
+    return found.stdout, found.stderr

@@ -8,6 +8,7 @@ import torch
 
 import fastgen
 from fastgen import config
+from fastgen.decoding import cache
 
 pytest.importorskip("fairseq")
 from fairseq import utils
@@ -152,10 +153,17 @@ def test_alignment(kind: str) -> None:
     assert len(found[0][0]["alignment"]) > 0
 
 
-def test_many_sentences() -> None:
-    """More than a few, so that some leave while others go on, and change places."""
+@pytest.mark.parametrize("every", [1, 3, 16])
+@pytest.mark.parametrize("name", ["transformer", "prenorm", "lm"])
+def test_many_sentences(name: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a few: some leave while others go on, and change places; slots that no beam sees are given up."""
+    monkeypatch.setattr(cache, "SWEEP", every)
+    swept: list[int] = []
+    sweep = cache.LayerKV.sweep
+    monkeypatch.setattr(cache.LayerKV, "sweep", lambda layer, slots: (swept.append(1), sweep(layer, slots)))
     options = {"beam_size": 3, "max_len_b": 40, "no_repeat_ngram_size": 3}
-    _served([zoo.build("transformer", seed=3)], zoo.batch(60, 12), options)
+    _served([zoo.build(name, seed=3)], zoo.batch(60, 12), options)
+    assert swept or every > 1 or name == "lm"
 
 
 def test_beams_of_one_call_do_not_reach_the_next() -> None:

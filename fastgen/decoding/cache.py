@@ -14,6 +14,9 @@ from torch import Tensor
 from fastgen.models.memory import Memory
 from fastgen.ops.cache import move_sentences_, reorder_rows_, write_slots_
 
+SWEEP = 16
+"""Decode steps from one sweep to the next: slots that no beam sees any more are looked for, and given up."""
+
 _GROWTH = 64
 """Decode steps for which a buffer gets room at least, when it grows and the text may become that long."""
 
@@ -26,34 +29,50 @@ def _room(steps: int, longest: int) -> int:
 class Ancestry:
     """Which slots of the generated tokens each beam sees, shared by all layers.
 
-    `visible` is additive, (B, M, T*M) in float32: 0 at the slots of a beam's own ancestors, -inf elsewhere.
+    `visible` is additive, (B, M, T*M) in float32: 0 at the slots of a beam's own ancestors, -inf elsewhere. Beams soon
+    have all but their last tokens in common, so that most slots are no beam's any more: where they have been swept
+    there are fewer.
     """
 
     def __init__(self, sentences: int, beams: int, longest: int, device: torch.device) -> None:
         self.beams, self.longest = beams, longest
-        self.steps = 0
+        self.steps = self.filled = 0  # tokens of a beam; slots of all
         self._own = torch.full((beams, beams), -torch.inf, device=device).fill_diagonal_(0.0)
         self._visible = torch.empty(sentences, beams, 0, device=device)
 
     @property
     def visible(self) -> Tensor:
-        return self._visible[:, :, : self.steps * self.beams]
+        return self._visible[:, :, : self.filled]
 
     def begin_step(self) -> None:
         """Open the slots of one more token: each beam sees its own."""
-        filled, total = self.steps * self.beams, (self.steps + 1) * self.beams
+        filled, total = self.filled, self.filled + self.beams
         if self._visible.shape[2] < total:
             slots = filled + _room(self.steps, self.longest) * self.beams
             grown = self._visible.new_empty(*self._visible.shape[:2], slots)
             grown[:, :, :filled] = self._visible[:, :, :filled]
             self._visible = grown
         self._visible[:, :, filled:total] = self._own
-        self.steps += 1
+        self.steps, self.filled = self.steps + 1, total
 
     def reorder(self, parents: Tensor) -> None:
         """Let beam m continue beam parents[b, m]; parents: (B, M) int64."""
-        filled = self.steps * self.beams
-        reorder_rows_(self._visible[:, :, :filled], parents)
+        reorder_rows_(self.visible, parents)
+
+    def sweep(self) -> Tensor | None:
+        """Give up slots that no beam sees; return those that stay, (B, L) int64, or None where it does not pay.
+
+        They are in the order of time, behind them slots of no beam where another sentence has more. To be told to
+        every `LayerKV` of the text. Looks at the device.
+        """
+        seen = self.visible.eq(0).any(1)
+        longest = int(seen.sum(1).max()) if seen.numel() else 0
+        if 2 * longest > self.filled:
+            return None
+        slots = seen.to(torch.int8).sort(dim=1, descending=True, stable=True).indices[:, :longest]
+        self._visible[:, :, :longest] = self.visible.gather(2, slots[:, None].expand(-1, self.beams, -1))
+        self.filled = longest
+        return slots
 
     def keep(self, sentences: Tensor) -> None:
         """Keep these sentences (int64 indices) and forget the others."""
@@ -72,7 +91,7 @@ class LayerKV:
     def __init__(self, longest: int, memory: Memory, expected: int = 0) -> None:
         self.longest, self.memory, self.expected = longest, memory, expected
         self.prefix = 0
-        self.steps = 0
+        self.steps = self.filled = 0  # tokens of a beam; slots of all
         self.beams = 1
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
@@ -84,7 +103,7 @@ class LayerKV:
 
     @property
     def slots(self) -> int:
-        return self.prefix + self.steps * self.beams
+        return self.prefix + self.filled
 
     @property
     def keys(self) -> Tensor:
@@ -122,7 +141,20 @@ class LayerKV:
         assert self._keys is not None
         assert self._values is not None
         write_slots_(self._keys, self._values, keys, values, start)
-        self.steps += 1
+        self.steps, self.filled = self.steps + 1, self.filled + self.beams
+
+    def sweep(self, slots: Tensor) -> None:
+        """Give up all slots of generated tokens but these, (B, L) int64, from `Ancestry.sweep`."""
+        first, count = self.prefix, slots.shape[1]
+        for buffer in (self._keys, self._values):
+            assert buffer is not None
+            index = slots[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+            buffer[:, :, first : first + count] = buffer[:, :, first : first + self.filled].gather(2, index)
+        self.filled = count
+
+    def undo_steps(self) -> None:
+        """Forget all generated tokens."""
+        self.steps = self.filled = 0
 
     def keep(self, sentences: Tensor, moves: tuple[Tensor, Tensor] | None) -> None:
         """Keep these sentences, int64 indices.
@@ -142,7 +174,7 @@ class LayerKV:
         self._keys, self._values = kept
 
     def of_beams(self, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values as a plain cache holds them, (B*M, Hkv, S + T, D).
+        """Return keys and values as a plain cache holds them, (B*M, Hkv, S + T, D); not behind a sweep.
 
         ancestors: (B, M, T) int64, the beam whose slot holds token t of beam m.
         """

@@ -145,6 +145,12 @@ class Layers(Attending):
         mixed = torch.matmul(weights.to(layer.values.dtype), layer.values).transpose(1, 2)
         return mixed, weights.float().mean(1).flatten(0, 1)[None, :, None]
 
+    def sweep(self, slots: Tensor) -> None:
+        """Give up the slots of the text that no beam sees, as `Ancestry.sweep` says."""
+        for module, layer in self.of.items():
+            if not module.encoder_decoder_attention:
+                layer.sweep(slots)
+
     def keep(self, sentences: Tensor, in_order: bool) -> None:
         """Keep these sentences, as `decoding.first_finished.Stepper.keep` says."""
         places: list[int] = sentences.tolist()

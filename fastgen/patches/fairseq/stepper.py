@@ -9,7 +9,7 @@ from fairseq.models.fairseq_model import BaseFairseqModel
 from fairseq.models.transformer import TransformerModelBase
 from torch import Tensor
 
-from fastgen.decoding.cache import Ancestry
+from fastgen.decoding import cache
 from fastgen.models.memory import Memory, memory_of
 from fastgen.patches.fairseq.attention import Layers, current_step
 
@@ -27,7 +27,7 @@ class Member:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.plain = _takes_log_softmax(model)
 
-    def step(self, tokens: Tensor, ancestry: Ancestry | None, temperature: float) -> tuple[Tensor, Tensor | None]:
+    def step(self, tokens: Tensor, ancestry: cache.Ancestry | None, temperature: float) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities (R, V), and attention over the source (R, S) or None."""
         self.layers.begin_step(ancestry, self.dtype)
         token = current_step.set(self.layers)
@@ -93,12 +93,15 @@ class Stepper:
     ) -> None:
         self.members, self.language_model, self.lm_weight = members, language_model, lm_weight
         self.temperature = temperature
-        self.ancestry = Ancestry(sentences, beams, longest, device)
+        self.ancestry = cache.Ancestry(sentences, beams, longest, device)
+        self._sweeps = beams > 1 and device.type == "cpu"  # elsewhere looking at the device may cost more than it saves
         self._first = True
 
     def step(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         ancestry = None
         if not self._first:
+            if self._sweeps and self.ancestry.steps and self.ancestry.steps % cache.SWEEP == 0:
+                self._sweep()
             self.ancestry.begin_step()
             ancestry = self.ancestry
         self._first = False
@@ -113,6 +116,12 @@ class Stepper:
         if self.language_model is not None:
             log_probs = log_probs + self.language_model.step(tokens, ancestry, 1.0)[0] * self.lm_weight
         return log_probs, attention
+
+    def _sweep(self) -> None:
+        slots = self.ancestry.sweep()
+        if slots is not None:
+            for member in self._all:
+                member.layers.sweep(slots)
 
     @property
     def prefills(self) -> bool:

@@ -130,7 +130,7 @@ class SharedCache:
     def undo_steps(self) -> None:
         """Forget all generated tokens; only `as_stock` may follow."""
         for layer in self.text:
-            layer.steps = 0
+            layer.undo_steps()
 
     def as_stock(self) -> Cache:
         """Return what transformers' own loop would hold by now: the stock cache, filled with what each row sees."""
