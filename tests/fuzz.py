@@ -419,15 +419,15 @@ def draw(r: Random, families: Sequence[str] = tuple(zoo.FAMILIES), dtype: torch.
 
 @contextmanager
 def small_sizes(call: Call) -> Iterator[None]:
-    """Make small inputs take the roads of large ones: k-best over groups of tokens, buffers that grow."""
-    before = kbest.SMALL, kbest.GROUP, kv._GROWTH
+    """Make small inputs take the roads of large ones: k-best over groups of tokens, buffers that grow, sweeps."""
+    before = kbest.SMALL, kbest.GROUP, kv._GROWTH, kv.SWEEP
     if call.small:
-        kbest.SMALL, kbest.GROUP = 0, 4
+        kbest.SMALL, kbest.GROUP, kv.SWEEP = 0, 4, 2
     kv._GROWTH = call.growth
     try:
         yield
     finally:
-        kbest.SMALL, kbest.GROUP, kv._GROWTH = before
+        kbest.SMALL, kbest.GROUP, kv._GROWTH, kv.SWEEP = before
 
 
 def check(call: Call, tolerance: float = 1e-9) -> BaseException | None:

@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import config
+from fastgen.decoding import cache
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.parity import fallbacks, left_off
@@ -59,7 +60,9 @@ def _bytes(cache: Any) -> int:
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 @pytest.mark.parametrize("method", CALLS)
-def test_the_memory_is_what_the_call_then_takes(family: str, method: str) -> None:
+def test_the_memory_is_what_the_call_then_takes(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no slot is given up; how many are, the text decides."""
+    monkeypatch.setattr(cache, "SWEEP", 1_000)
     model = zoo.build(family, torch.float32)
     kwargs = zoo.batch(model, 4, 11, "none") | CALLS[method] | {"max_new_tokens": 20, "min_new_tokens": 20}
     explanation = _explain(model, kwargs)
@@ -73,6 +76,11 @@ def test_the_memory_is_what_the_call_then_takes(family: str, method: str) -> Non
     with fastgen.disabled():
         stock = model.generate(**kwargs, return_dict_in_generate=True).past_key_values
     assert explanation.stock_kv_bytes == _bytes(stock)
+    monkeypatch.setattr(cache, "SWEEP", 2)
+    model.generate(**kwargs)
+    call = last_call()
+    assert call is not None
+    assert call.kv_bytes <= explanation.kv_bytes
 
 
 def test_inputs_of_other_kinds() -> None:

@@ -37,6 +37,7 @@ class Ancestry:
     def __init__(self, sentences: int, beams: int, longest: int, device: torch.device) -> None:
         self.beams, self.longest = beams, longest
         self.steps = self.filled = 0  # tokens of a beam; slots of all
+        self.times: Tensor | None = None  # (B, F) int64, behind a sweep: the step that each slot is of
         self._own = torch.full((beams, beams), -torch.inf, device=device).fill_diagonal_(0.0)
         self._visible = torch.empty(sentences, beams, 0, device=device)
 
@@ -53,6 +54,9 @@ class Ancestry:
             grown[:, :, :filled] = self._visible[:, :, :filled]
             self._visible = grown
         self._visible[:, :, filled:total] = self._own
+        if self.times is not None:
+            now = self.times.new_full((self.times.shape[0], self.beams), self.steps)
+            self.times = torch.cat([self.times, now], 1)
         self.steps, self.filled = self.steps + 1, total
 
     def reorder(self, parents: Tensor) -> None:
@@ -69,14 +73,29 @@ class Ancestry:
         longest = int(seen.sum(1).max()) if seen.numel() else 0
         if 2 * longest > self.filled:
             return None
-        slots = seen.to(torch.int8).sort(dim=1, descending=True, stable=True).indices[:, :longest]
+        slots = _first_true(seen, longest)
+        if self.times is None:
+            self.times = torch.arange(self.filled, device=slots.device).div(self.beams, rounding_mode="floor")
+            self.times = self.times.expand(slots.shape[0], -1)
+        self.times = self.times.gather(1, slots)
         self._visible[:, :, :longest] = self.visible.gather(2, slots[:, None].expand(-1, self.beams, -1))
         self.filled = longest
         return slots
 
+    @property
+    def slots(self) -> Tensor:
+        """(B, M, T) int64: the slots of each beam's tokens, in their order."""
+        return _first_true(self.visible.eq(0), self.steps)
+
     def keep(self, sentences: Tensor) -> None:
         """Keep these sentences (int64 indices) and forget the others."""
         self._visible = self._visible.index_select(0, sentences)
+        self.times = None if self.times is None else self.times.index_select(0, sentences)
+
+
+def _first_true(chosen: Tensor, count: int) -> Tensor:
+    """The indices (..., count) of what is true in chosen (..., N), ascending; behind them, if any, of what is not."""
+    return chosen.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 class LayerKV:
@@ -173,16 +192,15 @@ class LayerKV:
                 kept.append(buffer[: sentences.shape[0]])
         self._keys, self._values = kept
 
-    def of_beams(self, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values as a plain cache holds them, (B*M, Hkv, S + T, D); not behind a sweep.
+    def of_beams(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values as a plain cache holds them, (B*M, Hkv, S + T, D).
 
-        ancestors: (B, M, T) int64, the beam whose slot holds token t of beam m.
+        slots: (B, M, T) int64, those of each beam's tokens.
         """
-        b, m, steps = ancestors.shape
-        prefix = torch.arange(self.prefix, device=ancestors.device).expand(b, m, -1)
-        step = torch.arange(steps, device=ancestors.device) * self.beams + self.prefix
-        index = torch.cat([prefix, ancestors + step], 2)
-        sentence = torch.arange(b, device=ancestors.device)[:, None, None]
+        b, m, _ = slots.shape
+        prefix = torch.arange(self.prefix, device=slots.device).expand(b, m, -1)
+        index = torch.cat([prefix, slots + self.prefix], 2)
+        sentence = torch.arange(b, device=slots.device)[:, None, None]
         keys, values = (
             kv.transpose(1, 2)[sentence, index].flatten(0, 1).transpose(1, 2) for kv in (self.keys, self.values)
         )

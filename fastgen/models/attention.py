@@ -47,11 +47,12 @@ class BeamAttention:
 
     Args:
         sentences, beams: B and M.
-        visible: (B, M, T*M) additive, which slots of generated tokens each beam sees.
+        visible: (B, M, F) additive, which slots of generated tokens each beam sees.
+        times: (B, F) int64, the step that each slot is of; None where there are M of each, in order.
     """
 
-    def __init__(self, sentences: int, beams: int, visible: Tensor) -> None:
-        self.sentences, self.beams, self.visible = sentences, beams, visible
+    def __init__(self, sentences: int, beams: int, visible: Tensor, times: Tensor | None = None) -> None:
+        self.sentences, self.beams, self.visible, self.times = sentences, beams, visible, times
         self.attended = 0  # layers so far
         self.source_mask: Tensor | None = None  # what the module has made of the mask of the encoder's output
         self._masks: dict[tuple[int, int, bool, int], tuple[object, object, Tensor | None]] = {}
@@ -107,5 +108,12 @@ class BeamAttention:
             shared = visible.new_zeros(b, 1, m, prefix)
         else:
             shared = text[..., :prefix].expand(b, -1, m, -1)
-            visible = visible + text[..., prefix:].repeat_interleave(m, -1)
+            visible = visible + self._by_slot(text[..., prefix:])
         return torch.cat([shared, visible], -1)
+
+    def _by_slot(self, text: Tensor) -> Tensor:
+        """text (1 or B, h, 1 or M, T), of generated tokens, as (.., F), of their slots."""
+        if self.times is None:
+            return text.repeat_interleave(self.beams, -1)
+        index = self.times[:, None, None].expand(-1, *text.shape[1:3], -1)
+        return text.expand(self.sentences, -1, -1, -1).gather(3, index)

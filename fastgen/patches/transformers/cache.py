@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
-from fastgen.decoding.cache import Ancestry, LayerKV
+from fastgen.decoding import cache
+from fastgen.decoding.cache import LayerKV
 from fastgen.models.attention import ticket
 from fastgen.models.memory import Memory
 
@@ -53,7 +54,7 @@ class SharedCache:
         self.device, self.stock = device, stock
         self._stock_rows, self._peak = sentences * beams, 0
         self.decoding = False
-        self.ancestry = Ancestry(sentences, beams, longest, device) if beams > 1 else None
+        self.ancestry = cache.Ancestry(sentences, beams, longest, device) if beams > 1 else None
         self.text: list[LayerKV] = []
         self.source: list[LayerKV] = []
         layer = partial(LayerKV, longest, memory=memory)
@@ -105,8 +106,18 @@ class SharedCache:
             layer.beams = self.beams
 
     def begin_step(self) -> None:
-        if self.ancestry is not None:
-            self.ancestry.begin_step()
+        if self.ancestry is None:
+            return
+        if self.device.type == "cpu" and self.ancestry.steps and self.ancestry.steps % cache.SWEEP == 0:
+            self._sweep(self.ancestry)
+        self.ancestry.begin_step()
+
+    def _sweep(self, ancestry: cache.Ancestry) -> None:
+        self._peak = self.peak_nbytes
+        slots = ancestry.sweep()
+        if slots is not None:
+            for layer in self.text:
+                layer.sweep(slots)
 
     def reorder(self, parents: Tensor) -> None:
         """Let row b * M + m continue beam parents[b, m]; nothing but the ancestry moves."""
@@ -137,7 +148,7 @@ class SharedCache:
         parts: list[Cache] = []
         for layers, part in self._beside_stock:
             for index, kv in enumerate(layers):
-                part.update(*kv.of_beams(self._ancestors(kv.steps)), index)
+                part.update(*kv.of_beams(self._slots(kv.steps)), index)
             parts.append(part)
         return parts[0] if len(parts) == 1 else EncoderDecoderCache(*parts)
 
@@ -145,12 +156,12 @@ class SharedCache:
     def _beside_stock(self) -> list[tuple[list[LayerKV], Any]]:
         return list(zip((self.text, self.source), parts_of(self.stock), strict=False))
 
-    def _ancestors(self, steps: int) -> Tensor:
-        """(B, M, T): the beam whose slot holds token t of beam m."""
+    def _slots(self, steps: int) -> Tensor:
+        """(B, M, T): the slots of each beam's tokens."""
         if self.ancestry is None or steps == 0:
             device = (self.text[0].keys if self.text else torch.empty(0)).device
-            return torch.zeros(self.sentences, self.beams, steps, dtype=torch.int64, device=device)
-        return self.ancestry.visible.view(self.sentences, self.beams, steps, self.beams).argmax(3)
+            return torch.arange(steps, device=device).expand(self.sentences, self.beams, -1)
+        return self.ancestry.slots
 
 
 class _Layer(DynamicLayer):

@@ -59,9 +59,10 @@ class SharedStepper(Stepper):
         if first and "encoder_outputs" in given:
             self.kwargs = given | {"encoder_outputs": _unreadable(given["encoder_outputs"])}
         self.cache.begin_step()
-        if self.cache.ancestry is None:
+        ancestry = self.cache.ancestry
+        if ancestry is None:
             return super()._forward(ids)
-        attention = BeamAttention(self.cache.sentences, self.cache.beams, self.cache.ancestry.visible)
+        attention = BeamAttention(self.cache.sentences, self.cache.beams, ancestry.visible, ancestry.times)
         token = current_step.set(attention)
         try:
             outputs = super()._forward(ids)
