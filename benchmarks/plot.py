@@ -56,19 +56,29 @@ def _axes(title: str, size: tuple[float, float], columns: int = 1) -> tuple[Any,
     return figure, axes
 
 
-def _where(data: Data) -> str:
+def _where(data: Data, toolkit: str = "transformers") -> str:
     place = next(iter(data.values()))["environment"]
     hardware = place["gpu"] or place["cpu"]
-    return f"{hardware}, {place['threads']} threads, transformers {place['transformers']}"
+    return f"{hardware}, {place['threads']} threads, {toolkit} {place.get(toolkit) or ''}"
 
 
 def speed(data: Data) -> Any:
-    """Speed-up of each case with its interval, and the target. Cases whose outputs differed are left out."""
-    rows = {name: d for name, d in data.items() if d["kind"] in ("generate", "text") and d["result"]["equal"]}
+    """Speed-up over transformers of each case, with its interval, and the target."""
+    return _speed(data, ("generate", "text"), "transformers")
+
+
+def fairseq_speed(data: Data) -> Any:
+    """Speed-up over fairseq, whose n-gram blocking is mended in both."""
+    return _speed(data, ("fairseq", "command"), "fairseq")
+
+
+def _speed(data: Data, kinds: tuple[str, ...], toolkit: str) -> Any:
+    """Bars of some kinds of cases. Those whose outputs differed are left out."""
+    rows = {name: d for name, d in data.items() if d["kind"] in kinds and d["result"]["equal"]}
     if not rows:
         return None
     figure, (ax,) = _axes(
-        f"Speed-up over unpatched transformers, same output\n{_where(rows)}", (7, 1.2 + len(rows) / 2)
+        f"Speed-up over unpatched {toolkit}, same output\n{_where(rows, toolkit)}", (7, 1.2 + len(rows) / 2)
     )
     for y, d in enumerate(rows.values()):
         result = d["result"]
@@ -218,6 +228,7 @@ def ops(data: Data) -> Any:
 
 PLOTS: dict[str, Callable[[Data], Any]] = {
     "speed": speed,
+    "fairseq-speed": fairseq_speed,
     "peer": peer,
     "never-worse": grid,
     "kv-memory": memory,

@@ -263,6 +263,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": _version("transformers"),
+        "fairseq": _version("fairseq"),
         "fastgen": getattr(sys.modules.get("fastgen"), "__version__", None) or _version("fastgen"),
     }
 
