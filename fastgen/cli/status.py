@@ -36,10 +36,11 @@ def run(args: argparse.Namespace) -> int:
     for module, problem in problems.items():
         print(f"\n{module} cannot be imported: {problem}")
     width = max(len("value"), *(len(variable["value"]) for variable in variables))
-    print(f"\n{'variable':<19}{'value':<{width}}  what it does (allowed values; the default comes first)")
+    longest = max(len(variable["name"]) for variable in variables) + 2
+    print(f"\n{'variable':<{longest}}{'value':<{width}}  what it does (allowed values; the default comes first)")
     for variable in variables:
         allowed = "|".join(variable["allowed"]) or "any text"
-        print(f"{variable['name']:<19}{variable['value'] or '-':<{width}}  {variable['help']} ({allowed})")
+        print(f"{variable['name']:<{longest}}{variable['value'] or '-':<{width}}  {variable['help']} ({allowed})")
     return 0
 
 

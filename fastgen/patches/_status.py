@@ -174,7 +174,7 @@ def _row(entry: Entry, canary: Canary | None, absent: bool) -> Row:
     if state == "pending" and absent:
         reasons = [f"{patch.toolkit.name} is not installed", patch.toolkit.install_hint]
     elif state == "pending":
-        reasons = [f"{patch.address.module} is not imported yet"]
+        reasons = [f"{patch.awaited} is not imported yet"]
     elif state == "applied" and canary is not None and canary.verdict is not None and not canary.verdict.equal:
         state, reasons = "skipped", [f"the canary found {canary.verdict}"]
     elif state == "applied" and entry.layer is not None and not entry.layer.on_top:
