@@ -23,6 +23,7 @@ def test_defaults() -> None:
         strict=False,
         parity=False,
         linear="auto",
+        fairseq_allow=(),
         cache_dir=settings.cache_dir,
     )
     assert settings.cache_dir.name == "fastgen"
@@ -39,11 +40,12 @@ def test_values() -> None:
             "FASTGEN_STRICT": "1",
             "FASTGEN_PARITY": " 1 ",
             "FASTGEN_LINEAR": "packed",
+            "FASTGEN_FAIRSEQ_ALLOW": "a.B,c.D",
             "FASTGEN_CACHE_DIR": "some/where",
         }
     )
     cache_dir = Path.cwd() / "some" / "where"
-    assert settings == config.Settings(False, ("a", "b.c"), "triton", True, True, "packed", cache_dir)
+    assert settings == config.Settings(False, ("a", "b.c"), "triton", True, True, "packed", ("a.B", "c.D"), cache_dir)
 
 
 @pytest.mark.parametrize("variable", [v for v in config.VARIABLES if v.allowed], ids=lambda v: v.name)
