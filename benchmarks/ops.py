@@ -260,18 +260,14 @@ def _nucleus(rig: Rig, r: int, v: int, left: int) -> tuple[Call, Call]:
     import torch
     from transformers.generation.logits_process import TopPLogitsWarper
 
-    from fastgen.ops.sample import nucleus
+    from fastgen.decoding.text import Text, TopP
 
     logits = rig.randn(r, v) * 5
     if left:
         logits = logits.masked_fill(logits < logits.topk(left).values[:, -1:], -torch.inf)
-    warper = TopPLogitsWarper(0.9)
-
-    def few() -> Any:
-        found = nucleus(logits, 0.9, count=64 if left else 512)
-        return warper(None, logits) if found is None else found
-
-    return lambda: warper(None, logits), few
+    warper, text = TopPLogitsWarper(0.9), Text(rig.integers(v, r, 1), 1)
+    edit = TopP(0.9, 1, warper)
+    return lambda: warper(text.ids, logits), lambda: edit(logits, text)
 
 
 def _reorder(rig: Rig, b: int, m: int, t: int, h: int, d: int) -> tuple[Call, Call]:

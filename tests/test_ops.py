@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, TopPLogitsWarper
 
+from fastgen.decoding.text import Text, TopP
 from fastgen.ops import beam_attention as attention_module
 from fastgen.ops import kbest as kbest_module
 from fastgen.ops import linear as linear_ops
@@ -61,26 +62,46 @@ def test_nucleus(rows: int, v: int, least: int, top_p: float, top_k: int, dtype:
         if 0 < top_k < v:
             scores[scores < scores.topk(top_k).values[:, -1:]] = -torch.inf
         unmodified = _unmodified(scores)
-        left = nucleus(scores, top_p, least, 64 if top_k else 2_048)
+        left, sure = nucleus(scores, top_p, least, 64 if top_k else 2_048)
         assert unmodified()
-        if left is not None:
-            found += 1
-            assert torch.equal(left, _warped(scores, top_p, least))
-    assert found >= 7
+        assert torch.equal(left[sure], _warped(scores, top_p, least)[sure])
+        found += int(sure.sum())
+    assert found >= 9 * rows
 
 
 def test_nucleus_leaves_to_the_toolkit_what_it_cannot_know() -> None:
+    def sure(scores: Tensor, top_p: float, count: int = 64) -> list[bool]:
+        return nucleus(scores, top_p, count=count)[1].tolist()
+
     flat = _randn(3, 5_000) * 2
-    assert nucleus(flat, 0.9) is None
-    assert nucleus(flat, 0.9, count=4_000) is not None
+    assert sure(flat, 0.9) == [False] * 3
+    assert any(sure(flat, 0.9, 4_000))
     equal = torch.tensor([[3.0, 1.0, 1.0, 1.0, -9.0]])
-    assert nucleus(equal, 0.8) is None  # one or two of three equal tokens stay
-    assert nucleus(equal, 0.5) is not None
-    halves = torch.tensor([[0.5, 0.25, 0.25]]).log()
-    assert nucleus(halves, 0.5) is None  # whether the second one stays, rounding decides
+    assert sure(equal, 0.8) == [False]  # one or two of three equal tokens stay
+    assert sure(equal, 0.5) == [True]
+    halves = torch.tensor([[0.5, 0.25, 0.25], [0.6, 0.3, 0.1]]).log()
+    assert sure(halves, 0.5) == [False, True]  # whether the second token of the first row stays, rounding decides
     for bad in (torch.nan, torch.inf):
-        assert nucleus(torch.tensor([[0.0, bad, 1.0]]), 0.9) is None
-    assert nucleus(torch.full((1, 3), -torch.inf), 0.9) is None
+        assert sure(torch.tensor([[0.0, bad, 1.0]]), 0.9) == [False]
+    assert sure(torch.full((1, 3), -torch.inf), 0.9) == [False]
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_top_p_asks_the_toolkit_for_rows_in_doubt(rows: int) -> None:
+    asked: list[int] = []
+
+    def dense(ids: Tensor, scores: Tensor) -> Tensor:
+        asked.append(len(scores))
+        return _warped(scores, 0.5, 1)
+
+    edit = TopP(0.5, 1, dense)
+    scores = _randn(rows, 100) * 6
+    scores[0, :] = -torch.inf
+    scores[0, :3] = torch.tensor([0.5, 0.25, 0.25]).log()
+    for _ in range(3):
+        text = Text(torch.zeros(rows, 1, dtype=torch.int64), 1)
+        assert torch.equal(edit(scores, text), _warped(scores, 0.5, 1))
+    assert set(asked) == {1}
 
 
 # k-best

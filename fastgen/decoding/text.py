@@ -173,7 +173,7 @@ class Force:
 class TopP:
     """Leave the most probable tokens that have a mass of `top_p` together, at least `least` of them.
 
-    dense: the toolkit's function of (ids, scores), for scores in which many tokens are left or rounding decides.
+    dense: the toolkit's function of (ids, scores), for rows in which many tokens are left or rounding decides.
     Source: Holtzman et al. 2020, section 3.1.
     """
 
@@ -189,13 +189,16 @@ class TopP:
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         if scores.device.type == "cpu" and not self._pause:
-            left = nucleus(scores, self.top_p, self.least, self._count)
-            if left is not None:
+            left, sure = nucleus(scores, self.top_p, self.least, self._count)
+            rows = (~sure).nonzero()[:, 0]
+            if 4 * len(rows) <= len(scores):
+                if len(rows):
+                    left[rows] = self.dense(text.ids[rows], scores[rows])
                 self._failed = 0
                 return left
             self._failed += 1
             self._count = 512  # of a vocabulary of 50,000 as quick to find as 64
-            self._pause = min(2**self._failed, 64) - 1
+            self._pause = min(2**self._failed, 64)
         self._pause = max(0, self._pause - 1)
         return self.dense(text.ids, scores)
 

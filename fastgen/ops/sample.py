@@ -47,7 +47,7 @@ def filtered_reference(
     return wide
 
 
-def nucleus(scores: Tensor, top_p: float, least: int = 1, count: int = 64) -> Tensor | None:
+def nucleus(scores: Tensor, top_p: float, least: int = 1, count: int = 64) -> tuple[Tensor, Tensor]:
     """Return a copy of scores with -inf at what top-p leaves out, found among the `count` highest of each row.
 
     The same tokens as transformers' warper leaves, which sorts whole rows, at a tenth of the time where few are left.
@@ -57,7 +57,8 @@ def nucleus(scores: Tensor, top_p: float, least: int = 1, count: int = 64) -> Te
         top_p: keep the most probable tokens, until those kept have a mass of top_p.
         least: keep as many at least.
     Returns:
-        (R, V), or None where the highest `count` are too few, or where rounding or the order of equal scores decides.
+        (R, V), and (R,) bool: False where this is not known, as the highest `count` are too few, or as rounding or the
+        order of equal scores decides.
     """
     v = scores.shape[1]
     top, where = scores.topk(min(v, max(count, least) + 1))
@@ -67,14 +68,12 @@ def nucleus(scores: Tensor, top_p: float, least: int = 1, count: int = 64) -> Te
     above = torch.nn.functional.pad(mass[:, :-1], (1, 0))  # of those ranked before
     kept = above < top_p
     kept[:, :least] = True
-    last = kept.sum(1, keepdim=True) - 1
-    enough = top.shape[1] == v or bool((last < top.shape[1] - 1).all())
-    if not enough or not bool(((above - top_p).abs() > _ROUNDING).all()):
-        return None
-    after = torch.where(last + 1 < top.shape[1], top.gather(1, (last + 1).clamp(max=top.shape[1] - 1)), -torch.inf)
-    if not bool((top.gather(1, last) > after).all()):
-        return None
-    return torch.full_like(scores, -torch.inf).scatter_(1, where, top.masked_fill_(~kept, -torch.inf))
+    last, width = kept.sum(1, keepdim=True) - 1, top.shape[1]
+    after = torch.where(last + 1 < width, top.gather(1, (last + 1).clamp(max=width - 1)), -torch.inf)
+    sure = ((above - top_p).abs() > _ROUNDING).all(1) & (top.gather(1, last) > after)[:, 0]
+    if width < v:
+        sure &= last[:, 0] < width - 1
+    return torch.full_like(scores, -torch.inf).scatter_(1, where, top.masked_fill_(~kept, -torch.inf)), sure
 
 
 def sample(
