@@ -113,7 +113,7 @@ class Shift:
         return False
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
-        tokens, offsets = self.tokens.to(scores.device), self.offsets.to(scores.device)
+        tokens, offsets = self.tokens.to(scores.device), self.offsets.to(scores.device, scores.dtype)
         return scores.index_add_(1, tokens, offsets.expand(scores.shape[0], -1))
 
     def changes(self, text: Text, vocabulary: int) -> Changes:
