@@ -307,7 +307,7 @@ def outcome_text(result: dict[str, Any]) -> str:
     if not result["equal"]:
         return f"OUTPUTS DIFFER: {result['note']}"
     ties = f", {result['near_ties']} near ties" if result["near_ties"] else ""
-    ran = "" if result["hits"] else ", fastgen did not run"
+    ran = "" if result.get("hits", True) else ", fastgen did not run"
     interval = f"[{result['low']:.2f}, {result['high']:.2f}]"
     seconds = f"{result['baseline_seconds']:.3f} s -> {result['candidate_seconds']:.3f} s"
     return f"{result['ratio']:.2f}x {interval}  {seconds}, {len(result['rounds'])} rounds{ties}{ran}"

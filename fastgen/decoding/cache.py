@@ -15,7 +15,7 @@ from fastgen.models.memory import Memory
 from fastgen.ops.cache import move_sentences_, reorder_rows_, write_slots_
 
 SWEEP = 16
-"""Decode steps from one sweep to the next: slots that no beam sees any more are looked for, and given up."""
+"""Decode steps from one sweep to the next, in which slots that no beam sees any more are given up."""
 
 _GROWTH = 64
 """Decode steps for which a buffer gets room at least, when it grows and the text may become that long."""
@@ -64,11 +64,14 @@ class Ancestry:
         reorder_rows_(self.visible, parents)
 
     def sweep(self) -> Tensor | None:
-        """Give up slots that no beam sees; return those that stay, (B, L) int64, or None where it does not pay.
+        """Give up slots that no beam sees, if it is time to look for them and they are half of all at least.
 
-        They are in the order of time, behind them slots of no beam where another sentence has more. To be told to
-        every `LayerKV` of the text. Looks at the device.
+        Returns those that stay, (B, L) int64, in the order of time, and behind them slots of no beam where another
+        sentence has more: to be told to every `LayerKV` of the text. None where all stay. On a CPU only: elsewhere
+        the look at the device may cost more than it saves.
         """
+        if self.beams == 1 or self._own.device.type != "cpu" or self.steps == 0 or self.steps % SWEEP:
+            return None
         seen = self.visible.eq(0).any(1)
         longest = int(seen.sum(1).max()) if seen.numel() else 0
         if 2 * longest > self.filled:

@@ -93,7 +93,7 @@ class Attention:
     """What each beam's tokens attended to: written once per step, never moved; a table says whose row is whose."""
 
     def __init__(self, sentences: int, beams: int, longest: int, device: torch.device) -> None:
-        self.beams, self.steps = beams, 0
+        self.steps = 0
         self._origin = torch.zeros(sentences, beams, longest, dtype=torch.int64, device=device)
         self._rows = torch.empty(0, sentences, beams, 0, device=device)  # (T, B, M, S) with room to grow
 

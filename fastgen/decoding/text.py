@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -218,25 +218,23 @@ class Call:
 
 def sparse(edits: Sequence[Edit], text: Text, vocabulary: int) -> SparseEdits | None:
     """Return what the edits do in this step to few tokens, or None when they do anything else."""
-    mask: Tensor | None = None
-    changes: Changes | None = None
-    forced: Tensor | None = None
-    for edit in edits:
-        if edit.idle(text):
-            continue
-        if forced is not None:  # what comes later may ban or change the forced token
-            return None
-        if isinstance(edit, NGramBlock | Ban):
-            if mask is None:
-                mask = empty_mask(text.ids.shape[0], vocabulary, text.ids.device)
-            edit.add_to(mask, text, vocabulary)
-        elif isinstance(edit, Shift | Penalty) and changes is None:
-            changes = edit.changes(text, vocabulary)
-        elif isinstance(edit, Force) and edit.tokens.numel() == 1:
-            forced = edit.tokens.to(text.ids.device).expand(text.ids.shape[0])
-        else:
-            return None
-    return SparseEdits(changes, mask, forced)
+    active = [edit for edit in edits if not edit.idle(text)]
+    bans = [edit for edit in active if isinstance(edit, NGramBlock | Ban)]
+    changing = [edit for edit in active if isinstance(edit, Shift | Penalty)]
+    forcing = [edit for edit in active if isinstance(edit, Force) and edit.tokens.numel() == 1]
+    if len(bans) + len(changing) + len(forcing) < len(active) or len(changing) > 1 or len(forcing) > 1:
+        return None
+    if forcing and active[-1] is not forcing[0]:  # what comes later may ban or change the forced token
+        return None
+    rows, device = text.ids.shape[0], text.ids.device
+    mask = empty_mask(rows, vocabulary, device) if bans else None
+    for ban in bans:
+        ban.add_to(cast(Tensor, mask), text, vocabulary)
+    return SparseEdits(
+        changing[0].changes(text, vocabulary) if changing else None,
+        mask,
+        forcing[0].tokens.to(device).expand(rows) if forcing else None,
+    )
 
 
 def edited(scores: Tensor, text: Text, edits: Sequence[Edit], kept: bool = False) -> Tensor:

@@ -191,11 +191,19 @@ def _has(mask_ptr, token, inside):
 
 
 @jit
-def _store_sums(value, highest_ptr, sum_ptr):
-    """A part's share in the normaliser of its row."""
-    highest = tl.max(value)
-    tl.store(highest_ptr, highest)
-    tl.store(sum_ptr, tl.sum(tl.exp(value - tl.where(highest == float("-inf"), 0.0, highest))))
+def _of_part(
+    logits_ptr, bias_ptr, banned_ptr, highest_ptr, sum_ptr, token, inside, sharpness, BIAS: constexpr,
+    BANNED: constexpr, SUMMED: constexpr,
+):  # fmt: skip
+    """Logits of a part of a row, those banned -inf; its share in the row's normaliser is stored."""
+    value = _tempered(logits_ptr, bias_ptr, token, inside, sharpness, BIAS)
+    if SUMMED:
+        highest = tl.max(value)
+        tl.store(highest_ptr, highest)
+        tl.store(sum_ptr, tl.sum(tl.exp(value - tl.where(highest == float("-inf"), 0.0, highest))))
+    if BANNED:
+        value = tl.where(_has(banned_ptr, token, inside), float("-inf"), value)
+    return value
 
 
 @jit
@@ -207,12 +215,11 @@ def _part_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocabulary
-    value = _tempered(logits_ptr + row * row_stride, bias_ptr, token, inside, sharpness, BIAS)
     at = row * tl.num_programs(1) + part
-    if SUMMED:
-        _store_sums(value, highest_ptr + at, sum_ptr + at)
-    if BANNED:
-        value = tl.where(_has(banned_ptr + row * banned_stride, token, inside), float("-inf"), value)
+    value = _of_part(
+        logits_ptr + row * row_stride, bias_ptr, banned_ptr + row * banned_stride, highest_ptr + at, sum_ptr + at,
+        token, inside, sharpness, BIAS, BANNED, SUMMED,
+    )  # fmt: skip
     lowest = tl.full([BLOCK], -0x7FFFFFFFFFFFFFFF, tl.int64)
     key = tl.where(inside, _key(value, token), lowest)
     for i in range(KEPT):
@@ -231,12 +238,11 @@ def _group_kernel(
     group = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = token < vocabulary
-    value = _tempered(logits_ptr + row * row_stride, bias_ptr, token, inside, sharpness, BIAS)
     at = row * tl.num_programs(1) + part
-    if SUMMED:
-        _store_sums(value, highest_ptr + at, sum_ptr + at)
-    if BANNED:
-        value = tl.where(_has(banned_ptr + row * banned_stride, token, inside), float("-inf"), value)
+    value = _of_part(
+        logits_ptr + row * row_stride, bias_ptr, banned_ptr + row * banned_stride, highest_ptr + at, sum_ptr + at,
+        token, inside, sharpness, BIAS, BANNED, SUMMED,
+    )  # fmt: skip
     maxima = tl.max(tl.where(inside, _ordered(value), -0x7FFFFFFF), 1)
     tl.store(maxima_ptr + row * groups + group, maxima, mask=group < groups)
 

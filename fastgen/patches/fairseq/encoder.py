@@ -4,31 +4,25 @@ Loaded models run PyTorch's fused encoder layer instead, whose matrix products n
 oneDNN's are the faster ones, that is the slower way.
 """
 
-import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+import copy
 from typing import Any
 
 import torch
 from fairseq.models.transformer.transformer_encoder import TransformerEncoderBase
 from fairseq.modules import MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastgen.models import linear
 from fastgen.patches.fairseq.attention import Attending, current_step
 
-_lock = threading.Lock()
-_users: Counter[int] = Counter()  # by a layer's id: contexts that it is in
-
 
 class EncoderAttention(Attending):
     """The attention modules of an encoder's layers."""
 
-    def __init__(self, layers: Iterable[Any]) -> None:
-        self.modules = {layer.self_attn for layer in layers}
+    def __init__(self, encoder: nn.Module) -> None:
+        self.modules = {layer.self_attn for layer in _layers(encoder)}
 
     def attend(self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]) -> Any:
         """Return (S, B, C) for query (S, B, C), every token of which sees all that is no padding."""
@@ -45,52 +39,62 @@ class EncoderAttention(Attending):
         return module.out_proj(mixed.permute(2, 0, 1, 3).reshape(query.shape)), None
 
 
-@contextmanager
-def layer_by_layer(models: Iterable[Any]) -> Iterator[None]:
-    """Within it the encoders of models, where that is the faster way, run layer by layer."""
-    layers = [layer for model in models for layer in _layers(model)]
-    token = current_step.set(EncoderAttention(layers))
+def encode(ensemble: Any, net_input: dict[str, Any]) -> list[Any]:
+    """Return what fairseq's `EnsembleModel.forward_encoder` does, None for a model without an encoder."""
+    if not ensemble.has_encoder():
+        return [None] * len(ensemble.models)
+    return [_encode(model, net_input) for model in ensemble.models]
+
+
+def _encode(model: Any, net_input: dict[str, Any]) -> Any:
+    if not _layer_by_layer(model):
+        return model.encoder.forward_torchscript(net_input)
+    encoder = _unfused(model.encoder)
+    token = current_step.set(EncoderAttention(encoder))
     try:
-        with ExitStack() as stack:
-            for layer in layers:
-                stack.enter_context(_unfused(layer))
-            yield
+        return encoder.forward_torchscript(net_input)
     finally:
         current_step.reset(token)
 
 
-def _layers(model: Any) -> list[Any]:
-    """The layers of a model's encoder, if they are fairseq's own and their linear layers are routed."""
-    encoder = getattr(model, "encoder", None)
-    if (
-        not isinstance(encoder, TransformerEncoderBase)
-        or type(encoder).forward_scriptable is not TransformerEncoderBase.forward_scriptable
-        or linear.reason_off(model) is not None
-    ):
-        return []
-    layers: list[Any] = list(encoder.layers)
-    own = all(
-        type(layer).forward is TransformerEncoderLayerBase.forward and type(layer.self_attn) is MultiheadAttention
-        for layer in layers
-        if isinstance(layer, TransformerEncoderLayerBase)
+def _layer_by_layer(model: Any) -> bool:
+    """Whether a model's encoder and its layers are fairseq's own, and their linear layers are routed."""
+    encoder = model.encoder
+    return (
+        isinstance(encoder, TransformerEncoderBase)
+        and type(encoder).forward_scriptable is TransformerEncoderBase.forward_scriptable
+        and linear.reason_off(model) is None
+        and all(
+            isinstance(layer, TransformerEncoderLayerBase)
+            and type(layer).forward is TransformerEncoderLayerBase.forward
+            and type(layer.self_attn) is MultiheadAttention
+            and not layer._forward_hooks
+            and not layer._forward_pre_hooks
+            for layer in _layers(encoder)
+        )
     )
-    return layers if own and all(isinstance(layer, TransformerEncoderLayerBase) for layer in layers) else []
 
 
-@contextmanager
-def _unfused(layer: Any) -> Iterator[None]:
-    """Within it a layer says that it was not loaded from a checkpoint, without which it is never fused."""
-    if not layer.load_to_BT and not _users[id(layer)]:
-        yield
-        return
-    with _lock:
-        _users[id(layer)] += 1
-        layer.load_to_BT = False
-    try:
-        yield
-    finally:
-        with _lock:
-            _users[id(layer)] -= 1
-            if not _users[id(layer)]:
-                del _users[id(layer)]
-                layer.load_to_BT = True
+def _layers(encoder: nn.Module) -> list[Any]:
+    return list(encoder.get_submodule("layers").children())
+
+
+def _unfused(encoder: Any) -> Any:
+    """An encoder of the same parameters whose layers say that no checkpoint was loaded: then none is fused.
+
+    The model itself stays as it is: another thread may be running it.
+    """
+    layers = _twin(encoder.layers)
+    for name, layer in encoder.layers.named_children():
+        layers._modules[name] = _twin(layer)
+        layers._modules[name].load_to_BT = False
+    twin = _twin(encoder)
+    twin._modules["layers"] = layers
+    return twin
+
+
+def _twin(module: Any) -> Any:
+    """A module of the same parameters and parts, in whose place among others another can be put."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin

@@ -14,7 +14,7 @@ from fastgen.models import linear, memory
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
 from fastgen.patches.fairseq.decide import decide
-from fastgen.patches.fairseq.encoder import layer_by_layer
+from fastgen.patches.fairseq.encoder import encode
 from fastgen.patches.fairseq.search import Beam, Toolkits
 from fastgen.patches.fairseq.stepper import Member, Stepper
 
@@ -59,20 +59,18 @@ def _decode(
     lengths = (source.ne(generator.eos) & source.ne(generator.pad)).long().sum(1)
     longest = _longest(generator, source, lengths)
     b, m, device = plan.sentences, plan.beams, source.device
-    with layer_by_layer(generator.model.models):
-        outputs = generator.model.forward_encoder(net_input) or [None] * len(generator.model.models)
     steps = longest + 1
     stepper = Stepper(
         [
             Member(model, output, b, m, steps)
-            for model, output in zip(generator.model.models, outputs, strict=True)
+            for model, output in zip(generator.model.models, encode(generator.model, net_input), strict=True)
         ],
         b, m, steps, device, generator.temperature,
         None if generator.lm_model is None else Member(generator.lm_model, None, b, m, steps),
         generator.lm_weight,
     )  # fmt: skip
     generator.search.init_constraints(constraints, m)
-    kind = Beam if type(generator.search) is BeamSearch else Toolkits
+    plain = type(generator.search) is BeamSearch
     search = FirstFinished(
         sentences=b,
         beams=m,
@@ -80,7 +78,9 @@ def _decode(
         end=generator.eos,
         pad=generator.pad,
         longest=longest,
-        search=kind(generator, sample, prefix_tokens, lengths),
+        search=Beam(generator, prefix_tokens)
+        if plain
+        else Toolkits(generator, prefix_tokens, sample.get("id"), lengths),
         device=device,
         normalize=generator.normalize_scores,
         length_penalty=generator.len_penalty,

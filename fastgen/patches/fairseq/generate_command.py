@@ -61,10 +61,12 @@ def _output(cfg: Any) -> Iterator[TextIO]:
         try:
             yield sys.stdout
             sys.stdout.flush()
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ENOSPC):
+                raise
             # Python would complain once more when it closes standard output at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit("fairseq-generate: the output was closed before all was written") from None
+            raise SystemExit(f"fairseq-generate: the output is not whole: {error.strerror}") from None
         return
     folder = Path(cfg.common_eval.results_path)
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +49,12 @@ _ALLOWED = (
         for name in ("AverageMeter", "MetersDict", "StopwatchMeter", "SumMeter", "TimeMeter")
     ),
 )
+# Numbers that came from numpy, under the name that a version before 2 wrote, and of today's.
+_NUMPY: tuple[Any, ...] = (
+    np.dtype,
+    *(type(np.dtype(kind)) for kind in ("float32", "float64", "int32", "int64")),
+    *((np.float64().__reduce__()[0], f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+)
 
 
 class UntrustedCheckpointError(pickle.UnpicklingError):
@@ -60,7 +67,7 @@ def load_checkpoint(original: _Original, path: Any, *args: Any, **kwargs: Any) -
     Raises:
         UntrustedCheckpointError: the checkpoint holds another class; the message says which, and how to allow it.
     """
-    with torch.serialization.safe_globals(list(_allowed())):
+    with torch.serialization.safe_globals([*_NUMPY, *_allowed()]):
         try:
             loaded = original(path, *args, **kwargs)
         except pickle.UnpicklingError as error:

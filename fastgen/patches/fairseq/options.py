@@ -29,7 +29,8 @@ class _KeepSwitch(argparse.BooleanOptionalAction):
 
 
 def get_generation_parser(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`options.get_generation_parser`, with FastSeq's options."""
+    """`options.get_generation_parser`, with FastSeq's options, which are at their defaults until it parses."""
+    vars(given).update(vars(Options()))
     parser = original(*args, **kwargs)
     group = parser.add_argument_group("fastgen")
     group.add_argument(

@@ -14,8 +14,8 @@ class Beam:
 
     plain = True
 
-    def __init__(self, generator: Any, sample: Any, prefix_tokens: Tensor | None, source_lengths: Tensor) -> None:
-        self.generator, self.prefix_tokens, self.source_lengths = generator, prefix_tokens, source_lengths
+    def __init__(self, generator: Any, prefix_tokens: Tensor | None) -> None:
+        self.generator, self.prefix_tokens = generator, prefix_tokens
         blocker = generator.repeat_ngram_blocker
         self.ngram = 0 if blocker is None else int(blocker.no_repeat_ngram_size)
 
@@ -68,7 +68,6 @@ class Beam:
     def kept(self, sentences: Tensor) -> None:
         if self.prefix_tokens is not None:
             self.prefix_tokens = self.prefix_tokens[sentences]
-        self.source_lengths = self.source_lengths[sentences]
 
     def continued(self, order: Tensor) -> None:
         pass
@@ -82,11 +81,11 @@ class Toolkits(Beam):
 
     plain = False
 
-    def __init__(self, generator: Any, sample: Any, prefix_tokens: Tensor | None, source_lengths: Tensor) -> None:
-        super().__init__(generator, sample, prefix_tokens, source_lengths)
-        count, like = source_lengths.shape[0], source_lengths
-        given = sample.get("id")
-        self.sentences = given if isinstance(given, Tensor) else torch.arange(count).type_as(like)
+    def __init__(self, generator: Any, prefix_tokens: Tensor | None, ids: Any, source_lengths: Tensor) -> None:
+        super().__init__(generator, prefix_tokens)
+        self.source_lengths = source_lengths
+        count = torch.arange(source_lengths.shape[0]).type_as(source_lengths)
+        self.sentences = ids if isinstance(ids, Tensor) else count
 
     def __call__(self, log_probs: Tensor, state: FirstFinished) -> Candidates:
         generator, count = self.generator, len(state.running)
@@ -106,7 +105,7 @@ class Toolkits(Beam):
 
     def kept(self, sentences: Tensor) -> None:
         super().kept(sentences)
-        self.sentences = self.sentences[sentences]
+        self.source_lengths, self.sentences = self.source_lengths[sentences], self.sentences[sentences]
         self.generator.search.prune_sentences(sentences)
 
     def continued(self, order: Tensor) -> None:

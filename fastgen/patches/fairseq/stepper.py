@@ -94,14 +94,12 @@ class Stepper:
         self.members, self.language_model, self.lm_weight = members, language_model, lm_weight
         self.temperature = temperature
         self.ancestry = cache.Ancestry(sentences, beams, longest, device)
-        self._sweeps = beams > 1 and device.type == "cpu"  # elsewhere looking at the device may cost more than it saves
         self._first = True
 
     def step(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         ancestry = None
         if not self._first:
-            if self._sweeps and self.ancestry.steps and self.ancestry.steps % cache.SWEEP == 0:
-                self._sweep()
+            self._sweep()
             self.ancestry.begin_step()
             ancestry = self.ancestry
         self._first = False

@@ -108,16 +108,12 @@ class SharedCache:
     def begin_step(self) -> None:
         if self.ancestry is None:
             return
-        if self.device.type == "cpu" and self.ancestry.steps and self.ancestry.steps % cache.SWEEP == 0:
-            self._sweep(self.ancestry)
-        self.ancestry.begin_step()
-
-    def _sweep(self, ancestry: cache.Ancestry) -> None:
-        self._peak = self.peak_nbytes
-        slots = ancestry.sweep()
+        slots = self.ancestry.sweep()
         if slots is not None:
+            self._peak = self.peak_nbytes
             for layer in self.text:
                 layer.sweep(slots)
+        self.ancestry.begin_step()
 
     def reorder(self, parents: Tensor) -> None:
         """Let row b * M + m continue beam parents[b, m]; nothing but the ancestry moves."""

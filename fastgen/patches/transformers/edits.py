@@ -81,11 +81,11 @@ def _biases(processor: Any, vocabulary: int) -> list[Edit]:
     biases: dict[tuple[int, ...], float] = processor.sequence_bias
     if any(token >= vocabulary for sequence in biases for token in sequence):
         return [Call(_called(processor))]  # it raises
-    if all(len(sequence) == 1 for sequence in biases) and type(processor) is lp.SequenceBiasLogitsProcessor:
+    if type(processor) is lp.SequenceBiasLogitsProcessor:
+        if any(len(sequence) > 1 for sequence in biases):
+            return [Call(_called(processor))]
         tokens = torch.tensor([sequence[0] for sequence in biases], dtype=torch.int64)
         return [Shift(tokens, torch.tensor(list(biases.values()), dtype=torch.float32))]
-    if type(processor) is lp.SequenceBiasLogitsProcessor:
-        return [Call(_called(processor))]
     by_length: dict[int, list[tuple[int, ...]]] = {}
     for sequence in biases:
         by_length.setdefault(len(sequence), []).append(sequence)
