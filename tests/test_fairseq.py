@@ -13,6 +13,7 @@ from fastgen.decoding import cache
 pytest.importorskip("fairseq")
 from fairseq import utils
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
+from fairseq.sequence_scorer import SequenceScorer
 from fairseq.token_generation_constraints import pack_constraints
 
 from tests import fairseq_zoo as zoo
@@ -248,3 +249,26 @@ def test_errors_are_fairseqs() -> None:
 def test_status_names_fairseq() -> None:
     row = next(row for row in fastgen.status().rows if row.name == "fairseq.ngram_block")
     assert row.state == "applied"
+
+
+@pytest.mark.parametrize("names", [["lm"], ["transformer"], ["transformer", "prenorm"]])
+def test_scores_of_given_texts(names: list[str]) -> None:
+    """`SequenceScorer`, behind `fairseq-eval-lm` and `--score-reference`, with routed linear layers."""
+    models = [zoo.build(name, torch.float32, seed) for seed, name in enumerate(names)]
+    sample = zoo.batch(40, 9)
+    target = torch.randint(4, 4 + zoo.WORDS, (40, 12))
+    sample["net_input"] = (
+        {"src_tokens": target} if names == ["lm"] else sample["net_input"] | {"prev_output_tokens": target}
+    )
+    sample["target"] = target.roll(-1, 1)
+    scorer = SequenceScorer(zoo.dictionary())
+    hits = lambda: {row.name: row.hits for row in fastgen.status().rows}["fairseq.score"]  # noqa: E731
+    before = hits()
+    ours = scorer.generate(models, sample)
+    assert hits() == before + 1
+    with fastgen.disabled():
+        stock = scorer.generate(models, sample)
+    for (one,), (other,) in zip(ours, stock, strict=True):
+        assert one["tokens"].tolist() == other["tokens"].tolist()
+        torch.testing.assert_close(one["positional_scores"], other["positional_scores"], atol=1e-5, rtol=0)
+        torch.testing.assert_close(one["score"], other["score"], atol=1e-5, rtol=0)

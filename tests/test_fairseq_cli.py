@@ -75,8 +75,9 @@ GENERATE = ("--cpu", "--max-len-b", "30", "--num-workers", "0", "--no-progress-b
         ("--beam", "4", "--batch-size", "8", "--no-repeat-ngram-size", "3"),
         ("--beam", "1", "--max-tokens", "300", "--remove-bpe", "--scoring", "sacrebleu"),
         ("--beam", "3", "--batch-size", "50", "--nbest", "2", "--prefix-size", "2", "--lenpen", "0.6", "--unkpen", "1"),
+        ("--score-reference", "--batch-size", "20"),
     ],
-    ids=["beams", "greedy", "prefix"],
+    ids=["beams", "greedy", "prefix", "reference"],
 )
 def test_generate(corpus: Path, options: tuple[str, ...]) -> None:
     command = ("fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"))
@@ -85,11 +86,15 @@ def test_generate(corpus: Path, options: tuple[str, ...]) -> None:
     assert _lines(ours.stdout) == _lines(stock.stdout)
 
 
-def test_interactive(corpus: Path) -> None:
+@pytest.mark.parametrize("where", ["typed", "file"])
+def test_interactive(corpus: Path, tmp_path: Path, where: str) -> None:
     text = "".join((corpus / "test.en").open(encoding="utf-8").readlines()[:7])
+    file = tmp_path / "source"
+    file.write_text(text, "utf-8")
     command = (
         "fairseq-interactive", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), "--beam", "4",
         "--buffer-size", "3", "--batch-size", "2", "--cpu", "--max-len-b", "30",
+        *(["--input", str(file)] if where == "file" else []),
     )  # fmt: skip
     ours, stock = _run(*command, text=text, FASTGEN_STRICT="1"), _run(*command, text=text, **STOCK)
     assert _lines(ours.stdout) == _lines(stock.stdout)

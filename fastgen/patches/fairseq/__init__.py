@@ -69,6 +69,14 @@ PATCHES = (
         help="SequenceGenerator over one cache per sentence; linear layers through oneDNN on a CPU",
     ),
     Patch(
+        name="fairseq.score",
+        toolkit=TOOLKIT,
+        target="fairseq.sequence_scorer:SequenceScorer.generate",
+        replacement="fastgen.patches.fairseq.score:score",
+        parameters=("self", "models", "sample"),
+        help="fairseq-eval-lm and --score-reference: linear layers through oneDNN on a CPU",
+    ),
+    Patch(
         name="fairseq.attention",
         toolkit=TOOLKIT,
         target="fairseq.modules.multihead_attention:MultiheadAttention.forward",
@@ -91,7 +99,7 @@ PATCHES = (
         target="fairseq_cli.interactive:main",
         replacement="fastgen.patches.fairseq.interactive_command:interactive",
         parameters=("cfg",),
-        help="fairseq-interactive makes its text a buffer at a time",
+        help="fairseq-interactive makes its text in the background, and reads a file ahead",
     ),
     Patch(
         name="fairseq.options",

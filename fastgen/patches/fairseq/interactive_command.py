@@ -1,10 +1,15 @@
-"""`fairseq-interactive`: what it prints is what fairseq prints, made in one piece for each buffer of lines."""
+"""`fairseq-interactive` as a pipeline: what it prints, and when, is what fairseq prints.
+
+The text of a batch is made in the background while the next one of its buffer is translated; from a file, the next
+buffer is read and encoded meanwhile too.
+"""
 
 import logging
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fairseq import utils
@@ -14,7 +19,9 @@ from fairseq_cli.interactive import buffered_read, make_batches
 from torch import Tensor
 
 from fastgen.patches import _engine
+from fastgen.patches.fairseq.background import InOrder
 from fastgen.patches.fairseq.lines import Sentence, Speaker, spoken
+from fastgen.patches.fairseq.options import given
 from fastgen.patches.fairseq.setup import Run, check_sampling, without
 
 
@@ -49,19 +56,47 @@ def _interactive(cfg: Any) -> None:
     logger.info("NOTE: hypothesis and token scores are output in base 2")
     logger.info("Type the input sentence and press return:")
     start = 0
-    for lines in buffered_read(cfg.interactive.input, cfg.interactive.buffer_size):
-        sentences: list[Sentence] = []
-        for batch in make_batches(lines, cfg, run.task, run.max_positions(), run.encode):
-            began_batch = time.time()
-            found = _translate(run, generator, batch)
-            seconds = time.time() - began_batch
-            translating += seconds
-            sentences += _typed(batch, found, speaker, start, seconds / len(found), cfg.generation.constraints)
-        text, _ = speaker.batch(sorted(sentences, key=lambda sentence: sentence.number))
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        start += len(lines)
+    said: list[tuple[int, str]] = []  # what is said of each sentence of a buffer
+    with InOrder(lambda sentences: _said(speaker, sentences), said.extend, given.postprocess_workers) as background:
+        for count, batches in _buffers(run):
+            for batch in batches:
+                began_batch = time.time()
+                found = _translate(run, generator, batch)
+                seconds = time.time() - began_batch
+                translating += seconds
+                background.hand_in(
+                    _typed(batch, found, speaker, start, seconds / len(found), cfg.generation.constraints)
+                )
+            background.finish()
+            sys.stdout.write("".join(text for _, text in sorted(said)))
+            sys.stdout.flush()
+            said.clear()
+            start += count
     logger.info(f"Total time: {time.time() - began:.3f} seconds; translation time: {translating:.3f}")
+
+
+def _buffers(run: Run) -> Iterator[tuple[int, list[Any]]]:
+    """The lines of each buffer, how many and as batches; from a file a buffer ahead.
+
+    What is typed is read when it is wanted: a thread that waits for a line could not be ended by Ctrl-C.
+    """
+    cfg = run.cfg
+    buffers = (
+        (len(lines), list(make_batches(lines, cfg, run.task, run.max_positions(), run.encode)))
+        for lines in buffered_read(cfg.interactive.input, cfg.interactive.buffer_size)
+    )
+    if cfg.interactive.input == "-":
+        yield from buffers
+        return
+    with ThreadPoolExecutor(1, "fastgen-read") as reader:
+        following = reader.submit(next, buffers, None)
+        while (buffer := following.result()) is not None:
+            following = reader.submit(next, buffers, None)
+            yield buffer
+
+
+def _said(speaker: Speaker, sentences: list[Sentence]) -> list[tuple[int, str]]:
+    return [(sentence.number, speaker.batch([sentence])[0]) for sentence in sentences]
 
 
 def _translate(run: Run, generator: Any, batch: Any) -> list[Any]:
