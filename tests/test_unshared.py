@@ -223,6 +223,17 @@ def test_static_cache_that_is_kept_large() -> None:
         _check_unshared(model, kwargs | more | FIELDS["fields"], "the cache is a StaticCache")
 
 
+@pytest.mark.parametrize("new_tokens", [1, 6])
+def test_a_prompt_in_one_chunk_that_leaves_no_cache(new_tokens: int) -> None:
+    """Beams raise what transformers raises."""
+    model = zoo.build("qwen3")
+    kwargs = zoo.batch(model, 3, 9) | {"use_cache": False, "prefill_chunk_size": 20, "max_new_tokens": new_tokens}
+    for beams in (1, 3):
+        given = kwargs | {"num_beams": beams, "past_key_values": DynamicCache(config=model.config)}
+        error = assert_same(model, given).error
+        assert (error is not None) == (beams > 1)
+
+
 # A model that does not take its keys from the shared cache
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastgen.ops.dispatch import constexpr, jit, launch, power_of_two, tl, use_triton
 
-CHUNK = 2**20
+CHUNK = 2**21
 """Elements that are normalised at a time on a CPU."""
 
 WIDEST = 16 * 1024

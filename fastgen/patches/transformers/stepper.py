@@ -34,7 +34,13 @@ class Stepper:
         return self.kwargs.get("past_key_values")
 
     def prefill(self) -> Tensor:
-        return self._taken(self.model._prefill(self.input_ids, self.config, self.kwargs, is_first_iteration=True))
+        logits = self._taken(self.model._prefill(self.input_ids, self.config, self.kwargs, is_first_iteration=True))
+        if self.plan.method.startswith("beam") and self.kwargs.get("past_key_values", self) is None:
+            raise ValueError(  # as the toolkit's loop does, where a prompt in chunks leaves no cache
+                f"{type(self.model).__name__} cannot use beam search with a cache currently, as the cache cannot be "
+                "reordered"
+            )
+        return logits
 
     def step(self, ids: Tensor) -> Tensor:
         self._began.append((ids.shape[0], time.perf_counter()))
