@@ -14,6 +14,7 @@ from typing import Literal, cast, get_args
 
 Ops = Literal["auto", "reference", "triton"]
 Linear = Literal["auto", "off", "plain", "packed"]
+Step = Literal["auto", "module"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ VARIABLES = (
     Variable("FASTGEN_STRICT", "0", ("0", "1"), "1: a fallback or a failed patch raises"),
     Variable("FASTGEN_PARITY", "0", ("0", "1"), "1: run the toolkit's own code too and report the first divergence"),
     Variable("FASTGEN_LINEAR", "auto", get_args(Linear), "how linear layers run on CPU through oneDNN"),
+    Variable("FASTGEN_STEP", "auto", get_args(Step), "module: decode steps run through the model's own modules alone"),
     Variable("FASTGEN_FAIRSEQ_ALLOW", "", (), "comma-separated classes that a fairseq checkpoint you trust may hold"),
     Variable("FASTGEN_CACHE_DIR", "", (), "folder for kept results; empty: fastgen in the platform's user cache"),
 )
@@ -66,6 +68,7 @@ class Settings:
     strict: bool
     parity: bool
     linear: Linear
+    step: Step
     fairseq_allow: tuple[str, ...]
     cache_dir: Path
 
@@ -101,6 +104,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         strict=value["FASTGEN_STRICT"] == "1",
         parity=value["FASTGEN_PARITY"] == "1",
         linear=cast(Linear, value["FASTGEN_LINEAR"]),
+        step=cast(Step, value["FASTGEN_STEP"]),
         fairseq_allow=_names(value["FASTGEN_FAIRSEQ_ALLOW"]),
         cache_dir=Path(folder).expanduser().absolute() if folder else _user_cache(environ) / "fastgen",
     )

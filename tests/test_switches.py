@@ -23,6 +23,7 @@ def test_defaults() -> None:
         strict=False,
         parity=False,
         linear="auto",
+        step="auto",
         fairseq_allow=(),
         cache_dir=settings.cache_dir,
     )
@@ -40,12 +41,15 @@ def test_values() -> None:
             "FASTGEN_STRICT": "1",
             "FASTGEN_PARITY": " 1 ",
             "FASTGEN_LINEAR": "packed",
+            "FASTGEN_STEP": "module",
             "FASTGEN_FAIRSEQ_ALLOW": "a.B,c.D",
             "FASTGEN_CACHE_DIR": "some/where",
         }
     )
     cache_dir = Path.cwd() / "some" / "where"
-    assert settings == config.Settings(False, ("a", "b.c"), "triton", True, True, "packed", ("a.B", "c.D"), cache_dir)
+    assert settings == config.Settings(
+        False, ("a", "b.c"), "triton", True, True, "packed", "module", ("a.B", "c.D"), cache_dir
+    )
 
 
 @pytest.mark.parametrize("variable", [v for v in config.VARIABLES if v.allowed], ids=lambda v: v.name)

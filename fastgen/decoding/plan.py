@@ -23,6 +23,7 @@ class Plan:
         sentences, beams: B and M, where M counts the rows of a sentence: beams, or sequences to sample.
         shared: whether keys and values are in fastgen's cache, where the rows of a sentence share those of the prompt
             and of the encoder's output; else every row has its own in the toolkit's cache, if there is one at all.
+        fused: whether decode steps are made from the model's weights; else its own modules make them.
         drop: whether finished sentences leave the batch.
         left_off: what does not run, each with its reason.
     """
@@ -32,6 +33,7 @@ class Plan:
     beams: int
     shared: bool
     drop: bool
+    fused: bool = False
     left_off: tuple[str, ...] = ()
 
     @property

@@ -1,12 +1,11 @@
 """Activation functions of a live model that work in the memory of the linear layer before them."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from fastgen.models.instance import untouched
+from fastgen.models.instance import Routed, untouched
 from fastgen.ops.activation import activation_, kind_of
 
 _MARK = "_fastgen_unshared"
@@ -18,20 +17,17 @@ def hand_over(x: Tensor) -> Tensor:
     return x
 
 
-class Activation:
+class Activation(Routed):
     """The forward of an activation function while it is routed: in place on marked tensors, its own on all others."""
 
     def __init__(self, module: nn.Module, kind: str) -> None:
-        self.module, self.kind = module, kind
+        super().__init__(module)
+        self.kind = kind
 
     def __call__(self, x: Tensor) -> Tensor:
         if getattr(x, _MARK, False):
             return activation_(x, self.kind)
         return type(self.module).forward(self.module, x)
-
-    def __reduce__(self) -> Any:
-        """A model copied or pickled while it generates gets its own forward."""
-        return getattr, (self.module, "forward")
 
 
 _kinds: "WeakKeyDictionary[nn.Module, str | None]" = WeakKeyDictionary()

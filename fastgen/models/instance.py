@@ -9,6 +9,17 @@ from typing import Any
 from torch import nn
 
 
+class Routed:
+    """A forward that stands in for a module's own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module  # as nn.Module knows no weight
+
+    def __reduce__(self) -> Any:
+        """A model copied or pickled while it generates gets its modules' own forward."""
+        return getattr, (self.module, "forward")
+
+
 def untouched(module: nn.Module) -> bool:
     """Whether a module runs its class's own forward, without hooks. Copies of a model may carry that forward."""
     own = module.__dict__.get("forward")

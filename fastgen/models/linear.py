@@ -8,16 +8,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastgen import config
-from fastgen.models.instance import untouched
+from fastgen.models.instance import Routed, untouched
 from fastgen.models.memory import Memory
 from fastgen.ops import linear as ops
+from fastgen.ops.activation import activation_
 
 LARGE = 16 * 2**20
 """Bytes of an output from which on it lies in memory that is used again (`models.memory`)."""
@@ -61,33 +62,62 @@ def _entry(weight: Tensor) -> _Packed:
     return entry
 
 
-class Linear:
+class Product(Protocol):
+    """A linear layer with what comes right behind it.
+
+    sums: whether it adds a residual while it computes.
+    """
+
+    sums: bool
+
+    def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+        """Return the layer's output (R, N) for x (R, K), fresh; through `activation`, or with `residual` (R, N) added.
+
+        activation: a kind that `ops.activation` knows.
+        """
+        ...
+
+
+class Linear(Routed):
     """The forward of one linear layer while it is routed.
 
     transposed: the weight is (K, N), as GPT-2's Conv1D has it.
     handed_on: what the fresh output goes through where it is known that a single thing reads it, and may overwrite it.
     """
 
+    sums = True
+
     def __init__(self, module: nn.Module, transposed: bool, memory: Memory) -> None:
-        self.module: Any = module  # as nn.Module knows no weight
+        super().__init__(module)
         self.memory = memory
         self.transposed = transposed
         self.handed_on: Callable[[Tensor], Tensor] | None = None
         self.mode = config.settings().linear
         self.entry: _Packed | None = None
         weight = self.module.weight
-        self.least = ops.least_rows(weight.numel()) * weight.shape[0 if transposed else 1]
+        self.least = max(1, ops.least_rows(weight.numel()) * weight.shape[0 if transposed else 1])
 
     def __call__(self, x: Tensor) -> Tensor:
-        # Few rows of a small weight, first: in small calls this is most of the layers and a good part of their time.
-        y = type(self.module).forward(self.module, x) if x.numel() < self.least else self._product(x)
+        y = self.apply(x)
         return y if self.handed_on is None or y.requires_grad else self.handed_on(y)
 
-    def _product(self, x: Tensor) -> Tensor:
-        module, weight = self.module, self.module.weight
+    def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+        # Few rows of a small weight, first: in small calls this is most of the layers and a good part of their time.
+        form = None if x.numel() < self.least else self._form(x)
+        if form is None:
+            return _finished(type(self.module).forward(self.module, x), activation, residual)
+        bias, columns = self.module.bias, self.module.weight.shape[1 if self.transposed else 0]
+        if 4 * (x.numel() // x.shape[-1]) * columns < LARGE:
+            return ops.linear(x, form, bias, activation, residual)
+        y = self.memory.take(x, *x.shape[:-1], columns)
+        ops.linear_into(y, x, form, bias, activation)
+        return y if residual is None else y.add_(residual)
+
+    def _form(self, x: Tensor) -> Tensor | None:
+        """The weight as `ops.linear` takes it; None where the layer's own forward is to run."""
+        weight = self.module.weight
         if x.dtype != torch.float32 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            return type(module).forward(module, x)
-        rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+            return None
         entry = self.entry
         if entry is None or entry.is_stale(weight):
             entry = self.entry = _entry(weight)
@@ -100,17 +130,32 @@ class Linear:
         ):
             entry.copy = ops.pack(weight.t() if self.transposed else weight)
         if entry.copy is None and self.transposed:
-            return type(module).forward(module, x)
-        form, columns = weight if entry.copy is None else entry.copy, weight.shape[1 if self.transposed else 0]
-        if 4 * rows * columns < LARGE:
-            return ops.linear(x, form, module.bias)
-        y = self.memory.take(x, *x.shape[:-1], columns)
-        ops.linear_into(y, x, form, module.bias)
-        return y
+            return None
+        return weight if entry.copy is None else entry.copy
 
-    def __reduce__(self) -> Any:
-        """A model copied or pickled while it generates gets its layers' own forward."""
-        return getattr, (self.module, "forward")
+
+class Plain:
+    """A linear layer by its own forward."""
+
+    sums = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+
+    def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+        return _finished(type(self.module).forward(self.module, x), activation, residual)
+
+
+def product(module: nn.Module) -> Product:
+    """The product of a linear layer: as it is routed now, else its own."""
+    own = module.__dict__.get("forward")
+    return own if isinstance(own, Linear) else Plain(module)
+
+
+def _finished(y: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:
+    if activation is not None:
+        y = activation_(y, activation)
+    return y if residual is None else y.add_(residual)
 
 
 def _affordable(weight: Tensor) -> bool:

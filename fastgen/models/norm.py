@@ -1,24 +1,24 @@
 """RMSNorm modules of a live model through `ops.norm`: one pass where transformers' own make four to six."""
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from fastgen.models.instance import untouched
+from fastgen.models.instance import Routed, untouched
 from fastgen.ops.norm import norm, norm_reference
 
 _EPS = ("variance_epsilon", "eps")  # names of the attribute that transformers' classes have
 
 
-class RMSNorm:
+class RMSNorm(Routed):
     """The forward of one RMSNorm while it is routed; offset: 1 where the weight is a difference from one."""
 
     def __init__(self, module: nn.Module, eps: float, offset: float) -> None:
-        self.module: Any = module  # as nn.Module knows no weight
+        super().__init__(module)
         self.eps, self.offset = eps, offset
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
@@ -26,10 +26,6 @@ class RMSNorm:
         if hidden_states.dtype != weight.dtype or hidden_states.dtype == torch.float64 or torch.is_grad_enabled():
             return type(self.module).forward(self.module, hidden_states)
         return norm(hidden_states, weight, eps=self.eps, rms=True, offset=self.offset)[0]
-
-    def __reduce__(self) -> Any:
-        """A model copied or pickled while it generates gets its modules' own forward."""
-        return getattr, (self.module, "forward")
 
 
 _offsets: "WeakKeyDictionary[type, float | None]" = WeakKeyDictionary()
@@ -45,25 +41,30 @@ def applies(model: nn.Module) -> bool:
 
 
 def norms(modules: Iterable[nn.Module]) -> Iterator[RMSNorm]:
-    """Yield a forward for each RMSNorm of a class of transformers' own, which is known by what it computes."""
+    """Yield a forward for each RMSNorm of a class of transformers' own that runs its own."""
     for module in modules:
-        kind = type(module)
-        if not kind.__name__.endswith("Norm") or not kind.__module__.startswith("transformers."):
-            continue
-        eps = next((value for name in _EPS if isinstance(value := getattr(module, name, None), float)), None)
-        if eps is None or not _is_plain(module):
-            continue
-        if kind not in _offsets:
-            _offsets[kind] = _offset(module, eps)
-        offset = _offsets[kind]
-        if offset is not None:
-            yield RMSNorm(module, eps, offset)
+        if untouched(module) and (found := rms_norm(module)) is not None:
+            yield found
+
+
+def rms_norm(module: nn.Module) -> RMSNorm | None:
+    """The forward of an RMSNorm of a class of transformers' own, which is known by what it computes; else None."""
+    kind = type(module)
+    if not kind.__name__.endswith("Norm") or not kind.__module__.startswith("transformers."):
+        return None
+    eps = next((value for name in _EPS if isinstance(value := getattr(module, name, None), float)), None)
+    if eps is None or not _is_plain(module):
+        return None
+    if kind not in _offsets:
+        _offsets[kind] = _offset(module, eps)
+    offset = _offsets[kind]
+    return None if offset is None else RMSNorm(module, eps, offset)
 
 
 def _is_plain(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     alone = len(module._parameters) == 1 and not module._modules and not module._buffers
-    return alone and type(weight) is nn.Parameter and weight.dim() == 1 and untouched(module)
+    return alone and type(weight) is nn.Parameter and weight.dim() == 1
 
 
 def _offset(module: nn.Module, eps: float) -> float | None:
@@ -71,9 +72,12 @@ def _offset(module: nn.Module, eps: float) -> float | None:
     parameter: Any = module.weight
     count, like = len(parameter), {"dtype": torch.float32, "device": parameter.device}
     weight, x = torch.linspace(0.5, 1.5, count, **like), torch.linspace(-3, 2, 2 * count, **like).view(2, -1).sin()
+    kind: Any = type(module)
+    probe = copy.copy(module)
+    probe._parameters = {"weight": nn.Parameter(weight)}
     with torch.no_grad():
         try:
-            found = functional_call(module, {"weight": weight}, (x,))
+            found = kind.forward(probe, x)
         except (RuntimeError, TypeError, ValueError):
             return None
         for offset in (0.0, 1.0):

@@ -16,7 +16,7 @@ from fastgen.ops.dispatch import cdiv, constexpr, jit, launch, tl, use_triton
 BLOCK = 1024
 """Values per program of the kernel."""
 
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
@@ -26,7 +26,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def activation_reference(x: Tensor, kind: str) -> Tensor:
     """Return the activation function `kind` (gelu, gelu_tanh, relu, silu) of x, of any shape."""
-    return _FUNCTIONS[kind](x)
+    return FUNCTIONS[kind](x)
 
 
 def activation_(x: Tensor, kind: str) -> Tensor:
@@ -61,8 +61,8 @@ def fused_activation(x: Tensor, kind: str, bias: Tensor | None = None, gate: Ten
     Raises:
         ValueError: an unknown kind, or shapes that do not fit; the message holds them.
     """
-    if kind not in _FUNCTIONS:
-        raise ValueError(f"kind = {kind!r} is none of {', '.join(_FUNCTIONS)}")
+    if kind not in FUNCTIONS:
+        raise ValueError(f"kind = {kind!r} is none of {', '.join(FUNCTIONS)}")
     d = x.shape[-1] if x.dim() else 0
     if (bias is not None and bias.shape != (d,)) or (gate is not None and gate.shape != x.shape):
         given = {"bias": bias, "gate": gate}
@@ -92,7 +92,7 @@ def kind_of(function: Callable[[Tensor], Tensor]) -> str | None:
     return next(
         (
             kind
-            for kind in _FUNCTIONS
+            for kind in FUNCTIONS
             if values.shape == probe.shape
             and values.dtype == probe.dtype
             and torch.allclose(values, activation_reference(probe, kind), atol=2e-6, rtol=1e-6)

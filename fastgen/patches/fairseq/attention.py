@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fastgen.decoding.cache import Ancestry, LayerKV
 from fastgen.models.memory import Memory
-from fastgen.ops.beam_attention import beam_attention
+from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weights
 
 
 class Attending(Protocol):
@@ -120,7 +120,10 @@ class Layers(Attending):
         if not weights:
             mixed, mean = beam_attention(folded, layer.keys, layer.values, self.source_mask, module.scaling), None
         else:
-            mixed, mean = self._with_weights(folded, layer, module.scaling)
+            mixed, mean = beam_attention_with_weights(
+                folded, layer.keys, layer.values, self.source_mask, module.scaling
+            )
+            mean = mean.flatten(0, 1)[None, :, None]
         return module.out_proj(mixed.reshape(query.shape)), mean
 
     def _read(self, module: Any, layer: LayerKV, source: Tensor, padding: Tensor | None) -> None:
@@ -135,21 +138,17 @@ class Layers(Attending):
             mask = torch.zeros(padding.shape, dtype=source.dtype, device=source.device)
             self.source_mask = mask.masked_fill_(padding.to(torch.bool), -torch.inf)[:, None, None]
 
-    def _with_weights(self, query: Tensor, layer: LayerKV, scale: float) -> tuple[Tensor, Tensor]:
-        """The attention of query (B, M, H, D), and its weights, the mean over the heads, (1, R, 1, S) fp32."""
-        rows = query.transpose(1, 2) * scale
-        scores = torch.matmul(rows, layer.keys.transpose(2, 3))
-        if self.source_mask is not None:
-            scores += self.source_mask
-        weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        mixed = torch.matmul(weights.to(layer.values.dtype), layer.values).transpose(1, 2)
-        return mixed, weights.float().mean(1).flatten(0, 1)[None, :, None]
-
     def sweep(self, slots: Tensor) -> None:
         """Give up the slots of the text that no beam sees, as `Ancestry.sweep` says."""
         for module, layer in self.of.items():
             if not module.encoder_decoder_attention:
                 layer.sweep(slots)
+
+    def undo_step(self) -> None:
+        """Let the newest token be written once more."""
+        for module, layer in self.of.items():
+            if not module.encoder_decoder_attention:
+                layer.undo_step()
 
     def keep(self, sentences: Tensor, in_order: bool) -> None:
         """Keep these sentences, as `decoding.first_finished.Stepper.keep` says."""

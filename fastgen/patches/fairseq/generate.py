@@ -41,8 +41,8 @@ def generate(
     with _engine.running(plan), ExitStack() as stack:
         for model in models:
             stack.enter_context(routed(model))
-        finished = _decode(self, plan, sample, prefix_tokens, constraints, bos_token)
-    _engine.hit("fairseq.generate", plan.left_off)
+        finished, left_off = _decode(self, plan, sample, prefix_tokens, constraints, bos_token)
+    _engine.hit("fairseq.generate", left_off)
     return finished
 
 
@@ -53,7 +53,7 @@ def _decode(
     prefix_tokens: Tensor | None,
     constraints: Tensor | None,
     bos_token: int | None,
-) -> list[list[dict[str, Tensor]]]:
+) -> tuple[list[list[dict[str, Tensor]]], tuple[str, ...]]:
     net_input = sample["net_input"]
     source: Tensor = net_input["src_tokens"]
     lengths = (source.ne(generator.eos) & source.ne(generator.pad)).long().sum(1)
@@ -88,7 +88,8 @@ def _decode(
         stop_at_longest=generator.search.stop_on_max_len,
     )
     first = _prefilled(search, stepper, prefix_tokens)
-    return [[_as_fairseq(hypothesis) for hypothesis in hypotheses] for hypotheses in search.run(stepper, first)]
+    found = [[_as_fairseq(hypothesis) for hypothesis in hypotheses] for hypotheses in search.run(stepper, first)]
+    return found, (*plan.left_off, *stepper.left_off)
 
 
 def _prefilled(search: FirstFinished, stepper: Stepper, prefix: Tensor | None) -> Tensor | None:

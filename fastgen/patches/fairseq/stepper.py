@@ -10,8 +10,10 @@ from fairseq.models.transformer import TransformerModelBase
 from torch import Tensor
 
 from fastgen.decoding import cache
+from fastgen.models.layouts import OTHERWISE, NotFused, agree, by_modules, proven
 from fastgen.models.memory import Memory, memory_of
 from fastgen.patches.fairseq.attention import Layers, current_step
+from fastgen.patches.fairseq.fused import FusedDecoder
 
 _PROJECTED = 128
 """Positions that a prompt's log-probabilities are computed for at a time, over all sentences."""
@@ -26,20 +28,49 @@ class Member:
         self.layers = Layers(attention_of(model.decoder), sentences, beams, longest, self.memory)
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.plain = _takes_log_softmax(model)
+        self.longest = longest
+        self.fused: FusedDecoder | None = None
+        self.left_off: str | None = None
 
     def step(self, tokens: Tensor, ancestry: cache.Ancestry | None, temperature: float) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities (R, V), and attention over the source (R, S) or None."""
         self.layers.begin_step(ancestry, self.dtype)
+        if ancestry is not None and self.fused is None and self.left_off is None:
+            self._fuse()
+        if ancestry is None or self.fused is None:
+            logits, attention, extra = self._by_modules(tokens)
+        elif proven.get(self.model):
+            (logits, attention), extra = self.fused(tokens), None
+        else:
+            found, _ = self.fused(tokens)
+            self.layers.undo_step()
+            logits, attention, extra = self._by_modules(tokens)
+            proven[self.model] = agree(found, logits[:, -1])
+            if not proven[self.model]:
+                self.fused, self.left_off = None, by_modules(OTHERWISE)
+        if temperature != 1.0:
+            logits = logits.div_(temperature)
+        return self._log_probs(logits, extra), attention
+
+    def _by_modules(self, tokens: Tensor) -> tuple[Tensor, Tensor | None, Any]:
+        """Logits (R, 1, V), attention over the source and what else the decoder returns, by its own forward."""
         token = current_step.set(self.layers)
         try:
             logits, extra = self.model.decoder(tokens, encoder_out=self.encoder_out, incremental_state={})
         finally:
             current_step.reset(token)
         attention = extra["attn"][0] if extra is not None and extra.get("attn") else None
-        logits = logits[:, -1:]
-        if temperature != 1.0:
-            logits = logits.div_(temperature)
-        return self._log_probs(logits, extra), None if attention is None else attention[:, -1]
+        return logits[:, -1:], None if attention is None else attention[:, -1], extra
+
+    def _fuse(self) -> None:
+        try:
+            if not self.plain:
+                raise NotFused("log-probabilities of its own")
+            if proven.get(self.model) is False:
+                raise NotFused(OTHERWISE)
+            self.fused = FusedDecoder(self.model, self.layers, self.longest)
+        except NotFused as reason:
+            self.left_off = by_modules(reason)
 
     def prefill(self, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Run texts (B, P + 1); return log-probabilities of what follows, (B, V), and of all but the first, (B, P).
@@ -65,7 +96,7 @@ class Member:
     def _log_probs(self, logits: Tensor, extra: Any) -> Tensor:
         if not self.plain:
             return self.model.get_normalized_probs((logits, extra), log_probs=True, sample=None)[:, -1]
-        rows = logits[:, -1]
+        rows = logits.flatten(0, -2)
         out = self.memory.take(rows.new_empty(0, dtype=torch.float32), *rows.shape)
         return torch.log_softmax(rows, -1, dtype=torch.float32, out=out)
 
@@ -137,6 +168,11 @@ class Stepper:
     def reorder(self, parents: Tensor) -> None:
         if self.ancestry.steps:
             self.ancestry.reorder(parents)
+
+    @property
+    def left_off(self) -> tuple[str, ...]:
+        """What does not run, each with its reason."""
+        return tuple(dict.fromkeys(member.left_off for member in self._all if member.left_off is not None))
 
     def keep(self, sentences: Tensor, in_order: bool) -> None:
         self.ancestry.keep(sentences)

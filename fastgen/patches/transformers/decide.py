@@ -8,7 +8,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models.families import family_of
+from fastgen.models.layouts import NotFused, by_modules
 from fastgen.patches import _engine
+from fastgen.patches.transformers import fused
 from fastgen.patches.transformers.cache import parts_of
 from fastgen.patches.transformers.edits import known, rowwise
 
@@ -36,6 +38,13 @@ def decide(
     if (reason := _reason_not_to_share(model, input_ids, config, kwargs, beams)) is not None:
         left_off.append(not_shared(reason))
     shared = not left_off
+    fusable = shared
+    if shared:
+        try:
+            fused.step(model, config, kwargs, _longest(model, input_ids, config, kwargs))
+        except NotFused as reason_not:
+            fusable = False
+            left_off.append(by_modules(reason_not))
     samples = beams if loop == "sample" else 1
     if (reason := _reason_not_to_drop(input_ids, processors, criteria, config, kwargs, samples)) is not None:
         left_off.append(f"finished sentences stay in the batch: {reason}")
@@ -46,6 +55,7 @@ def decide(
         beams=beams,
         shared=shared,
         drop=reason is None,
+        fused=fusable,
         left_off=tuple(left_off),
     )
 

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from fastgen.decoding.plan import Plan
 from fastgen.models.attention import BeamAttention
+from fastgen.models.layouts import OTHERWISE, agree, by_modules, proven
 from fastgen.models.memory import memory_of
+from fastgen.patches.transformers import fused
 from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import SharedCache
 from fastgen.patches.transformers.decide import computes_alone, not_shared, refused
+from fastgen.patches.transformers.fused import FusedDecoder
 from fastgen.patches.transformers.stepper import Stepper
 
 
@@ -21,6 +24,8 @@ class SharedStepper(Stepper):
 
     A model that does not take all its keys from there, as a changed forward might not, shows so in the first step.
     From then on the call goes on without the shared cache.
+
+    Where the model's steps can be made from its weights, they are. The very first one is made both ways and compared.
     """
 
     def __init__(
@@ -33,6 +38,7 @@ class SharedStepper(Stepper):
             plan.sentences, plan.beams, longest, model.device, stock, memory_of(model)
         )
         model_kwargs["past_key_values"] = self.cache.past_key_values
+        self.fused: FusedDecoder | None = None
 
     @property
     def past_key_values(self) -> Any:
@@ -44,7 +50,19 @@ class SharedStepper(Stepper):
         first = {name: _every(m, value) for name, value in self.kwargs.items()}
         outputs = self.model._prefill(self.input_ids[::m], self.config, first, is_first_iteration=True)
         self.cache.begin_decoding()
-        return self._taken(outputs, repeat=m)
+        logits = self._taken(outputs, repeat=m)
+        if self.plan.fused:
+            longest = self.cache.text[0].prefix + self.cache.longest
+            built = fused.step(self.model, self.config, self.kwargs, longest)
+            self.fused = FusedDecoder(built, self.model, self.cache, self.kwargs)
+        return logits
+
+    def step(self, ids: Tensor) -> Tensor:
+        if self.cache is None or self.fused is None or not proven.get(self.model):
+            return super().step(ids)
+        self._note_step(ids)
+        self.cache.begin_step()
+        return self.fused(ids)
 
     def reorder(self, parents: Tensor) -> None:
         if self.cache is None:
@@ -55,21 +73,31 @@ class SharedStepper(Stepper):
     def _forward(self, ids: Tensor) -> Any:
         if self.cache is None:
             return super()._forward(ids)
-        first, given = len(self._began) == 1, self.kwargs
+        first, given, proof = len(self._began) == 1, self.kwargs, None
         if first and "encoder_outputs" in given:
             self.kwargs = given | {"encoder_outputs": _unreadable(given["encoder_outputs"])}
         self.cache.begin_step()
-        ancestry = self.cache.ancestry
+        if self.fused is not None:
+            proof = self.fused(ids)
+            self.cache.undo_step()
+        outputs = self._of_module(self.cache, ids, given, first)
+        if proof is not None:
+            self._compare(proof, outputs.logits[:, -1])
+        return outputs
+
+    def _of_module(self, cache: SharedCache, ids: Tensor, given: dict[str, Any], first: bool) -> Any:
+        """The outputs of the model's own forward."""
+        ancestry = cache.ancestry
         if ancestry is None:
             return super()._forward(ids)
-        attention = BeamAttention(self.cache.sentences, self.cache.beams, ancestry.visible, ancestry.times)
+        attention = BeamAttention(cache.sentences, cache.beams, ancestry.visible, ancestry.times)
         token = current_step.set(attention)
         try:
             outputs = super()._forward(ids)
         finally:
             current_step.reset(token)
-        if first and attention.attended != self.cache.layers:
-            self._go_on_unshared(self.cache, given)
+        if first and attention.attended != cache.layers:
+            self._go_on_unshared(cache, given)
             return super()._forward(ids)
         if first and "encoder_outputs" in given and self.kwargs.get("attention_mask") is not None:
             # Made once: to see that nothing is padded, transformers would wait for the device in every step.
@@ -82,15 +110,24 @@ class SharedStepper(Stepper):
         self._peak = cache.peak_nbytes
         cache.undo_steps()
         self.kwargs = kwargs | {"past_key_values": cache.as_stock()}
-        self.cache = None
+        self.cache = self.fused = None
         left_off = (not_shared(computes_alone(self.model)), *self.plan.left_off)
-        self.plan = replace(self.plan, shared=False, left_off=left_off)
+        self.plan = replace(self.plan, shared=False, fused=False, left_off=left_off)
+
+    def _compare(self, found: Tensor, own: Tensor) -> None:
+        """Note whether the first fused step is the model's own; where it is not, none follows."""
+        proven[self.model] = agree(found, own)
+        if not proven[self.model]:
+            self.fused = None
+            self.plan = replace(self.plan, fused=False, left_off=(*self.plan.left_off, by_modules(OTHERWISE)))
 
     def _keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
         if self.cache is None:
             super()._keep_cache(sentences, rows)
         else:
             self.cache.keep(sentences)
+            if self.fused is not None:
+                self.fused.keep(sentences.to(self.cache.device))
 
     def _kv_bytes(self) -> tuple[int, int]:
         if self.cache is None:

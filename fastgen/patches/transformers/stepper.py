@@ -43,7 +43,7 @@ class Stepper:
         return logits
 
     def step(self, ids: Tensor) -> Tensor:
-        self._began.append((ids.shape[0], time.perf_counter()))
+        self._note_step(ids)
         return self._taken(self._forward(ids))
 
     def reorder(self, parents: Tensor) -> None:
@@ -62,6 +62,9 @@ class Stepper:
         times = [began for _, began in self._began] + [time.perf_counter()]
         steps = [(rows, times[i + 1] - times[i]) for i, (rows, _) in enumerate(self._began)]
         return CallReport(self.plan, *self._kv_bytes(), steps)
+
+    def _note_step(self, ids: Tensor) -> None:
+        self._began.append((ids.shape[0], time.perf_counter()))
 
     def _forward(self, ids: Tensor) -> Any:
         newest = 1 if self.kwargs["use_cache"] else None

@@ -1,0 +1,396 @@
+"""Where the parts of a decode step lie in a live model: a record of names per kind of decoder, and what reads them.
+
+What a record does not name must not be there, be it an adapter in a layer's place, a hook, a part that a later version
+has added, or training mode: then the model makes its steps through its own forward.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.models import norm as norms
+from fastgen.models.instance import Routed, untouched
+from fastgen.models.linear import Product, product
+from fastgen.models.step import (
+    DecoderStep,
+    Embedding,
+    FeedForward,
+    Norm,
+    OwnNorm,
+    RelativeBias,
+    SourceAttention,
+    Sublayer,
+    TextAttention,
+)
+from fastgen.ops.activation import kind_of
+
+OTHERWISE = "they compute something else than its family's"
+"""The reason for which a model that was compared and differs is not fused."""
+
+
+class NotFused(Exception):
+    """A model's decode step cannot be made from its weights; the message is the reason, as status() shows it."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Names of an attention sublayer's parts, paths from the layer; those of `parts` and `out` from `module`.
+
+    parts: the projections of queries, keys and values, or the one of all three.
+    """
+
+    module: str
+    norm: str
+    parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out: str = "out_proj"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of a decoder's parts.
+
+    Attributes:
+        decoder, head: paths from the model.
+        layers, tokens, positions, embedding_norm, last_norm, rotary: of the decoder; what a model has not may be named.
+        wide, gated, activation, narrow, feed_norm: of the feed-forward sublayer, paths from the layer.
+        norm_first: whether norms stand before their sublayers, or the attribute of a layer that says so.
+        first: says which row of a table of positions is the first one's.
+        pads: whether padding has a row of its own there.
+        dims: the attribute of an attention module that is the size of a head.
+        bias: that of the logits, a buffer of the model's; None where there is none.
+        scale: says what is multiplied with before the head.
+    """
+
+    decoder: str
+    head: str = "lm_head"
+    layers: str = "layers"
+    tokens: str = "embed_tokens"
+    positions: str = "embed_positions"
+    embedding_norm: str = "layernorm_embedding"
+    last_norm: str = "layer_norm"
+    rotary: str = "rotary_emb"
+    text: Attention = Attention("self_attn", "self_attn_layer_norm")
+    source: Attention | None = Attention("encoder_attn", "encoder_attn_layer_norm")
+    wide: str = "fc1"
+    gated: str | None = None
+    activation: str = "activation_fn"
+    narrow: str = "fc2"
+    feed_norm: str = "final_layer_norm"
+    norm_first: bool | str = True
+    first: Callable[[Any], int] = lambda _: 0
+    pads: bool = False
+    dims: str = "head_dim"
+    bias: str | None = None
+    scale: Callable[[Any], float] = lambda _: 1.0
+
+
+def _offset(positions: Any) -> int:
+    return positions.offset
+
+
+def _behind_padding(positions: Any) -> int:
+    return positions.padding_idx + 1
+
+
+def _t5_scale(model: Any) -> float:
+    config = model.config
+    kind = {"t5": "scale_decoder_outputs", "umt5": "tie_word_embeddings"}.get(config.model_type)
+    return model.model_dim**-0.5 if kind is not None and getattr(config, kind) else 1.0
+
+
+_BART = Layout("model.decoder", bias="final_logits_bias")
+_T5 = Layout(
+    "decoder",
+    layers="block",
+    last_norm="final_layer_norm",
+    text=Attention("layer.0.SelfAttention", "layer.0.layer_norm", ("q", "k", "v"), "o"),
+    source=Attention("layer.1.EncDecAttention", "layer.1.layer_norm", ("q", "k", "v"), "o"),
+    wide="layer.2.DenseReluDense.wi",
+    activation="layer.2.DenseReluDense.act",
+    narrow="layer.2.DenseReluDense.wo",
+    feed_norm="layer.2.layer_norm",
+    dims="key_value_proj_dim",
+    scale=_t5_scale,
+)
+_LLAMA = Layout(
+    "model",
+    last_norm="norm",
+    text=Attention("self_attn", "input_layernorm", out="o_proj"),
+    source=None,
+    wide="mlp.gate_proj",
+    gated="mlp.up_proj",
+    activation="mlp.act_fn",
+    narrow="mlp.down_proj",
+    feed_norm="post_attention_layernorm",
+)
+
+LAYOUTS = {
+    "bart": replace(_BART, norm_first=False, first=_offset),
+    "blenderbot": _BART,
+    "m2m_100": replace(_BART, bias=None, first=_behind_padding, pads=True),
+    "marian": replace(_BART, norm_first=False),
+    "mbart": replace(_BART, first=_offset),
+    "pegasus": _BART,
+    "plbart": replace(_BART, norm_first=False, first=_offset),
+    **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
+    "gpt2": Layout(
+        "transformer", layers="h", tokens="wte", positions="wpe", last_norm="ln_f",
+        text=Attention("attn", "ln_1", ("c_attn",), "c_proj"), source=None, wide="mlp.c_fc", activation="mlp.act",
+        narrow="mlp.c_proj", feed_norm="ln_2",
+    ),
+    "opt": Layout(
+        "model.decoder", last_norm="final_layer_norm", source=None, norm_first="do_layer_norm_before", first=_offset
+    ),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _LLAMA),
+    "fairseq": Layout("decoder", "decoder.output_projection", norm_first="normalize_before", first=_behind_padding),
+}  # fmt: skip
+"""By the `model_type` of a transformers model's config, or the toolkit."""
+
+
+def step_of(model: nn.Module, layout: Layout, longest: int) -> DecoderStep:
+    """Build the step of a model in evaluation mode.
+
+    Args:
+        longest: tokens of a text at most.
+
+    Raises:
+        NotFused: where anything is not as the layout says.
+    """
+    return _Reader(model, layout, longest).step()
+
+
+class _Reader:
+    """Reads the parts that a layout names, and finds what is left."""
+
+    def __init__(self, model: Any, layout: Layout, longest: int) -> None:
+        self.model, self.layout, self.longest = model, layout, longest
+        self.decoder = _at(model, layout.decoder)
+        self.layers: list[Any] = list(_at(self.decoder, layout.layers).children())
+        self.read: set[nn.Module] = set()
+        self.bias: RelativeBias | None = None
+
+    def step(self) -> DecoderStep:
+        layout, decoder = self.layout, self.decoder
+        if not self.layers:
+            raise NotFused("its decoder has no layers")
+        norm_first = layout.norm_first
+        if isinstance(norm_first, str):
+            norm_first = bool(getattr(self.layers[0], norm_first))
+        parts = [part for index, layer in enumerate(self.layers) for part in self.sublayers(index, layer)]
+        own, last = [part[2] for part in parts], self.norm(decoder._modules.get(layout.last_norm))
+        if not norm_first and last is not None:
+            raise NotFused("its decoder has a last norm beside those of its layers")
+        behind = [*own[1:], last] if norm_first else own
+        step = DecoderStep(
+            embedding=self.embedding(),
+            sublayers=[Sublayer(*part[0], part[1], norm) for part, norm in zip(parts, behind, strict=True)],
+            first=own[0] if norm_first else None,
+            head=self.product(_at(self.model, layout.head)),
+            bias=_bias(self.model, layout.bias),
+            scale=layout.scale(self.model),
+            rotary=self.rotary(),
+        )
+        self.check_rest()
+        return step
+
+    def sublayers(self, index: int, layer: Any) -> list[tuple[tuple[int, Any], Product, Any]]:
+        """What each sublayer mixes with, the projection of its output, and its norm."""
+        layout, found = self.layout, list[tuple[tuple[int, Any], Product, Any]]()
+        for names, over_text in ((layout.text, True), (layout.source, False)):
+            if names is None or layer._modules.get(names.module, self) is None:  # named, and not there
+                continue
+            module = _at(layer, names.module)
+            attend = self.over_text(module, names) if over_text else self.over_source(module, names)
+            found.append(((index, attend), self.product(_at(module, names.out)), self.norm(_at(layer, names.norm))))
+        gate = layout.gated
+        wide = layout.wide
+        if gate is None and wide.endswith(".wi") and not _is_there(layer, wide):  # T5's gated form
+            wide, gate = f"{wide}_0", f"{wide}_1"
+        feed = FeedForward(
+            self.product(_at(layer, wide)),
+            self.activation(_at(layer, layout.activation)),
+            None if gate is None else self.product(_at(layer, gate)),
+        )
+        found.append(((index, feed), self.product(_at(layer, layout.narrow)), self.norm(_at(layer, layout.feed_norm))))
+        return found
+
+    def over_text(self, module: Any, names: Attention) -> TextAttention:
+        dims = getattr(module, self.layout.dims)
+        parts = [_at(module, name) for name in names.parts]
+        heads = module.num_heads if len(parts) == 1 else parts[0].out_features // dims
+        if getattr(module, "reorder_and_upcast_attn", False) or getattr(module, "is_cross_attention", False):
+            raise NotFused("attention in a precision or form of its own")
+        query_norm, key_norm = (self.norm(module._modules.get(name)) for name in ("q_norm", "k_norm"))
+        return TextAttention(
+            tuple(self.product(part) for part in parts), heads, dims, float(getattr(module, "scaling", 1.0)),
+            query_norm, key_norm, self.relative(module),
+        )  # fmt: skip
+
+    def over_source(self, module: Any, names: Attention) -> SourceAttention:
+        dims, query = getattr(module, self.layout.dims), _at(module, names.parts[0])
+        self.read.update(_at(module, name) for name in names.parts[1:])  # they have made the keys and values
+        scale = float(getattr(module, "scaling", 1.0))
+        return SourceAttention(self.product(query), query.out_features // dims, dims, scale)
+
+    def relative(self, module: Any) -> RelativeBias | None:
+        """The bias by distance: a module's own, else that of the first layer."""
+        if getattr(module, "has_relative_attention_bias", False):
+            if self.dtype == torch.float16:
+                raise NotFused("float16, in which its sums are clamped")
+            self.read.add(module.relative_attention_bias)
+            self.bias = RelativeBias(functools.partial(_by_distance, module, self.longest))
+        return self.bias
+
+    def product(self, module: Any) -> Product:
+        if not (type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))):
+            raise NotFused(f"a {_name(module)} in place of a linear layer")
+        if type(module.weight) is not nn.Parameter:
+            raise NotFused(f"a weight that is a {type(module.weight).__name__}")
+        if module.weight.dtype != self.dtype:
+            raise NotFused(f"weights in {module.weight.dtype} beside others in {self.dtype}")
+        self.read.add(module)
+        return product(module)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _at(self.decoder, self.layout.tokens).weight.dtype
+
+    def norm(self, module: Any) -> Any:
+        if module is None:
+            return None
+        self.read.add(module)
+        if type(module) is nn.LayerNorm:
+            return Norm(module.weight, module.bias, module.eps)
+        found = norms.rms_norm(module)
+        if found is None:
+            raise NotFused(f"a {_name(module)} in place of a norm")
+        if self.dtype == torch.float64:  # which the toolkit's norms compute in float32
+            return OwnNorm(module)
+        return Norm(module.weight, None, found.eps, rms=True, offset=found.offset)
+
+    def activation(self, function: Any) -> str:
+        if isinstance(function, nn.Module):
+            self.read.update(function.modules())
+        if function not in _kinds:
+            _kinds[function] = kind_of(function.forward if isinstance(function, nn.Module) else function)
+        kind = _kinds[function]
+        if kind is None:
+            raise NotFused(f"an activation function {getattr(function, '__name__', None) or _name(function)}")
+        return kind
+
+    def embedding(self) -> Embedding:
+        layout, decoder = self.layout, self.decoder
+        tokens, positions = _at(decoder, layout.tokens), decoder._modules.get(layout.positions)
+        if not isinstance(tokens, nn.Embedding) or tokens.max_norm is not None:
+            raise NotFused(f"a {_name(tokens)} in place of an embedding")
+        self.read.add(tokens)
+        scale = getattr(tokens, "embed_scale", getattr(decoder, "embed_scale", 1.0))
+        scale = float(scale.to(tokens.weight.dtype) if isinstance(scale, Tensor) else scale)
+        normed = self.norm(decoder._modules.get(layout.embedding_norm))
+        if positions is None:
+            return Embedding(tokens.weight, scale, norm=normed)
+        self.read.add(positions)
+        table: Tensor = positions.weights if hasattr(positions, "weights") else positions.weight
+        first = layout.first(positions)
+        if first + self.longest > table.shape[0]:
+            raise NotFused(f"a text of up to {self.longest} tokens, positions for {table.shape[0] - first}")
+        if table.dtype != tokens.weight.dtype or table.device != tokens.weight.device:
+            raise NotFused(f"positions in {table.dtype} on {table.device}")
+        padding = positions.padding_idx if layout.pads else None
+        return Embedding(tokens.weight, scale, table, first, padding, padding or 0, normed)
+
+    def rotary(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+        module: Any = self.decoder._modules.get(self.layout.rotary)
+        if module is not None:
+            self.read.add(module)
+        return module
+
+    def check_rest(self) -> None:
+        """Raise NotFused where the decoder has a part that was not read, and is more than a dropout."""
+        if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
+            raise NotFused("a hook on all modules")
+        for name, module in [("", self.model), ("head", _at(self.model, self.layout.head)), *_named(self.decoder)]:
+            kind = type(module).__name__
+            if module._forward_hooks or module._forward_pre_hooks:
+                raise NotFused(f"a hook on a {kind}")
+            if module.training:
+                raise NotFused(f"a {kind} is in training mode")
+            if not (untouched(module) or isinstance(module.__dict__.get("forward"), Routed)):
+                raise NotFused(f"a forward of its own of a {kind}")
+            if module in self.read or "Dropout" in kind or module is self.model:
+                continue
+            if type(module).__module__.partition(".")[0] not in ("torch", "transformers", "fairseq"):
+                raise NotFused(f"{_name(module)} is a class of its own")
+            holds = next((n for n, p in module._parameters.items() if p is not None), None)
+            if holds is not None or not module._modules:
+                raise NotFused(f"a part of its own, {name}{'' if holds is None else f'.{holds}'}")
+
+
+def _by_distance(attention: Any, longest: int) -> Tensor:
+    """The bias (H, L) of T5's attention over keys at the distances 0 to L - 1."""
+    return attention.compute_bias(1, longest, past_seen_tokens=longest - 1)[0, :, 0].flip(1)
+
+
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+def _name(thing: object) -> str:
+    """A thing's class and the package it is of."""
+    return f"{type(thing).__module__.partition('.')[0]}.{type(thing).__name__}"
+
+
+def _named(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(module.named_modules())
+
+
+def _is_there(module: nn.Module, path: str) -> bool:
+    try:
+        _at(module, path)
+    except NotFused:
+        return False
+    return True
+
+
+def _at(module: nn.Module, path: str) -> Any:
+    """A part by its path: a module, or a function that a module has as an attribute.
+
+    Raises:
+        NotFused: there is none.
+    """
+    found: Any = module
+    for name in path.split("."):
+        found = found._modules.get(name) if name in found._modules else getattr(found, name, None)
+        if found is None:
+            raise NotFused(f"its decoder has no {path}")
+    return found
+
+
+_kinds: "WeakKeyDictionary[Any, str | None]" = WeakKeyDictionary()
+
+
+def _bias(model: nn.Module, name: str | None) -> Tensor | None:
+    bias = None if name is None else model._buffers.get(name)
+    return None if bias is None or not bool(bias.any()) else bias.flatten()
+
+
+def agree(found: Tensor, own: Tensor) -> bool:
+    """Whether logits (R, V) of a fused step are those of the model's own forward, but for rounding."""
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(own.dtype, 5e-2)
+    largest = torch.nan_to_num(own.float(), 0.0, 0.0, 0.0).abs().amax()
+    return found.shape == own.shape and torch.allclose(
+        found.float(), own.float(), rtol=0, atol=float(tolerance * max(1.0, float(largest))), equal_nan=True
+    )
+
+
+def by_modules(reason: object) -> str:
+    """How a plan says that decode steps are not made from the weights."""
+    return f"decode steps run through the model's own modules: {reason}"
+
+
+proven: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
+"""Models whose first fused step has been compared with their own forward, and whether the two agreed."""

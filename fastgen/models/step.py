@@ -1,0 +1,285 @@
+"""One decode step of a decoder from its weights: between two matrix products only what has to be there.
+
+A decoder is a row of sublayers: attention over the text, attention over the source, feed-forward. What comes behind
+each is the same, a projection, the sum with what went in, and a norm: the sublayer's own, or, where norms come first,
+that of the next sublayer. So every one of them ends in the same two operations, whatever the family.
+
+Source: Wang et al. 2021 (LightSeq), section 2.1: one operation between two matrix products.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastgen.models.linear import Product
+from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weights
+from fastgen.ops.norm import norm
+
+
+class KeysAndValues(Protocol):
+    """What a step needs of a layer of the cache: keys and values (B, Hkv, N, D)."""
+
+    @property
+    def keys(self) -> Tensor: ...
+    @property
+    def values(self) -> Tensor: ...
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Write the newest token of every beam: keys, values (B * M, Hkv, 1, D)."""
+        ...
+
+
+@dataclass
+class Context:
+    """What a step reads beside the weights.
+
+    Attributes:
+        sentences: B, of R = B * M rows.
+        length: tokens of the text, of which the newest is run; prefix: of those, the ones that all beams share.
+        position: of the newest token, the first being 0; (R,) int64 where rows differ.
+        text, source: keys and values of each layer.
+        text_mask, source_mask: additive, broadcastable to (B, H, M, N); None where everything is seen.
+        times: (B, F) int64, the step that each slot behind the prefix is of; None where there are M of each, in order.
+        watched: the layer whose attention over the source is wanted; it comes out in `weights`, (R, S) fp32.
+    """
+
+    sentences: int
+    length: int
+    prefix: int
+    position: int | Tensor
+    text: Sequence[KeysAndValues]
+    source: Sequence[KeysAndValues]
+    text_mask: Tensor | None = None
+    source_mask: Tensor | None = None
+    times: Tensor | None = None
+    watched: int | None = None
+    weights: Tensor | None = None
+    rotation: tuple[Tensor, Tensor] | None = None
+    biased: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+    def text_mask_with(self, bias: "RelativeBias | None") -> Tensor | None:
+        """The mask of the text plus a bias, made once for all layers that have it."""
+        if bias is None:
+            return self.text_mask
+        if id(bias) not in self.biased:
+            found = bias.over(self)
+            self.biased[id(bias)] = found if self.text_mask is None else found + self.text_mask
+        return self.biased[id(bias)]
+
+
+@dataclass(frozen=True)
+class RelativeBias:
+    """What is added to attention scores by a key's distance: `make` gives (H, L), from 0 on (Raffel et al. 2020)."""
+
+    make: Callable[[], Tensor]
+
+    @functools.cached_property
+    def by_distance(self) -> Tensor:
+        return self.make()
+
+    def over(self, context: Context) -> Tensor:
+        """Return (1 or B, H, 1, N) over the prefix and the slots of a context."""
+        text = self.by_distance[None, :, None, : context.length].flip(3)
+        shared, generated = text[..., : context.prefix], text[..., context.prefix :]
+        if context.times is None:
+            slots = context.text[0].keys.shape[2] - context.prefix
+            generated = generated.repeat_interleave(slots // max(1, generated.shape[3]), 3)
+        else:
+            index = context.times[:, None, None].expand(-1, text.shape[1], 1, -1)
+            generated = generated.expand(index.shape[0], -1, -1, -1).gather(3, index)
+        return torch.cat([shared.expand(generated.shape[0], -1, -1, -1), generated], 3)
+
+
+class NormLike(Protocol):
+    """A norm of the sum of two tensors (..., C)."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The normed sum, and the sum."""
+        ...
+
+
+@dataclass(frozen=True)
+class OwnNorm:
+    """A norm by its module's own forward."""
+
+    module: nn.Module
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return type(self.module).forward(self.module, total), total
+
+
+@dataclass(frozen=True)
+class Norm:
+    """LayerNorm, or RMSNorm; parameters as `ops.norm` has them."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    rms: bool = False
+    offset: float = 0.0
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The normed sum, and the sum."""
+        return norm(x, self.weight, self.bias, self.eps, residual, rms=self.rms, offset=self.offset)
+
+
+@dataclass(frozen=True)
+class TextAttention:
+    """Each beam's newest token attends to its text, itself included.
+
+    Attributes:
+        parts: products of queries, keys and values, or the one that has them side by side, as many of each.
+        query_norm, key_norm: of each head; None for none.
+        bias: by distance; None for none.
+    """
+
+    parts: Sequence[Product]
+    heads: int
+    dims: int
+    scale: float
+    query_norm: NormLike | None = None
+    key_norm: NormLike | None = None
+    bias: RelativeBias | None = None
+
+    def __call__(self, x: Tensor, layer: int, context: Context) -> Tensor:
+        made = [part.apply(x) for part in self.parts]
+        query, key, value = (
+            part.view(x.shape[0], -1, self.dims) for part in (made if len(made) == 3 else made[0].chunk(3, 1))
+        )
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query)[0], self.key_norm(key)[0]
+        if context.rotation is not None:
+            query, key = (_rotated(part, *context.rotation) for part in (query, key))
+        kept = context.text[layer]
+        kept.append(key[:, :, None], value[:, :, None])
+        query = query.reshape(context.sentences, -1, self.heads, self.dims)
+        mask = context.text_mask_with(self.bias)
+        return beam_attention(query, kept.keys, kept.values, mask, self.scale).reshape(x.shape[0], -1)
+
+
+def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary positions (Su et al. 2021) of x (R, H, D), cosine and sine (1 or R, 1, D)."""
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat([-second, first], -1) * sine
+
+
+@dataclass(frozen=True)
+class SourceAttention:
+    """The newest token attends to the encoder's output, whose keys and values are there already."""
+
+    query: Product
+    heads: int
+    dims: int
+    scale: float
+
+    def __call__(self, x: Tensor, layer: int, context: Context) -> Tensor:
+        query = self.query.apply(x).view(context.sentences, -1, self.heads, self.dims)
+        kept = context.source[layer]
+        if context.watched == layer:
+            mixed, weights = beam_attention_with_weights(query, kept.keys, kept.values, context.source_mask, self.scale)
+            context.weights = weights.flatten(0, 1)
+        else:
+            mixed = beam_attention(query, kept.keys, kept.values, context.source_mask, self.scale)
+        return mixed.reshape(x.shape[0], -1)
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """The wide layer and its activation function, times a gate where there is one."""
+
+    wide: Product
+    activation: str
+    gated: Product | None = None
+
+    def __call__(self, x: Tensor, layer: int, context: Context) -> Tensor:
+        y = self.wide.apply(x, self.activation)
+        return y if self.gated is None else y.mul_(self.gated.apply(x))
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """`mix` of the input, its projection, the sum with the residual stream, and the norm behind it, None for none."""
+
+    layer: int
+    mix: Callable[[Tensor, int, Context], Tensor]
+    out: Product
+    norm: NormLike | None
+
+    def __call__(self, x: Tensor, stream: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Return the normed sum and the sum, (R, C) each."""
+        mixed = self.mix(x, self.layer, context)
+        if self.norm is not None and not self.out.sums:
+            return self.norm(self.out.apply(mixed), stream)
+        total = self.out.apply(mixed, residual=stream)
+        return (total, total) if self.norm is None else self.norm(total)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Token embeddings, scaled, plus those of positions, normed.
+
+    positions: (P, C), whose row `first` is the position 0; None for none. padding: the token that has row `padding_row`
+    wherever it stands; None for none.
+    """
+
+    tokens: Tensor
+    scale: float = 1.0
+    positions: Tensor | None = None
+    first: int = 0
+    padding: int | None = None
+    padding_row: int = 0
+    norm: NormLike | None = None
+
+    def __call__(self, ids: Tensor, position: int | Tensor) -> Tensor:
+        x = F.embedding(ids, self.tokens)
+        if self.scale != 1.0:
+            x.mul_(self.scale)
+        if self.positions is not None:
+            row = self.positions[self.first + position]
+            if self.padding is not None:
+                row = torch.where((ids == self.padding)[:, None], self.positions[self.padding_row], row)
+            x = x.add_(row)
+        return x if self.norm is None else self.norm(x)[0]
+
+
+@dataclass(frozen=True)
+class DecoderStep:
+    """A decoder's step.
+
+    Attributes:
+        first: the norm before the first sublayer, where norms come first; None where they come behind.
+        bias: (V,), added to the logits; None for none.
+        scale: of what the head reads.
+        rotary: gives cosine and sine (1 or R, 1, D) for embeddings and positions (1 or R, 1); None for none.
+    """
+
+    embedding: Embedding
+    sublayers: Sequence[Sublayer]
+    first: NormLike | None
+    head: Product
+    bias: Tensor | None = None
+    scale: float = 1.0
+    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.tokens.dtype
+
+    def __call__(self, ids: Tensor, context: Context) -> Tensor:
+        """Return the logits (R, V) of what follows ids (R,) int64, the newest token of each row."""
+        stream = self.embedding(ids, context.position)
+        if self.rotary is not None:
+            position = torch.as_tensor(context.position, device=ids.device).view(-1, 1)
+            context.rotation = self.rotary(stream[:, None], position)
+        x = stream if self.first is None else self.first(stream)[0]
+        for sublayer in self.sublayers:
+            x, total = sublayer(x, stream, context)
+            stream = x if self.first is None else total
+        logits = self.head.apply(x if self.scale == 1.0 else x * self.scale)
+        return logits if self.bias is None else logits.add_(self.bias)

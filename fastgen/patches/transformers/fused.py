@@ -1,0 +1,111 @@
+"""The decode steps of a transformers model from its weights (`models.step`), over the shared cache."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen import config
+from fastgen.models.layouts import LAYOUTS, OTHERWISE, NotFused, proven, step_of
+from fastgen.models.step import Context, DecoderStep
+from fastgen.patches.transformers.cache import SharedCache, parts_of
+
+# Arguments of a model's forward that its decode steps can do without, or that are looked at here; and of a loop.
+_ARGUMENTS = {
+    True: {"attention_mask", "decoder_attention_mask", "encoder_outputs", "past_key_values", "use_cache"},
+    False: {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"},
+}  # by whether it is an encoder-decoder
+_OF_LOOP = {"streamer", "synced_gpus"}
+
+
+def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: int) -> DecoderStep:
+    """Return the decode step of a call.
+
+    Args:
+        kwargs: what the model's forward gets. longest: tokens of a text at most.
+
+    Raises:
+        NotFused: the steps cannot be made from the weights; with the reason.
+    """
+    if config.settings().step == "module":
+        raise NotFused("FASTGEN_STEP=module")
+    if generation_config.return_dict_in_generate and (
+        generation_config.output_hidden_states or generation_config.output_attentions
+    ):
+        raise NotFused("hidden states or attentions are returned")
+    for name, value in kwargs.items():
+        if value is not None and name not in _ARGUMENTS[bool(model.config.is_encoder_decoder)] | _OF_LOOP:
+            raise NotFused(f"the model gets {name}")
+        if isinstance(value, Tensor) and value.dim() != 2:
+            raise NotFused(f"{name} has {value.dim()} dimensions")
+    windows = [layer.sliding_window for layer in parts_of(kwargs["past_key_values"])[0].layers if layer.is_sliding]
+    if windows and longest > min(windows):
+        raise NotFused("the text may outgrow the sliding window")
+    layout = LAYOUTS.get(model.config.model_type)
+    if layout is None:
+        raise NotFused(f"there is no record of model type {model.config.model_type!r}")
+    if proven.get(model) is False:
+        raise NotFused(OTHERWISE)
+    return step_of(model, layout, longest)
+
+
+class FusedDecoder:
+    """A model's steps behind the prompt: token ids in, logits out.
+
+    Args:
+        kwargs: what the model's forward would get in the first of them.
+    """
+
+    def __init__(self, step: DecoderStep, model: Any, cache: SharedCache, kwargs: dict[str, Any]) -> None:
+        self.step, self.cache, self.prefix = step, cache, cache.text[0].prefix
+        self.encoder_decoder = bool(model.config.is_encoder_decoder)
+        names = ("decoder_attention_mask", "attention_mask") if self.encoder_decoder else ("attention_mask", "")
+        text, source = (kwargs.get(name) for name in names)
+        self.prefix_mask = None if text is None else _additive(text[:: cache.beams, : self.prefix], step.dtype)
+        self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)
+        self.first = self._first(kwargs.get("position_ids"))
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return logits (R, V) fp32 of what follows ids (R, L), of which the cache holds all but the newest."""
+        cache, steps = self.cache, self.cache.text[0].steps
+        position = self.first + steps
+        if isinstance(position, Tensor):
+            position = position.repeat_interleave(cache.beams)
+        context = Context(
+            cache.sentences, self.prefix + steps + 1, self.prefix, position, cache.text, cache.source,
+            self._text_mask(), self.source_mask, None if cache.ancestry is None else cache.ancestry.times,
+        )  # fmt: skip
+        return self.step(ids[:, -1], context).float()
+
+    def keep(self, sentences: Tensor) -> None:
+        """Keep these sentences, int64 indices."""
+        self.prefix_mask, self.source_mask = (
+            None if mask is None else mask[sentences] for mask in (self.prefix_mask, self.source_mask)
+        )
+        if isinstance(self.first, Tensor):
+            self.first = self.first[sentences]
+
+    def _first(self, position_ids: Tensor | None) -> int | Tensor:
+        """The position of the first token behind the prompt; (B,) where sentences differ."""
+        if position_ids is None:
+            return self.prefix
+        first = position_ids[:: self.cache.beams, -1]
+        return int(first[0]) if bool((first == first[0]).all()) else first
+
+    def _text_mask(self) -> Tensor | None:
+        cache, prefix = self.cache, self.prefix_mask
+        if cache.ancestry is None:
+            if prefix is None:
+                return None
+            return torch.cat([prefix, prefix.new_zeros(*prefix.shape[:3], cache.text[0].steps + 1)], 3)
+        visible = cache.ancestry.visible[:, None].to(self.step.dtype)
+        shared = visible.new_zeros(1) if prefix is None else prefix
+        return torch.cat([shared.expand(*visible.shape[:3], self.prefix), visible], 3)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """mask (B, N), true where visible, as (B, 1, 1, N); None where all is visible."""
+    hidden = ~mask.to(torch.bool)
+    if not bool(hidden.any()):
+        return None
+    return torch.zeros(hidden.shape, dtype=dtype, device=mask.device).masked_fill_(hidden, -torch.inf)[:, None, None]
