@@ -328,7 +328,8 @@ class _Reader:
                 raise NotFused(f"{_name(module)} is a class of its own")
             holds = next((n for n, p in module._parameters.items() if p is not None), None)
             if holds is not None or not module._modules:
-                raise NotFused(f"a part of its own, {name}{'' if holds is None else f'.{holds}'}")
+                where = name if holds is None else f"{name}.{holds}"
+                raise NotFused(f"a part of its own, {where}")
 
 
 def _by_distance(attention: Any, longest: int) -> Tensor:
