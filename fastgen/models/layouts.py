@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastgen.models import norm as norms
 from fastgen.models.instance import Routed, untouched
-from fastgen.models.linear import Product, product
+from fastgen.models.linear import Product, product, products
 from fastgen.models.step import (
     DecoderStep,
     Embedding,
@@ -226,8 +226,10 @@ class _Reader:
         if getattr(module, "reorder_and_upcast_attn", False) or getattr(module, "is_cross_attention", False):
             raise NotFused("attention in a precision or form of its own")
         query_norm, key_norm = (self.norm(module._modules.get(name)) for name in ("q_norm", "k_norm"))
+        for part in parts:
+            self.product(part)
         return TextAttention(
-            tuple(self.product(part) for part in parts), heads, dims, float(getattr(module, "scaling", 1.0)),
+            products(parts), heads, dims, float(getattr(module, "scaling", 1.0)),
             query_norm, key_norm, self.relative(module),
         )  # fmt: skip
 

@@ -134,7 +134,7 @@ class TextAttention:
     """Each beam's newest token attends to its text, itself included.
 
     Attributes:
-        parts: products of queries, keys and values, or the one that has them side by side, as many of each.
+        parts: products of queries, keys and values, or the one that has them side by side.
         query_norm, key_norm: of each head; None for none.
         bias: by distance; None for none.
     """
@@ -148,10 +148,11 @@ class TextAttention:
     bias: RelativeBias | None = None
 
     def __call__(self, x: Tensor, layer: int, context: Context) -> Tensor:
-        made = [part.apply(x) for part in self.parts]
-        query, key, value = (
-            part.view(x.shape[0], -1, self.dims) for part in (made if len(made) == 3 else made[0].chunk(3, 1))
-        )
+        made = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.parts]
+        if len(made) == 1:
+            kv_heads = (made[0].shape[1] - self.heads) // 2
+            made = made[0].split((self.heads, kv_heads, kv_heads), 1)
+        query, key, value = made
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query)[0], self.key_norm(key)[0]
         if context.rotation is not None:

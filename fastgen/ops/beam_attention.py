@@ -92,24 +92,23 @@ def beam_attention(
         return F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale, enable_gqa=groups > 1).transpose(
             1, 2
         )
-    # (B, M, Hkv * G, D) -> (B, Hkv, G * M, D), side by side: the products of a transposed copy take twice as long.
-    folded = (query * scale).view(b, m, kv_heads, groups, d).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, -1, d)
+    # (B, M, Hkv * G, D) -> (B * Hkv, G * M, D), side by side: the products of a transposed copy take twice as long.
+    folded = query.view(b, m, kv_heads, groups, d).permute(0, 2, 3, 1, 4).reshape(b * kv_heads, groups * m, d)
+    keys, values, ignored = keys.flatten(0, 1), values.flatten(0, 1), query.new_empty(1)
     if groups * m >= MANY or n <= SHORT:
-        scores = torch.matmul(folded, keys.transpose(2, 3))
+        scores = torch.baddbmm(ignored, folded, keys.transpose(1, 2), beta=0, alpha=scale)
     else:
-        scores = torch.matmul(keys, folded.transpose(2, 3)).transpose(2, 3)
-    scores = scores.unflatten(2, (groups, m))
+        scores = torch.baddbmm(ignored, keys, folded.transpose(1, 2), beta=0, alpha=scale).transpose(1, 2)
     if softcap is not None:
         scores = torch.tanh_(scores.div_(softcap)).mul_(softcap)
     if mask is not None:
-        if mask.shape[1] != 1:  # a mask per query head
-            mask = mask.view(mask.shape[0], kv_heads, groups, *mask.shape[2:])
-        else:
-            mask = mask.unsqueeze(1)
-        scores = scores.add_(mask)
+        # With a mask per query head, (B, H, M, N), those of a key head lie side by side as their queries do.
+        per_head = mask.shape[1] != 1
+        wide = mask.view(-1, kv_heads, groups, *mask.shape[2:]) if per_head else mask.unsqueeze(1)
+        scores.view(b, kv_heads, groups, m, n).add_(wide)
     weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
-    mixed = torch.matmul(weights.reshape(b, kv_heads, -1, n), values)
-    return mixed.view(b, kv_heads, groups, m, values.shape[3]).permute(0, 3, 1, 2, 4).reshape(b, m, h, values.shape[3])
+    mixed = torch.bmm(weights, values)
+    return mixed.view(b, kv_heads, groups, m, -1).permute(0, 3, 1, 2, 4).reshape(b, m, h, -1)
 
 
 def beam_attention_with_weights(

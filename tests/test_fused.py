@@ -1,0 +1,216 @@
+"""Decode steps from a model's weights: the same as its own modules', and left to them where something is unknown."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+from transformers.models.bart import modeling_bart
+
+from fastgen import config
+from fastgen.models import layouts, linear
+from fastgen.models.layouts import LAYOUTS, OTHERWISE, by_modules
+from fastgen.patches.transformers.report import last_call
+from tests import zoo
+from tests.parity import assert_same
+
+FAMILIES = sorted(set(LAYOUTS) & set(zoo.FAMILIES))
+_SIX_LAYERS = zoo._ENCODER_DECODER | {"decoder_layers": 6}
+FIELDS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+METHODS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 4, "eos_token_id": [2, 7, 9, 30], "no_repeat_ngram_size": 2},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+}
+
+
+def _build(family: str, dtype: torch.dtype = torch.float64) -> Any:
+    model = zoo.build(family, dtype)
+    if getattr(model.config, "sliding_window", None):
+        model.config.sliding_window = 64  # longer than the texts here
+    return model
+
+
+def _left_off(model: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """What a call, the same as without fastgen, says of its steps; nothing where they are fused."""
+    assert assert_same(model, kwargs).error is None
+    model.generate(**kwargs)
+    call = last_call()
+    assert call is not None
+    assert call.plan.fused == (not any(text.startswith(by_modules("")) for text in call.plan.left_off))
+    return tuple(text for text in call.plan.left_off if text.startswith(by_modules("")))
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["", "side by side"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family: str, method: str, dtype: torch.dtype, merged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if merged:
+        monkeypatch.setattr(linear, "MERGED", (2**20, 2**20))
+    model = _build(family, dtype)
+    for padding in ("none", "natural"):
+        kwargs = zoo.batch(model, 4, 9, padding) | METHODS[method] | {"max_new_tokens": 14}
+        kwargs |= FIELDS if dtype == torch.float64 else {}
+        for _ in range(2):  # the first step of the first call is made both ways
+            assert assert_same(model, kwargs, tolerance=1e-6).error is None
+        assert layouts.proven[model]
+        assert _fused()
+
+
+def _fused() -> bool:
+    call = last_call()
+    assert call is not None
+    return call.plan.fused
+
+
+def test_a_decoder_prompt_with_padding() -> None:
+    model = _build("bart")
+    prompt = torch.randint(4, zoo.VOCABULARY, (4, 5))
+    prompt[:, 0] = zoo.START
+    mask = torch.ones_like(prompt)
+    mask[1, :3] = mask[3, :1] = 0
+    kwargs = zoo.batch(model, 4, 9) | {"decoder_input_ids": prompt, "decoder_attention_mask": mask, "num_beams": 3}
+    for _ in range(2):
+        assert _left_off(model, kwargs | {"max_new_tokens": 9}) == ()
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTGEN_STEP", "module")
+    config.reload()
+    model = _build("bart")
+    assert _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3}) == (by_modules("FASTGEN_STEP=module"),)
+    monkeypatch.undo()
+    config.reload()
+
+
+def test_weights_may_change_between_calls() -> None:
+    """Written in place, behind autograd's back, exchanged, or of another type: the next call has the new ones."""
+    model = _build("bart", torch.float32)
+    kwargs = zoo.batch(model, 4, 9) | {"num_beams": 4, "max_new_tokens": 12, "min_new_tokens": 12}
+    layer: Any = model.model.decoder.layers[1]
+    changes: list[Callable[[], object]] = [
+        lambda: layer.self_attn.v_proj.weight.data.neg_(),
+        lambda: layer.fc1.weight.data.mul_(3.0),
+        lambda: setattr(layer, "fc2", nn.Linear(24, 16).eval()),
+        lambda: nn.init.normal_(layer.encoder_attn_layer_norm.weight),
+        lambda: model.lm_head.weight.data.mul_(-1.0),
+        lambda: model.final_logits_bias.normal_(),
+        lambda: model.double(),
+        lambda: model.float(),
+    ]
+    for change in changes:
+        before = model.generate(**kwargs, **FIELDS)
+        with torch.no_grad():
+            change()
+        assert assert_same(model, kwargs | FIELDS, tolerance=2e-4).error is None
+        after = model.generate(**kwargs, **FIELDS)
+        assert _fused()
+        assert not torch.equal(before.logits[1], after.logits[1]), "the change has no effect"
+
+
+class _Adapted(nn.Linear):
+    """As an adapter would stand in a linear layer's place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x.sum(-1, keepdim=True)
+
+
+def _with(change: Callable[[Any, Any], object]) -> Callable[[], Any]:
+    def build() -> Any:
+        model = _build("bart")
+        with torch.no_grad():
+            change(model, model.model.decoder.layers[0])
+        return model.eval() if change is not _train else model
+
+    return build
+
+
+def _train(model: Any, layer: Any) -> None:
+    layer.self_attn.train()  # nothing in it is random
+
+
+def _own_forward(model: Any, layer: Any) -> None:
+    forward = layer.fc2.forward
+    layer.fc2.forward = lambda x: forward(x) + 1.0
+
+
+DECLINED: dict[str, tuple[Callable[[], Any], str]] = {
+    "adapter": (
+        _with(lambda m, layer: setattr(layer.self_attn, "q_proj", _Adapted(16, 16).double())),
+        "a tests._Adapted in place of a linear layer",
+    ),
+    "hook": (
+        _with(lambda m, layer: layer.fc1.register_forward_hook(lambda module, args, y: y * 2.0)),
+        "a hook on a Linear",
+    ),
+    "forward": (_with(_own_forward), "a forward of its own of a Linear"),
+    "training": (_with(_train), "a BartAttention is in training mode"),
+    "part": (
+        _with(lambda m, layer: layer.add_module("extra", nn.Linear(2, 2).double())),
+        "a part of its own, layers.0.extra.weight",
+    ),
+    "norm": (
+        _with(lambda m, layer: setattr(layer, "final_layer_norm", nn.RMSNorm(16).double())),
+        "a torch.RMSNorm in place of a norm",
+    ),
+    "activation": (
+        _with(lambda m, layer: setattr(layer, "activation_fn", nn.Tanh())),
+        "an activation function torch.Tanh",
+    ),
+    "record": (lambda: _build("blenderbot-small"), "there is no record of model type 'blenderbot-small'"),
+}
+
+
+@pytest.mark.parametrize("what", DECLINED)
+def test_declined(what: str) -> None:
+    """The model's own modules make the steps, the output is the same, and the reason is said."""
+    build, reason = DECLINED[what]
+    model = build()
+    assert _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}) == (by_modules(reason),)
+
+
+@pytest.fixture
+def another_forward() -> Iterator[None]:
+    """transformers' layer computes something else than is known, with the same parts."""
+    kind: Any = modeling_bart.BartDecoderLayer
+    original = kind.forward
+    kind.forward = lambda self, x, *args, **kwargs: original(self, x, *args, **kwargs) * 1.5
+    yield
+    kind.forward = original
+
+
+def test_a_version_that_computes_otherwise(another_forward: None) -> None:
+    """It is found out in the first step, which is the model's own already."""
+    model = _build("bart")
+    kwargs = zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}
+    for _ in range(2):
+        assert _left_off(model, kwargs) == (by_modules(OTHERWISE),)
+
+
+def test_fewer_operators() -> None:
+    """A step hands less to the device than the model's own modules do over the same cache."""
+    from torch.profiler import ProfilerActivity, profile
+
+    model: Any = tf.BartForConditionalGeneration(tf.BartConfig(**_SIX_LAYERS)).eval()
+    inputs = zoo.batch(model, 8, 7)
+
+    def operators(tokens: int) -> int:
+        kwargs = inputs | {"num_beams": 3, "max_new_tokens": tokens, "min_new_tokens": tokens}
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            model.generate(**kwargs)
+        return len(profiler.events() or [])
+
+    def of_a_step() -> float:
+        operators(4)
+        return (operators(12) - operators(4)) / 8
+
+    fused = of_a_step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTGEN_STEP", "module")
+        config.reload()
+        by_modules = of_a_step()
+    config.reload()
+    assert fused < 0.9 * by_modules
