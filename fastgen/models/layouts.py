@@ -61,6 +61,8 @@ class Layout:
         norm_first: whether norms stand before their sublayers, or the attribute of a layer that says so.
         first: says which row of a table of positions is the first one's.
         pads: whether padding has a row of its own there.
+        norm_tokens: whether token embeddings are normed before positions are added, and not scaled.
+        halves: whether the second half of the wide layer is the gate.
         dims: the attribute of an attention module that is the size of a head.
         bias: that of the logits, a buffer of the model's; None where there is none.
         scale: says what is multiplied with before the head.
@@ -84,6 +86,8 @@ class Layout:
     norm_first: bool | str = True
     first: Callable[[Any], int] = lambda _: 0
     pads: bool = False
+    norm_tokens: bool = False
+    halves: bool = False
     dims: str = "head_dim"
     bias: str | None = None
     scale: Callable[[Any], float] = lambda _: 1.0
@@ -132,6 +136,7 @@ _LLAMA = Layout(
 LAYOUTS = {
     "bart": replace(_BART, norm_first=False, first=_offset),
     "blenderbot": _BART,
+    "blenderbot-small": replace(_BART, norm_first=False, norm_tokens=True),
     "m2m_100": replace(_BART, bias=None, first=_behind_padding, pads=True),
     "marian": replace(_BART, norm_first=False),
     "mbart": replace(_BART, first=_offset),
@@ -147,6 +152,10 @@ LAYOUTS = {
         "model.decoder", last_norm="final_layer_norm", source=None, norm_first="do_layer_norm_before", first=_offset
     ),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _LLAMA),
+    "phi3": replace(
+        _LLAMA, text=Attention("self_attn", "input_layernorm", ("qkv_proj",), "o_proj"), wide="mlp.gate_up_proj",
+        gated=None, activation="mlp.activation_fn", halves=True,
+    ),
     "fairseq": Layout("decoder", "decoder.output_projection", norm_first="normalize_before", first=_behind_padding),
 }  # fmt: skip
 """By the `model_type` of a transformers model's config, or the toolkit."""
@@ -186,7 +195,12 @@ class _Reader:
         if not norm_first and last is not None:
             raise NotFused("its decoder has a last norm beside those of its layers")
         behind = [*own[1:], last] if norm_first else own
+        if proven.get(decoder) is False:
+            raise NotFused(OTHERWISE)
+        if torch.is_autocast_enabled(_at(decoder, layout.tokens).weight.device.type):
+            raise NotFused("autocast chooses the types")
         step = DecoderStep(
+            module=decoder,
             embedding=self.embedding(),
             sublayers=[Sublayer(*part[0], part[1], norm) for part, norm in zip(parts, behind, strict=True)],
             first=own[0] if norm_first else None,
@@ -215,6 +229,7 @@ class _Reader:
             self.product(_at(layer, wide)),
             self.activation(_at(layer, layout.activation)),
             None if gate is None else self.product(_at(layer, gate)),
+            layout.halves,
         )
         found.append(((index, feed), self.product(_at(layer, layout.narrow)), self.norm(_at(layer, layout.feed_norm))))
         return found
@@ -222,7 +237,8 @@ class _Reader:
     def over_text(self, module: Any, names: Attention) -> TextAttention:
         dims = getattr(module, self.layout.dims)
         parts = [_at(module, name) for name in names.parts]
-        heads = module.num_heads if len(parts) == 1 else parts[0].out_features // dims
+        out = _at(module, names.out)  # reads as many as there are heads, whatever the projections are
+        heads = (out.nx if hasattr(out, "nx") else out.in_features) // dims
         if getattr(module, "reorder_and_upcast_attn", False) or getattr(module, "is_cross_attention", False):
             raise NotFused("attention in a precision or form of its own")
         query_norm, key_norm = (self.norm(module._modules.get(name)) for name in ("q_norm", "k_norm"))
@@ -291,11 +307,11 @@ class _Reader:
         if not isinstance(tokens, nn.Embedding) or tokens.max_norm is not None:
             raise NotFused(f"a {_name(tokens)} in place of an embedding")
         self.read.add(tokens)
-        scale = getattr(tokens, "embed_scale", getattr(decoder, "embed_scale", 1.0))
+        scale = 1.0 if layout.norm_tokens else getattr(tokens, "embed_scale", getattr(decoder, "embed_scale", 1.0))
         scale = float(scale.to(tokens.weight.dtype) if isinstance(scale, Tensor) else scale)
         normed = self.norm(decoder._modules.get(layout.embedding_norm))
         if positions is None:
-            return Embedding(tokens.weight, scale, norm=normed)
+            return Embedding(tokens.weight, scale, norm=normed, norm_tokens=layout.norm_tokens)
         self.read.add(positions)
         table: Tensor = positions.weights if hasattr(positions, "weights") else positions.weight
         first = layout.first(positions)
@@ -304,7 +320,7 @@ class _Reader:
         if table.dtype != tokens.weight.dtype or table.device != tokens.weight.device:
             raise NotFused(f"positions in {table.dtype} on {table.device}")
         padding = positions.padding_idx if layout.pads else None
-        return Embedding(tokens.weight, scale, table, first, padding, padding or 0, normed)
+        return Embedding(tokens.weight, scale, table, first, padding, padding or 0, normed, layout.norm_tokens)
 
     def rotary(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
         module: Any = self.decoder._modules.get(self.layout.rotary)
@@ -396,4 +412,4 @@ def by_modules(reason: object) -> str:
 
 
 proven: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
-"""Models whose first fused step has been compared with their own forward, and whether the two agreed."""
+"""Decoders whose first fused step has been compared with their own forward, and whether the two agreed."""

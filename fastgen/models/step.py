@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastgen.models.linear import Product
+from fastgen.ops.activation import fused_activation
 from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weights
 from fastgen.ops.norm import norm
 
@@ -165,9 +166,11 @@ class TextAttention:
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021) of x (R, H, D), cosine and sine (1 or R, 1, D)."""
-    first, second = x.chunk(2, -1)
-    return x * cosine + torch.cat([-second, first], -1) * sine
+    """Rotary positions (Su et al. 2021) of the first E of x (R, H, D); cosine and sine (1 or R, 1, E)."""
+    turned, rest = x[..., : cosine.shape[-1]], x[..., cosine.shape[-1] :]
+    first, second = turned.chunk(2, -1)
+    turned = turned * cosine + torch.cat([-second, first], -1) * sine
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
 @dataclass(frozen=True)
@@ -192,15 +195,25 @@ class SourceAttention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """The wide layer and its activation function, times a gate where there is one."""
+    """The wide layer and its activation function, times a gate where there is one.
+
+    halves: whether the wide layer's second half is the gate.
+    """
 
     wide: Product
     activation: str
     gated: Product | None = None
+    halves: bool = False
 
     def __call__(self, x: Tensor, layer: int, context: Context) -> Tensor:
-        y = self.wide.apply(x, self.activation)
-        return y if self.gated is None else y.mul_(self.gated.apply(x))
+        if self.halves:
+            activated, gate = self.wide.apply(x).chunk(2, 1)
+            return fused_activation(activated.contiguous(), self.activation, gate=gate.contiguous())
+        if self.gated is None:
+            return self.wide.apply(x, self.activation)
+        if self.wide.sums:  # a product that activates too while it computes
+            return self.wide.apply(x, self.activation).mul_(self.gated.apply(x))
+        return fused_activation(self.wide.apply(x), self.activation, gate=self.gated.apply(x))
 
 
 @dataclass(frozen=True)
@@ -226,7 +239,7 @@ class Embedding:
     """Token embeddings, scaled, plus those of positions, normed.
 
     positions: (P, C), whose row `first` is the position 0; None for none. padding: the token that has row `padding_row`
-    wherever it stands; None for none.
+    wherever it stands; None for none. norm_tokens: whether the norm is of the tokens alone.
     """
 
     tokens: Tensor
@@ -236,17 +249,20 @@ class Embedding:
     padding: int | None = None
     padding_row: int = 0
     norm: NormLike | None = None
+    norm_tokens: bool = False
 
     def __call__(self, ids: Tensor, position: int | Tensor) -> Tensor:
         x = F.embedding(ids, self.tokens)
         if self.scale != 1.0:
             x.mul_(self.scale)
+        if self.norm is not None and self.norm_tokens:
+            x = self.norm(x)[0]
         if self.positions is not None:
             row = self.positions[self.first + position]
             if self.padding is not None:
                 row = torch.where((ids == self.padding)[:, None], self.positions[self.padding_row], row)
             x = x.add_(row)
-        return x if self.norm is None else self.norm(x)[0]
+        return x if self.norm is None or self.norm_tokens else self.norm(x)[0]
 
 
 @dataclass(frozen=True)
@@ -254,12 +270,14 @@ class DecoderStep:
     """A decoder's step.
 
     Attributes:
+        module: the decoder.
         first: the norm before the first sublayer, where norms come first; None where they come behind.
         bias: (V,), added to the logits; None for none.
         scale: of what the head reads.
         rotary: gives cosine and sine (1 or R, 1, D) for embeddings and positions (1 or R, 1); None for none.
     """
 
+    module: nn.Module
     embedding: Embedding
     sublayers: Sequence[Sublayer]
     first: NormLike | None
@@ -276,7 +294,8 @@ class DecoderStep:
         """Return the logits (R, V) of what follows ids (R,) int64, the newest token of each row."""
         stream = self.embedding(ids, context.position)
         if self.rotary is not None:
-            position = torch.as_tensor(context.position, device=ids.device).view(-1, 1)
+            at = context.position
+            position = at[:, None] if isinstance(at, Tensor) else torch.full((1, 1), at, device=ids.device)
             context.rotation = self.rotary(stream[:, None], position)
         x = stream if self.first is None else self.first(stream)[0]
         for sublayer in self.sublayers:

@@ -39,14 +39,15 @@ class Member:
             self._fuse()
         if ancestry is None or self.fused is None:
             logits, attention, extra = self._by_modules(tokens)
-        elif proven.get(self.model):
+        elif proven.get(self.fused.step.module):
             (logits, attention), extra = self.fused(tokens), None
         else:
             found, _ = self.fused(tokens)
             self.layers.undo_step()
             logits, attention, extra = self._by_modules(tokens)
-            proven[self.model] = agree(found, logits[:, -1])
-            if not proven[self.model]:
+            decoder = self.fused.step.module
+            proven[decoder] = agree(found, logits[:, -1])
+            if not proven[decoder]:
                 self.fused, self.left_off = None, by_modules(OTHERWISE)
         if temperature != 1.0:
             logits = logits.div_(temperature)
@@ -66,8 +67,6 @@ class Member:
         try:
             if not self.plain:
                 raise NotFused("log-probabilities of its own")
-            if proven.get(self.model) is False:
-                raise NotFused(OTHERWISE)
             self.fused = FusedDecoder(self.model, self.layers, self.longest)
         except NotFused as reason:
             self.left_off = by_modules(reason)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -112,6 +112,14 @@ def _source_of(processor: Any, vocabulary: int) -> Tensor | None:
             return None
     longest = max((len(text) for text in texts), default=0)
     return torch.tensor([text + [-1] * (longest - len(text)) for text in texts], dtype=torch.int64)
+
+
+def fill_of(loop: Literal["beam", "sample"], config: Any) -> int:
+    """The token behind the end of a sequence."""
+    eos, pad = config._eos_token_tensor, config._pad_token_tensor
+    if loop == "sample":
+        return -1 if pad is None else int(pad)
+    return -1 if eos is None else int(pad or eos[0])  # as stock has it, a padding id of 0 counts as none
 
 
 def stop_of(criteria: Sequence[Any]) -> Stop:

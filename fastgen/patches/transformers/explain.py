@@ -83,6 +83,7 @@ class Explanation:
             lines.append(("loop", f"fastgen's {plan.method}, {rows}"))
             shared = "fastgen's, one per sentence" + (", shared by its rows" if plan.beams > 1 else "")
             lines.append(("cache", shared if plan.shared else "transformers' own, if any"))
+            lines.append(("decode steps", "from the weights" if plan.fused else "through the model's own modules"))
             lines.append(("finished sentences", "leave the batch" if plan.drop else "stay in the batch"))
         if self.kv_bytes is not None and self.stock_kv_bytes is not None:
             ours, stock = _readable(self.kv_bytes), _readable(self.stock_kv_bytes)
@@ -101,12 +102,12 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
     """
     if not callable(getattr(model, "generate", None)):
         raise TypeError(f"{type(model).__name__} has no generate")
-    bare = _bare(model)
+    bare = without_wrappers(model)
     linears = _linears(bare)
     try:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise Unsupported("PEFT's prompt learning prepares the call in a way of its own")
-        prepared = _prepare(bare, model, generate_kwargs)
+        prepared = prepare(bare, model, generate_kwargs)
         plan = decide(
             bare,
             prepared.loop,
@@ -125,7 +126,7 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
 
 
 @dataclass
-class _Prepared:
+class Prepared:
     """What `generate` hands to one of its loops."""
 
     loop: Literal["beam", "sample"]
@@ -135,14 +136,19 @@ class _Prepared:
     config: Any
     kwargs: dict[str, Any]
 
+    @property
+    def sentences(self) -> int:
+        config = self.config
+        return self.input_ids.shape[0] // (config.num_beams if self.loop == "beam" else config.num_return_sequences)
 
-def _bare(model: Any) -> Any:
+
+def without_wrappers(model: Any) -> Any:
     """The model whose `generate` runs in the end: without PEFT's and torch.compile's wrappers."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _prepare(bare: Any, model: Any, kwargs: dict[str, Any]) -> _Prepared:
+def prepare(bare: Any, model: Any, kwargs: dict[str, Any]) -> Prepared:
     """Have `generate` prepare the call.
 
     Raises:
@@ -195,7 +201,7 @@ def _is_repository(method: str) -> bool:
     return "/" in method
 
 
-def _loop(name: str) -> Callable[..., _Prepared]:
+def _loop(name: str) -> Callable[..., Prepared]:
     """Return what takes the place of a loop."""
 
     def prepared(
@@ -207,11 +213,11 @@ def _loop(name: str) -> Callable[..., _Prepared]:
         synced_gpus: bool = False,
         streamer: Any = None,
         **kwargs: Any,
-    ) -> _Prepared:
+    ) -> Prepared:
         if name not in _LOOPS:
             raise Unsupported(f"{name} is not patched")
         kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
-        return _Prepared(_LOOPS[name], input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+        return Prepared(_LOOPS[name], input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
 
     return prepared
 
@@ -288,7 +294,7 @@ def _linears(model: Any) -> Linears:
     return Linears(survey.layers, survey.packed, survey.packed_bytes)
 
 
-def _kv_bytes(model: Any, prepared: _Prepared, plan: Plan) -> tuple[int, int] | tuple[None, None]:
+def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | tuple[None, None]:
     """What keys and values take at the maximal length, with the cache of the plan and with transformers' own."""
     text = model.config.get_text_config(decoder=True)
     layers: int = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
@@ -316,7 +322,7 @@ def _kv_bytes(model: Any, prepared: _Prepared, plan: Plan) -> tuple[int, int] | 
     return plan.sentences * layers * (source + prefix + steps * plan.beams) * entry, stock
 
 
-def _seen_before(model: Any, prepared: _Prepared) -> int:
+def _seen_before(model: Any, prepared: Prepared) -> int:
     """Tokens that a given cache holds and the prompt does not repeat, by the rule of `_prefill`."""
     cache = prepared.kwargs.get("past_key_values")
     if cache is None or prepared.kwargs.get("inputs_embeds") is not None:

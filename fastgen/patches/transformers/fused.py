@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastgen import config
-from fastgen.models.layouts import LAYOUTS, OTHERWISE, NotFused, proven, step_of
+from fastgen.models.layouts import LAYOUTS, NotFused, step_of
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.cache import SharedCache, parts_of
 
@@ -44,8 +44,6 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     layout = LAYOUTS.get(model.config.model_type)
     if layout is None:
         raise NotFused(f"there is no record of model type {model.config.model_type!r}")
-    if proven.get(model) is False:
-        raise NotFused(OTHERWISE)
     return step_of(model, layout, longest)
 
 

@@ -16,9 +16,9 @@ from fastgen.models import linear, memory
 from fastgen.models.families import family_of
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
-from fastgen.patches.transformers import parity
+from fastgen.patches.transformers import parity, split
 from fastgen.patches.transformers.decide import decide
-from fastgen.patches.transformers.edits import edits_of, stop_of
+from fastgen.patches.transformers.edits import edits_of, fill_of, stop_of
 from fastgen.patches.transformers.report import note
 from fastgen.patches.transformers.shared import SharedStepper
 from fastgen.patches.transformers.stepper import Stepper
@@ -41,7 +41,7 @@ def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> A
     with _engine.running("generate"), routed(self, family) as layers:
         if layers:
             _engine.hit("transformers.generate")
-        return original(self, *args, **kwargs)
+        return split.generate(original, self, *args, **kwargs)
 
 
 @dataclass
@@ -140,7 +140,7 @@ def _run(
 
 def _beam_search(call: _Call, model: Stepper) -> Any:
     config, m = call.config, model.plan.beams
-    eos, pad = config._eos_token_tensor, config._pad_token_tensor
+    eos = config._eos_token_tensor
     rule = TransformersRule(
         beams=m,
         max_length=config.max_length,
@@ -154,8 +154,7 @@ def _beam_search(call: _Call, model: Stepper) -> Any:
         rule=rule,
         stop=stop_of(call.stopping_criteria),
         edits=edits_of(call.logits_processor, lambda: _vocabulary(call.model)),
-        # As stock has it: a padding id of 0 counts as none.
-        fill=-1 if eos is None else int(pad or eos[0]),
+        fill=fill_of("beam", config),
         sample=config.do_sample,
         may_drop=model.plan.drop,
         trace=call.trace,

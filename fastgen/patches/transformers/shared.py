@@ -47,18 +47,18 @@ class SharedStepper(Stepper):
     def prefill(self) -> Tensor:
         assert self.cache is not None
         m = self.plan.beams
+        longest = self.input_ids.shape[1] + self.cache.longest
+        step = fused.step(self.model, self.config, self.kwargs, longest) if self.plan.fused else None
         first = {name: _every(m, value) for name, value in self.kwargs.items()}
         outputs = self.model._prefill(self.input_ids[::m], self.config, first, is_first_iteration=True)
         self.cache.begin_decoding()
         logits = self._taken(outputs, repeat=m)
-        if self.plan.fused:
-            longest = self.cache.text[0].prefix + self.cache.longest
-            built = fused.step(self.model, self.config, self.kwargs, longest)
-            self.fused = FusedDecoder(built, self.model, self.cache, self.kwargs)
+        if step is not None:
+            self.fused = FusedDecoder(step, self.model, self.cache, self.kwargs)
         return logits
 
     def step(self, ids: Tensor) -> Tensor:
-        if self.cache is None or self.fused is None or not proven.get(self.model):
+        if self.cache is None or self.fused is None or not proven.get(self.fused.step.module):
             return super().step(ids)
         self._note_step(ids)
         self.cache.begin_step()
@@ -73,16 +73,19 @@ class SharedStepper(Stepper):
     def _forward(self, ids: Tensor) -> Any:
         if self.cache is None:
             return super()._forward(ids)
-        first, given, proof = len(self._began) == 1, self.kwargs, None
+        first, given = len(self._began) == 1, self.kwargs
         if first and "encoder_outputs" in given:
             self.kwargs = given | {"encoder_outputs": _unreadable(given["encoder_outputs"])}
         self.cache.begin_step()
-        if self.fused is not None:
-            proof = self.fused(ids)
-            self.cache.undo_step()
-        outputs = self._of_module(self.cache, ids, given, first)
-        if proof is not None:
-            self._compare(proof, outputs.logits[:, -1])
+        if self.fused is None:
+            return self._of_module(self.cache, ids, given, first)
+        found = self.fused(ids)
+        self.cache.undo_step()
+        decoder, outputs = self.fused.step.module, self._of_module(self.cache, ids, given, first)
+        proven[decoder] = agree(found, outputs.logits[:, -1])
+        if not proven[decoder]:
+            self.fused = None
+            self.plan = replace(self.plan, fused=False, left_off=(*self.plan.left_off, by_modules(OTHERWISE)))
         return outputs
 
     def _of_module(self, cache: SharedCache, ids: Tensor, given: dict[str, Any], first: bool) -> Any:
@@ -113,13 +116,6 @@ class SharedStepper(Stepper):
         self.cache = self.fused = None
         left_off = (not_shared(computes_alone(self.model)), *self.plan.left_off)
         self.plan = replace(self.plan, shared=False, fused=False, left_off=left_off)
-
-    def _compare(self, found: Tensor, own: Tensor) -> None:
-        """Note whether the first fused step is the model's own; where it is not, none follows."""
-        proven[self.model] = agree(found, own)
-        if not proven[self.model]:
-            self.fused = None
-            self.plan = replace(self.plan, fused=False, left_off=(*self.plan.left_off, by_modules(OTHERWISE)))
 
     def _keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
         if self.cache is None:

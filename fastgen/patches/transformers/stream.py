@@ -1,0 +1,117 @@
+"""Many sentences through `generate`: in batches of like lengths and of a size in tokens, back in their order."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+MAX_TOKENS = 4096
+"""Tokens of a batch, padding counted, unless the caller says otherwise."""
+
+WINDOW = 1024
+"""Sentences that are read ahead and sorted by length, unless the caller says otherwise."""
+
+
+def generate_stream(
+    model: Any,
+    inputs: Iterable[Sequence[int] | Tensor],
+    *,
+    max_tokens: int = MAX_TOKENS,
+    window: int = WINDOW,
+    **generate_kwargs: Any,
+) -> Iterator[Tensor]:
+    """Yield what ``model.generate(**generate_kwargs)`` gives for each of `inputs`, in their order.
+
+    `window` sentences are read at a time, sorted by length, and generated in batches of at most `max_tokens` tokens,
+    padding counted (a longer sentence is a batch by itself). What a sentence gives does not depend on its neighbours,
+    but for rounding.
+
+    Args:
+        model: a transformers model that can generate.
+        inputs: the token ids of each sentence, without padding: of the source or, for a decoder-only model, the prompt.
+        generate_kwargs: what `generate` takes beside the inputs and their mask.
+
+    Yields:
+        (N, L) int64 on the CPU, N = num_return_sequences: a sentence's sequences, the shorter ones padded. A
+        decoder-only model's begin with the prompt.
+
+    Raises:
+        TypeError: an argument that a stream cannot have; the message names it.
+        ValueError: a sentence without tokens, or sizes that are not positive; the message has the value.
+    """
+    stream = _Stream(model, max_tokens, window, generate_kwargs)  # checked here, not at the first sentence
+    return stream.run(iter(inputs))
+
+
+class _Stream:
+    def __init__(self, model: Any, max_tokens: int, window: int, kwargs: dict[str, Any]) -> None:
+        for name, value in (("max_tokens", max_tokens), ("window", window)):
+            if value < 1:
+                raise ValueError(f"{name} = {value} must be at least 1")
+        self.model, self.max_tokens, self.window, self.kwargs = model, max_tokens, window, kwargs
+        self.encoder_decoder = bool(model.config.is_encoder_decoder)
+        config, _ = model._prepare_generation_config(kwargs.get("generation_config"), **_settings(kwargs))
+        if config.return_dict_in_generate:
+            raise TypeError("return_dict_in_generate=True: a stream yields sequences alone")
+        for name in ("inputs", "input_ids", "attention_mask", "streamer", "past_key_values"):
+            if kwargs.get(name) is not None:
+                raise TypeError(f"{name}: a stream makes its own")
+        if not self.encoder_decoder and config.max_new_tokens is None:
+            raise TypeError("max_new_tokens is needed: a prompt's padding would count in max_length")
+        ends = config.eos_token_id
+        self.ends = torch.tensor([] if ends is None else ends, dtype=torch.int64).flatten()
+        fill = config.pad_token_id
+        self.fill = int(self.ends[0] if fill is None and len(self.ends) else fill or 0)
+        self.copies = config.num_return_sequences or 1
+
+    def run(self, inputs: Iterator[Sequence[int] | Tensor]) -> Iterator[Tensor]:
+        while sentences := [_ids(sentence) for sentence in islice(inputs, self.window)]:
+            order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]), reverse=True)
+            found: dict[int, Tensor] = {}
+            for batch in self._batches(sentences, order):
+                found.update(zip(batch, self._generate([sentences[i] for i in batch]), strict=True))
+            for i in range(len(sentences)):
+                yield found.pop(i)
+
+    def _batches(self, sentences: list[Tensor], order: list[int]) -> Iterator[list[int]]:
+        """Indices, the longest first: as many as fit beside the first of them."""
+        while order:
+            count = max(1, self.max_tokens // len(sentences[order[0]]))
+            batch, order = order[:count], order[count:]
+            yield batch
+
+    def _generate(self, sentences: list[Tensor]) -> Iterator[Tensor]:
+        longest = len(sentences[0])
+        ids = torch.full((len(sentences), longest), self.fill)
+        mask = torch.zeros_like(ids)
+        for row, sentence in enumerate(sentences):
+            at = slice(0, len(sentence)) if self.encoder_decoder else slice(longest - len(sentence), longest)
+            ids[row, at], mask[row, at] = sentence, 1
+        device = self.model.device
+        found = self.model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **self.kwargs).cpu()
+        for row, sentence in enumerate(sentences):
+            own = found[row * self.copies : (row + 1) * self.copies]
+            prompt = 1
+            if not self.encoder_decoder:  # without its padding
+                own, prompt = own[:, longest - len(sentence) :], len(sentence)
+            yield own[:, : self._length(own, prompt)].clone()
+
+    def _length(self, sequences: Tensor, prompt: int) -> int:
+        """Tokens up to the last end, that of the longest sequence."""
+        generated = sequences[:, prompt:]
+        ended = torch.isin(generated, self.ends).to(torch.int8)
+        first = torch.where(ended.any(1), ended.argmax(1) + 1, generated.shape[1])
+        return prompt + int(first.max()) if len(first) else prompt
+
+
+def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name != "generation_config"}
+
+
+def _ids(sentence: Sequence[int] | Tensor) -> Tensor:
+    ids = torch.as_tensor(cast(Any, sentence), dtype=torch.int64).cpu()
+    if ids.dim() != 1 or len(ids) == 0:
+        raise ValueError(f"a sentence must be one row of at least one token id, not of shape {tuple(ids.shape)}")
+    return ids

@@ -1,0 +1,136 @@
+"""Batches for which memory runs out, at every stage of a call: the same output, in halves; or the same error."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationMixin, LogitsProcessorList
+from transformers.generation.logits_process import TemperatureLogitsWarper
+from transformers.models.bart.modeling_bart import BartEncoder
+from transformers.models.llama.modeling_llama import LlamaModel
+
+import fastgen
+from fastgen.decoding import beam as beams
+from fastgen.decoding import cache, sample
+from fastgen.models.step import DecoderStep
+from tests import zoo
+from tests.parity import left_off, same
+
+SPLIT = "a batch at once: there was not enough memory"
+
+
+def _rows_of(*arguments: Any) -> int:
+    """The rows of the first tensor among some arguments."""
+    return next(part.shape[0] for part in arguments if isinstance(part, torch.Tensor) and part.dim())
+
+
+# Where memory runs out: the owner of a function, its name, and the arguments that show how many rows there are.
+STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
+    "encoder": (BartEncoder, "forward", lambda _, *args, **kwargs: _rows_of(*args, *kwargs.values())),
+    "decoder": (LlamaModel, "forward", lambda _, *args, **kwargs: _rows_of(*args, *kwargs.values())),
+    "prompt": (GenerationMixin, "_prefill", lambda _, ids, *args, **kwargs: _rows_of(ids)),
+    "step": (DecoderStep, "__call__", lambda _, ids, *args: _rows_of(ids)),
+    "cache": (cache.LayerKV, "append", lambda _, keys, values: _rows_of(keys)),
+    "log-softmax": (beams.BeamSearch, "_candidates", lambda _, logits: _rows_of(logits)),
+    "finish": (beams.BeamSearch, "_finish", lambda _, order, *args: 3 * _rows_of(order)),
+    "reorder": (cache.Ancestry, "reorder", lambda _, parents: 3 * _rows_of(parents)),
+    "choice": (sample.Sampling, "_choose", lambda _, logits, text: _rows_of(logits)),
+}
+CALLS: dict[str, dict[str, Any]] = {"greedy": {}, "beams": {"num_beams": 3, "num_return_sequences": 2}}
+ROWS = {"greedy": 1, "beams": 3}
+
+
+def _run_out(monkeypatch: pytest.MonkeyPatch, stage: str, most: int, calls: int = 1) -> list[int]:
+    """Let memory run out where a stage has more than `most` rows, from its `calls`-th call on; returns those rows."""
+    owner, name, rows_of = STAGES[stage]
+    original, seen, failed = getattr(owner, name), [0], list[int]()
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        seen[0] += 1
+        rows = rows_of(*args, **kwargs)
+        if rows > most and seen[0] >= calls:
+            failed.append(rows)
+            raise torch.OutOfMemoryError(f"no memory for {rows} rows")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, function)
+    return failed
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("method", CALLS)
+@pytest.mark.parametrize("family", ["bart", "llama"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_halves(stage: str, family: str, method: str, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.build(family)
+    kwargs = zoo.batch(model, 5, 9, "natural") | CALLS[method] | {"max_new_tokens": 11, "eos_token_id": [2, 7, 9, 30]}
+    with fastgen.disabled():
+        stock = model.generate(**kwargs)
+    model.generate(**kwargs)  # its first fused step is compared
+    before = left_off()[SPLIT]
+    failed = _run_out(monkeypatch, stage, 2 * ROWS[method], calls)
+    try:
+        with pytest.warns(UserWarning, match="not enough memory for a batch of 5 sentences"):
+            ours = model.generate(**kwargs)
+    except pytest.fail.Exception:
+        assert not failed
+        pytest.skip(f"{family}'s {method} has no such stage")
+    assert torch.equal(ours, stock)
+    assert left_off()[SPLIT] > before
+    monkeypatch.undo()
+    assert torch.equal(model.generate(**kwargs), stock)
+    assert fastgen.status()["transformers.generate"].state == "applied"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True},
+        {"return_dict_in_generate": True},
+        {"logits_processor": LogitsProcessorList([type("Own", (TemperatureLogitsWarper,), {})(0.5)])},
+        {"max_time": 100.0},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_not_where_somebody_could_tell(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.build("bart")
+    _run_out(monkeypatch, "encoder", 2)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for 5 rows"):
+        model.generate(**zoo.batch(model, 5, 9), max_new_tokens=5, **options)
+
+
+def test_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.build("bart")
+    _run_out(monkeypatch, "encoder", 0)
+    with pytest.warns(UserWarning, match="2 sentences"), pytest.raises(torch.OutOfMemoryError, match="for 1 rows"):
+        model.generate(**zoo.batch(model, 2, 9), max_new_tokens=5)
+
+
+def test_other_errors_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.build("bart")
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(BartEncoder, "forward", fails)
+    with pytest.raises(RuntimeError, match="something else"):
+        model.generate(**zoo.batch(model, 5, 9), max_new_tokens=5)
+
+
+def test_everything_given_by_sentence_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoder outputs, prompts and masks; tensors that are settings stay whole."""
+    model = zoo.build("bart")
+    inputs = zoo.batch(model, 4, 9, "natural")
+    prompt = torch.randint(4, zoo.VOCABULARY, (4, 3))
+    ends = torch.tensor([2, 7, 9, 30])  # as many as sentences
+    with torch.no_grad():
+        outputs = model.get_encoder()(**inputs)
+    kwargs = {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"], "decoder_input_ids": prompt}
+    kwargs |= {"num_beams": 3, "max_new_tokens": 9, "eos_token_id": ends}
+    same_output = model.generate(**copy.deepcopy(kwargs))
+    _run_out(monkeypatch, "step", 6)
+    with pytest.warns(UserWarning, match="4 sentences"):
+        ours = model.generate(**kwargs)
+    same(ours, same_output)
