@@ -1,6 +1,8 @@
 """Decode steps from a model's weights: the same as its own modules', and left to them where something is unknown."""
 
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +120,17 @@ class _Adapted(nn.Linear):
         return super().forward(x) + x.sum(-1, keepdim=True)
 
 
+class _Passing(nn.Module):
+    """Passes everything on."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
 def _with(change: Callable[[Any, Any], object]) -> Callable[[], Any]:
     def build() -> Any:
         model = _build("bart")
@@ -160,6 +173,18 @@ DECLINED: dict[str, tuple[Callable[[], Any], str]] = {
         _with(lambda m, layer: setattr(layer, "activation_fn", nn.Tanh())),
         "an activation function torch.Tanh",
     ),
+    "wrapped attention": (
+        _with(lambda m, layer: setattr(layer, "self_attn", _Passing(layer.self_attn))),
+        "its decoder cannot be read: '_Passing' object has no attribute 'head_dim'",
+    ),
+    "hook on the body": (
+        _with(lambda m, layer: m.model.register_forward_hook(lambda module, args, y: y)),
+        "a hook on a BartModel",
+    ),
+    "inputs": (
+        _with(lambda m, layer: setattr(m, "prepare_inputs_for_generation", m.prepare_inputs_for_generation)),
+        "BartForConditionalGeneration has its own prepare_inputs_for_generation",
+    ),
     "record": (lambda: _build("gemma2"), "there is no record of model type 'gemma2'"),
 }
 
@@ -174,20 +199,99 @@ def test_declined(what: str) -> None:
 
 @pytest.fixture
 def another_forward() -> Iterator[None]:
-    """transformers' layer computes something else than is known, with the same parts."""
+    """Somebody has put another forward into transformers' class, under the name of its own."""
     kind: Any = modeling_bart.BartDecoderLayer
     original = kind.forward
-    kind.forward = lambda self, x, *args, **kwargs: original(self, x, *args, **kwargs) * 1.5
+
+    @functools.wraps(original)
+    def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(self, x, *args, **kwargs) * 1.5
+
+    kind.forward = forward
     yield
     kind.forward = original
 
 
-def test_a_version_that_computes_otherwise(another_forward: None) -> None:
-    """It is found out in the first step, which is the model's own already."""
+def test_a_class_with_another_forward(another_forward: None) -> None:
     model = _build("bart")
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}
+    assert _left_off(model, kwargs) == (by_modules("a forward of its own of a BartDecoderLayer"),)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_model_that_computes_otherwise(beams: int) -> None:
+    """It has the same parts, and is found out in its first step, which is its own already."""
+    model = _build("bart")
+    layouts.LAYOUTS["bart"] = replace(LAYOUTS["bart"], first=lambda _: 1)  # as if positions began a row earlier
+    try:
+        kwargs = zoo.batch(model, 3, 7) | {"num_beams": beams, "max_new_tokens": 8}
+        for _ in range(2):
+            assert _left_off(model, kwargs) == (by_modules(OTHERWISE),)
+    finally:
+        layouts.LAYOUTS["bart"] = replace(LAYOUTS["bart"], first=layouts._offset)
+
+
+def test_logits_that_are_not_finite() -> None:
+    """One such call decides nothing about the next."""
+    model = _build("bart")
+    kwargs = zoo.batch(model, 3, 7) | {"max_new_tokens": 8, "min_new_tokens": 8}
+    with torch.no_grad():
+        before = model.model.decoder.layers[0].fc2.weight.clone()
+        model.model.decoder.layers[0].fc2.weight.fill_(torch.nan)
+        model.generate(**kwargs)
+        assert not _fused()
+        model.model.decoder.layers[0].fc2.weight.copy_(before)
+    assert _left_off(model, kwargs) == ()
+
+
+def test_a_decoder_without_its_encoder() -> None:
+    model: Any = (
+        tf.BartForCausalLM(tf.BartConfig(**zoo._ENCODER_DECODER | {"is_encoder_decoder": False})).eval().double()
+    )
+    kwargs = {"input_ids": torch.randint(4, 90, (3, 6)), "num_beams": 3, "max_new_tokens": 8}
+    assert assert_same(model, kwargs).error is None
+
+
+def test_fewer_layers_than_there_are() -> None:
+    """transformers runs as many as the config says."""
+    model = _build("llama")
+    kwargs = zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}
+    model.generate(**kwargs)
+    model.config.num_hidden_layers = 1
     for _ in range(2):
-        assert _left_off(model, kwargs) == (by_modules(OTHERWISE),)
+        assert assert_same(model, kwargs).error is None
+
+
+def test_another_attention_for_one_row_per_sentence() -> None:
+    model = _build("llama")
+    model.set_attn_implementation(zoo.OWN_ATTENTION)
+    reason = by_modules(f"attention implementation {zoo.OWN_ATTENTION!r}")
+    assert _left_off(model, zoo.batch(model, 3, 7) | {"max_new_tokens": 8}) == (reason,)
+
+
+def test_positions_in_two_scales() -> None:
+    """Phi-3 computes a text anew when it outgrows its short positions."""
+    config = zoo.build("phi3").config
+    half = config.hidden_size // config.num_attention_heads // 2
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * half, "long_factor": [3.0] * half, "rope_theta": 10_000.0}
+    rope["original_max_position_embeddings"] = 16
+    given = {k: v for k, v in zoo._DECODER.items() if k != "head_dim"} | {"rope_parameters": rope}
+    try:
+        model: Any = tf.Phi3ForCausalLM(tf.Phi3Config(**given, original_max_position_embeddings=16)).eval().double()
+    except (KeyError, TypeError, ValueError) as error:
+        pytest.skip(f"no such positions in this version: {error}")
+    for beams in (1, 3):
+        kwargs = zoo.batch(model, 3, 7) | {"num_beams": beams, "max_new_tokens": 20, "min_new_tokens": 20}
+        assert_same(model, kwargs)
+
+
+def test_hooks_of_transformers_own_stay_and_do_not_matter() -> None:
+    """Once hidden states were asked for, transformers leaves hooks on the layers, which do nothing."""
+    model = _build("llama")
+    kwargs = zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}
+    asked = kwargs | {"output_hidden_states": True, "return_dict_in_generate": True}
+    assert _left_off(model, asked) == (by_modules("hidden states or attentions are returned"),)
+    assert _left_off(model, kwargs) == ()
 
 
 def test_fewer_operators() -> None:

@@ -12,6 +12,7 @@ from tests import zoo
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 9},
     "beams": {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2, "no_repeat_ngram_size": 2},
+    "single tokens": {"max_new_tokens": 9, "no_repeat_ngram_size": 1, "pad_token_id": 2},
     "ends": {"max_new_tokens": 9, "num_beams": 2, "eos_token_id": [2, 7, 9, 30], "pad_token_id": 5},
 }
 
@@ -78,6 +79,11 @@ def test_batches_are_full_and_no_larger(monkeypatch: pytest.MonkeyPatch) -> None
         ([[4]], {"window": -1}, ValueError, "window = -1"),
         ([[4]], {"return_dict_in_generate": True}, TypeError, "return_dict_in_generate=True"),
         ([[4]], {"attention_mask": torch.ones(1, 1)}, TypeError, "attention_mask"),
+        ([[4]], {"encoder_outputs": ()}, TypeError, "encoder_outputs"),
+        ([[4]], {"stop_strings": ["a"]}, TypeError, "stop_strings"),
+        ([[4.5]], {}, TypeError, "float"),
+        (["text"], {}, TypeError, "a str"),
+        ([{"input_ids": [4]}], {}, TypeError, "a dict"),
     ],
 )
 def test_errors(inputs: Any, options: dict[str, Any], error: type[Exception], shown: str) -> None:
@@ -88,3 +94,5 @@ def test_errors(inputs: Any, options: dict[str, Any], error: type[Exception], sh
 def test_a_decoder_needs_a_number_of_new_tokens() -> None:
     with pytest.raises(TypeError, match="max_new_tokens"):
         fastgen.generate_stream(zoo.build("gpt2"), [[4]], max_length=9)
+    with pytest.raises(TypeError, match="min_length = 5"):
+        fastgen.generate_stream(zoo.build("gpt2"), [[4]], max_new_tokens=9, min_length=5)

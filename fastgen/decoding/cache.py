@@ -174,10 +174,6 @@ class LayerKV:
             buffer[:, :, first : first + count] = buffer[:, :, first : first + self.filled].gather(2, index)
         self.filled = count
 
-    def undo_step(self) -> None:
-        """Forget the newest token."""
-        self.steps, self.filled = self.steps - 1, self.filled - self.beams
-
     def undo_steps(self) -> None:
         """Forget all generated tokens."""
         self.steps = self.filled = 0

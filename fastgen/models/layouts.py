@@ -5,16 +5,16 @@ has added, or training mode: then the model makes its steps through its own forw
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from fastgen.models import norm as norms
-from fastgen.models.instance import Routed, untouched
+from fastgen.models.instance import Routed
 from fastgen.models.linear import Product, product, products
 from fastgen.models.step import (
     DecoderStep,
@@ -31,6 +31,9 @@ from fastgen.ops.activation import kind_of
 
 OTHERWISE = "they compute something else than its family's"
 """The reason for which a model that was compared and differs is not fused."""
+
+UNDECIDED = "the first logits are not finite, so that nothing can be compared"
+"""The reason for which one call of a model is not fused."""
 
 
 class NotFused(Exception):
@@ -62,7 +65,6 @@ class Layout:
         first: says which row of a table of positions is the first one's.
         pads: whether padding has a row of its own there.
         norm_tokens: whether token embeddings are normed before positions are added, and not scaled.
-        halves: whether the second half of the wide layer is the gate.
         dims: the attribute of an attention module that is the size of a head.
         bias: that of the logits, a buffer of the model's; None where there is none.
         scale: says what is multiplied with before the head.
@@ -87,7 +89,6 @@ class Layout:
     first: Callable[[Any], int] = lambda _: 0
     pads: bool = False
     norm_tokens: bool = False
-    halves: bool = False
     dims: str = "head_dim"
     bias: str | None = None
     scale: Callable[[Any], float] = lambda _: 1.0
@@ -152,10 +153,6 @@ LAYOUTS = {
         "model.decoder", last_norm="final_layer_norm", source=None, norm_first="do_layer_norm_before", first=_offset
     ),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _LLAMA),
-    "phi3": replace(
-        _LLAMA, text=Attention("self_attn", "input_layernorm", ("qkv_proj",), "o_proj"), wide="mlp.gate_up_proj",
-        gated=None, activation="mlp.activation_fn", halves=True,
-    ),
     "fairseq": Layout("decoder", "decoder.output_projection", norm_first="normalize_before", first=_behind_padding),
 }  # fmt: skip
 """By the `model_type` of a transformers model's config, or the toolkit."""
@@ -170,7 +167,10 @@ def step_of(model: nn.Module, layout: Layout, longest: int) -> DecoderStep:
     Raises:
         NotFused: where anything is not as the layout says.
     """
-    return _Reader(model, layout, longest).step()
+    try:
+        return _Reader(model, layout, longest).step()
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a part is not what its name says
+        raise NotFused(f"its decoder cannot be read: {error}") from error
 
 
 class _Reader:
@@ -199,6 +199,8 @@ class _Reader:
             raise NotFused(OTHERWISE)
         if torch.is_autocast_enabled(_at(decoder, layout.tokens).weight.device.type):
             raise NotFused("autocast chooses the types")
+        if torch.is_grad_enabled():
+            raise NotFused("gradients are wanted")
         step = DecoderStep(
             module=decoder,
             embedding=self.embedding(),
@@ -216,8 +218,8 @@ class _Reader:
         """What each sublayer mixes with, the projection of its output, and its norm."""
         layout, found = self.layout, list[tuple[tuple[int, Any], Product, Any]]()
         for names, over_text in ((layout.text, True), (layout.source, False)):
-            if names is None or layer._modules.get(names.module, self) is None:  # named, and not there
-                continue
+            if names is None or ("." not in names.module and getattr(layer, names.module) is None):
+                continue  # fairseq's language models name what they have not
             module = _at(layer, names.module)
             attend = self.over_text(module, names) if over_text else self.over_source(module, names)
             found.append(((index, attend), self.product(_at(module, names.out)), self.norm(_at(layer, names.norm))))
@@ -229,7 +231,6 @@ class _Reader:
             self.product(_at(layer, wide)),
             self.activation(_at(layer, layout.activation)),
             None if gate is None else self.product(_at(layer, gate)),
-            layout.halves,
         )
         found.append(((index, feed), self.product(_at(layer, layout.narrow)), self.norm(_at(layer, layout.feed_norm))))
         return found
@@ -332,17 +333,20 @@ class _Reader:
         """Raise NotFused where the decoder has a part that was not read, and is more than a dropout."""
         if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
             raise NotFused("a hook on all modules")
-        for name, module in [("", self.model), ("head", _at(self.model, self.layout.head)), *_named(self.decoder)]:
-            kind = type(module).__name__
-            if module._forward_hooks or module._forward_pre_hooks:
+        named = self.decoder.named_modules()
+        for name, module in [*_along(self.model, self.layout.decoder), *_along(self.model, self.layout.head), *named]:
+            kind, outer = type(module).__name__, module is self.model
+            if any(_foreign(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())):
                 raise NotFused(f"a hook on a {kind}")
             if module.training:
                 raise NotFused(f"a {kind} is in training mode")
-            if not (untouched(module) or isinstance(module.__dict__.get("forward"), Routed)):
+            own = module.__dict__.get("forward")
+            overridden = own is not None and getattr(own, "__func__", None) is not type(module).forward
+            if (overridden and not isinstance(own, Routed)) or not _is_toolkits(type(module).forward):
                 raise NotFused(f"a forward of its own of a {kind}")
-            if module in self.read or "Dropout" in kind or module is self.model:
+            if outer or module in self.read or "Dropout" in kind:
                 continue
-            if type(module).__module__.partition(".")[0] not in ("torch", "transformers", "fairseq"):
+            if type(module).__module__.partition(".")[0] not in _TOOLKITS:
                 raise NotFused(f"{_name(module)} is a class of its own")
             holds = next((n for n, p in module._parameters.items() if p is not None), None)
             if holds is not None or not module._modules:
@@ -350,21 +354,39 @@ class _Reader:
                 raise NotFused(f"a part of its own, {where}")
 
 
+_TOOLKITS = ("torch", "transformers", "fairseq")
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+def _along(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """The modules on the way from a model to a part, itself included."""
+    names = path.split(".")
+    found = [(".".join(names[:i]), _at(model, ".".join(names[:i]))) for i in range(1, len(names))]
+    return [("", model), *found, (path, _at(model, path))]
+
+
+def _foreign(hook: Any) -> bool:
+    """Whether a hook is not transformers' own, which only notes outputs, where they are asked for."""
+    return not getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing")
+
+
+@functools.cache
+def _is_toolkits(forward: Any) -> bool:
+    """Whether a class's forward is defined in a toolkit, and was not put there by somebody else.
+
+    Asked of the function itself: a wrapper may have taken over the names of what it wraps.
+    """
+    return getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0] in (*_TOOLKITS, "fastgen")
+
+
 def _by_distance(attention: Any, longest: int) -> Tensor:
     """The bias (H, L) of T5's attention over keys at the distances 0 to L - 1."""
     return attention.compute_bias(1, longest, past_seen_tokens=longest - 1)[0, :, 0].flip(1)
 
 
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
-
-
 def _name(thing: object) -> str:
     """A thing's class and the package it is of."""
     return f"{type(thing).__module__.partition('.')[0]}.{type(thing).__name__}"
-
-
-def _named(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(module.named_modules())
 
 
 def _is_there(module: nn.Module, path: str) -> bool:
@@ -397,13 +419,46 @@ def _bias(model: nn.Module, name: str | None) -> Tensor | None:
     return None if bias is None or not bool(bias.any()) else bias.flatten()
 
 
-def agree(found: Tensor, own: Tensor) -> bool:
-    """Whether logits (R, V) of a fused step are those of the model's own forward, but for rounding."""
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(own.dtype, 5e-2)
-    largest = torch.nan_to_num(own.float(), 0.0, 0.0, 0.0).abs().amax()
-    return found.shape == own.shape and torch.allclose(
-        found.float(), own.float(), rtol=0, atol=float(tolerance * max(1.0, float(largest))), equal_nan=True
-    )
+def agree(found: Tensor, own: Tensor) -> bool | None:
+    """Whether logits (R, V) of a fused step are those of the model's own forward, but for rounding.
+
+    None where they cannot tell, as they are not finite.
+    """
+    tolerance = {torch.float64: 1e-6, torch.float32: 1e-3}.get(own.dtype, 3e-2)
+    found, own = found.double(), own.double()
+    if not bool(own.isfinite().all()):
+        return None
+    spread = (own - own.mean(-1, keepdim=True)).norm()
+    return found.shape == own.shape and bool((found - own).norm() <= tolerance * spread)
+
+
+class Written(Protocol):
+    """A layer of the cache: tokens of a beam, and slots of all, behind the prefix."""
+
+    steps: int
+    filled: int
+
+
+def trial(step: Callable[[], Tensor], text: Sequence[Written]) -> Tensor | None:
+    """Make a step, and let its token be written to the layers once more; None where it cannot be made."""
+    before = [(layer.steps, layer.filled) for layer in text]
+    try:
+        return step()
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return None
+    finally:
+        for layer, (steps, filled) in zip(text, before, strict=True):
+            layer.steps, layer.filled = steps, filled
+
+
+def verdict(step: DecoderStep, found: Tensor | None, own: Tensor) -> str | None:
+    """Compare a model's first step with its own forward's logits (R, V), once for all; return why it is not fused."""
+    same = False if found is None else agree(found, own)
+    if same is None:
+        return UNDECIDED
+    if not same or step.module not in proven:
+        proven[step.module] = same
+    return None if same else OTHERWISE
 
 
 def by_modules(reason: object) -> str:

@@ -71,10 +71,10 @@ def _entry(weight: Tensor) -> _Packed:
 class Product(Protocol):
     """A linear layer with what comes right behind it.
 
-    sums: whether it adds a residual while it computes.
+    fuses: whether it activates, or adds a residual, while it computes.
     """
 
-    sums: bool
+    fuses: bool
 
     def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
         """Return the layer's output (R, N) for x (R, K), fresh; through `activation`, or with `residual` (R, N) added.
@@ -91,7 +91,7 @@ class Linear(Routed):
     handed_on: what the fresh output goes through where it is known that a single thing reads it, and may overwrite it.
     """
 
-    sums = True
+    fuses = True
 
     def __init__(self, module: nn.Module, transposed: bool, memory: Memory) -> None:
         super().__init__(module)
@@ -143,7 +143,7 @@ class Linear(Routed):
 class Plain:
     """A linear layer by its own forward."""
 
-    sums = False
+    fuses = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
@@ -155,7 +155,7 @@ class Plain:
 class SideBySide:
     """Linear layers that read the same, as one product whose outputs lie side by side; for as long as a call lasts."""
 
-    sums = False
+    fuses = False
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self.weight = torch.cat([module.weight.detach() for module in modules])

@@ -62,6 +62,12 @@ class Memory:
     def _held(self) -> int:
         return sum(storage.nbytes() for storage, _ in self._storages.values())
 
+    def drop_free(self) -> None:
+        """Forget what nobody uses."""
+        with self._lock:
+            for storage in self._free():
+                del self._storages[id(storage)]
+
     def _let_go(self) -> None:
         """Forget free storages that have not served for long."""
         long_ago = self._requests - 4 * len(self._storages) - 16
@@ -86,4 +92,5 @@ def memory_of(model: object) -> Memory:
 
 def release() -> None:
     """Give back to the system what nobody uses."""
-    _memories.clear()
+    for memory in list(_memories.values()):
+        memory.drop_free()

@@ -195,23 +195,16 @@ class SourceAttention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """The wide layer and its activation function, times a gate where there is one.
-
-    halves: whether the wide layer's second half is the gate.
-    """
+    """The wide layer and its activation function, times a gate where there is one."""
 
     wide: Product
     activation: str
     gated: Product | None = None
-    halves: bool = False
 
     def __call__(self, x: Tensor, layer: int, context: Context) -> Tensor:
-        if self.halves:
-            activated, gate = self.wide.apply(x).chunk(2, 1)
-            return fused_activation(activated.contiguous(), self.activation, gate=gate.contiguous())
         if self.gated is None:
             return self.wide.apply(x, self.activation)
-        if self.wide.sums:  # a product that activates too while it computes
+        if self.wide.fuses:
             return self.wide.apply(x, self.activation).mul_(self.gated.apply(x))
         return fused_activation(self.wide.apply(x), self.activation, gate=self.gated.apply(x))
 
@@ -228,7 +221,7 @@ class Sublayer:
     def __call__(self, x: Tensor, stream: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Return the normed sum and the sum, (R, C) each."""
         mixed = self.mix(x, self.layer, context)
-        if self.norm is not None and not self.out.sums:
+        if self.norm is not None and not self.out.fuses:
             return self.norm(self.out.apply(mixed), stream)
         total = self.out.apply(mixed, residual=stream)
         return (total, total) if self.norm is None else self.norm(total)
@@ -285,6 +278,12 @@ class DecoderStep:
     bias: Tensor | None = None
     scale: float = 1.0
     rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """How many attend to the text, and to a source."""
+        kinds = [type(sublayer.mix) for sublayer in self.sublayers]
+        return kinds.count(TextAttention), kinds.count(SourceAttention)
 
     @property
     def dtype(self) -> torch.dtype:

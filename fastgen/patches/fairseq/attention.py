@@ -144,12 +144,6 @@ class Layers(Attending):
             if not module.encoder_decoder_attention:
                 layer.sweep(slots)
 
-    def undo_step(self) -> None:
-        """Let the newest token be written once more."""
-        for module, layer in self.of.items():
-            if not module.encoder_decoder_attention:
-                layer.undo_step()
-
     def keep(self, sentences: Tensor, in_order: bool) -> None:
         """Keep these sentences, as `decoding.first_finished.Stepper.keep` says."""
         places: list[int] = sentences.tolist()

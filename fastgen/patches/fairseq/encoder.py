@@ -67,6 +67,7 @@ def _layer_by_layer(model: Any) -> bool:
         and all(
             isinstance(layer, TransformerEncoderLayerBase)
             and type(layer).forward is TransformerEncoderLayerBase.forward
+            and "forward" not in vars(layer)
             and type(layer.self_attn) is MultiheadAttention
             and not layer._forward_hooks
             and not layer._forward_pre_hooks

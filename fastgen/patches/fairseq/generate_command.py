@@ -62,11 +62,11 @@ def _output(cfg: Any) -> Iterator[TextIO]:
             yield sys.stdout
             sys.stdout.flush()
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:  # another file's
                 raise
             # Python would complain once more when it closes standard output at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(f"fairseq-generate: the output is not whole: {error.strerror}") from None
+            raise SystemExit(f"fairseq-generate: the output is not whole: {error.strerror}") from error
         return
     folder = Path(cfg.common_eval.results_path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def _output(cfg: Any) -> Iterator[TextIO]:
             yield output
         partial.replace(file)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno != errno.ENOSPC or error.filename not in (None, str(partial)):
             raise
         raise SystemExit(f"fairseq-generate: {partial} is not whole: {error.strerror}") from error
 

@@ -10,6 +10,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from fairseq import utils
@@ -78,14 +79,15 @@ def _interactive(cfg: Any) -> None:
 def _buffers(run: Run) -> Iterator[tuple[int, list[Any]]]:
     """The lines of each buffer, how many and as batches; from a file a buffer ahead.
 
-    What is typed is read when it is wanted: a thread that waits for a line could not be ended by Ctrl-C.
+    What is typed, or comes through a pipe, is read when it is wanted: a thread that waits for a line could not be ended
+    by Ctrl-C.
     """
     cfg = run.cfg
     buffers = (
         (len(lines), list(make_batches(lines, cfg, run.task, run.max_positions(), run.encode)))
         for lines in buffered_read(cfg.interactive.input, cfg.interactive.buffer_size)
     )
-    if cfg.interactive.input == "-":
+    if not Path(cfg.interactive.input).is_file():
         yield from buffers
         return
     with ThreadPoolExecutor(1, "fastgen-read") as reader:

@@ -10,7 +10,7 @@ from fairseq.models.transformer import TransformerModelBase
 from torch import Tensor
 
 from fastgen.decoding import cache
-from fastgen.models.layouts import OTHERWISE, NotFused, agree, by_modules, proven
+from fastgen.models.layouts import NotFused, by_modules, trial, verdict
 from fastgen.models.memory import Memory, memory_of
 from fastgen.patches.fairseq.attention import Layers, current_step
 from fastgen.patches.fairseq.fused import FusedDecoder
@@ -39,16 +39,16 @@ class Member:
             self._fuse()
         if ancestry is None or self.fused is None:
             logits, attention, extra = self._by_modules(tokens)
-        elif proven.get(self.fused.step.module):
+        elif self.fused.ready:
             (logits, attention), extra = self.fused(tokens), None
         else:
-            found, _ = self.fused(tokens)
-            self.layers.undo_step()
+            tried = self.fused
+            found = trial(lambda: tried(tokens)[0], tried.text)
             logits, attention, extra = self._by_modules(tokens)
-            decoder = self.fused.step.module
-            proven[decoder] = agree(found, logits[:, -1])
-            if not proven[decoder]:
-                self.fused, self.left_off = None, by_modules(OTHERWISE)
+            reason = verdict(tried.step, found, logits[:, -1])
+            tried.ready = reason is None
+            if reason is not None:
+                self.fused, self.left_off = None, by_modules(reason)
         if temperature != 1.0:
             logits = logits.div_(temperature)
         return self._log_probs(logits, extra), attention

@@ -134,11 +134,6 @@ class SharedCache:
         for layer in (*self.text, *self.source):
             layer.keep(sentences, moves)
 
-    def undo_step(self) -> None:
-        """Let the newest token be written once more."""
-        for layer in self.text:
-            layer.undo_step()
-
     def undo_steps(self) -> None:
         """Forget all generated tokens; only `as_stock` may follow."""
         for layer in self.text:

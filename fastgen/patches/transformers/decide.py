@@ -114,13 +114,19 @@ def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dic
     cache = kwargs.get("past_key_values")
     if (reason := _of_another_kind(cache)) is not None:
         return reason
+    longest = _longest(model, input_ids, config, kwargs)
+    for part in _configs(model):
+        rope = getattr(part, "rope_parameters", None) or {}
+        short = rope.get("original_max_position_embeddings", getattr(part, "original_max_position_embeddings", None))
+        if rope.get("rope_type") == "longrope" and short is not None and longest > short:
+            return "a text that outgrows its short positions is computed anew"
     attentions = config.return_dict_in_generate and config.output_attentions
     if beams == 1:
         windows = [layer.sliding_window for layer in parts_of(cache)[0].layers if layer.is_sliding]
         if windows and attentions:
             return "output_attentions=True with a sliding window"
         # The shared cache keeps the whole text, which only several rows of a sentence make up for.
-        if windows and _longest(model, input_ids, config, kwargs) > min(windows):
+        if windows and longest > min(windows):
             return "the text may outgrow the sliding window"
         return None
     if attentions:

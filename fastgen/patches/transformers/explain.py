@@ -108,15 +108,16 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise Unsupported("PEFT's prompt learning prepares the call in a way of its own")
         prepared = prepare(bare, model, generate_kwargs)
-        plan = decide(
-            bare,
-            prepared.loop,
-            prepared.input_ids,
-            prepared.logits_processor,
-            prepared.stopping_criteria,
-            prepared.config,
-            prepared.kwargs,
-        )
+        with torch.no_grad():  # as `generate` calls its loops
+            plan = decide(
+                bare,
+                prepared.loop,
+                prepared.input_ids,
+                prepared.logits_processor,
+                prepared.stopping_criteria,
+                prepared.config,
+                prepared.kwargs,
+            )
         note = _check_patch({"beam": "transformers.beam_search", "sample": "transformers.sample"}[prepared.loop])
     except Unsupported as unsupported:
         return Explanation(type(bare).__name__, None, unsupported.reason, None, None, linears)

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 
 from fastgen import config
-from fastgen.models.layouts import LAYOUTS, NotFused, step_of
+from fastgen.models.layouts import LAYOUTS, NotFused, proven, step_of
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.cache import SharedCache, parts_of
 
@@ -16,6 +17,7 @@ _ARGUMENTS = {
     False: {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"},
 }  # by whether it is an encoder-decoder
 _OF_LOOP = {"streamer", "synced_gpus"}
+_ATTENTION = ("eager", "sdpa")
 
 
 def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: int) -> DecoderStep:
@@ -29,9 +31,9 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     """
     if config.settings().step == "module":
         raise NotFused("FASTGEN_STEP=module")
-    if generation_config.return_dict_in_generate and (
-        generation_config.output_hidden_states or generation_config.output_attentions
-    ):
+    returned = generation_config.output_hidden_states or generation_config.output_attentions
+    noted = any(getattr(model.config, name, False) for name in ("output_hidden_states", "output_attentions"))
+    if noted or (returned and generation_config.return_dict_in_generate):
         raise NotFused("hidden states or attentions are returned")
     for name, value in kwargs.items():
         if value is not None and name not in _ARGUMENTS[bool(model.config.is_encoder_decoder)] | _OF_LOOP:
@@ -44,6 +46,13 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     layout = LAYOUTS.get(model.config.model_type)
     if layout is None:
         raise NotFused(f"there is no record of model type {model.config.model_type!r}")
+    if (layout.source is not None) != bool(model.config.is_encoder_decoder):
+        raise NotFused("a decoder without its encoder")
+    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+        if name in vars(model) or getattr(type(model), name) is not getattr(GenerationMixin, name):
+            raise NotFused(f"{type(model).__name__} has its own {name}")
+    if model.config._attn_implementation not in _ATTENTION:
+        raise NotFused(f"attention implementation {model.config._attn_implementation!r}")
     return step_of(model, layout, longest)
 
 
@@ -52,10 +61,16 @@ class FusedDecoder:
 
     Args:
         kwargs: what the model's forward would get in the first of them.
+
+    Raises:
+        NotFused: the model has run other layers than the step has.
     """
 
     def __init__(self, step: DecoderStep, model: Any, cache: SharedCache, kwargs: dict[str, Any]) -> None:
+        if (len(cache.text), len(cache.source)) != step.layers:
+            raise NotFused(f"its cache has {len(cache.text)} layers")
         self.step, self.cache, self.prefix = step, cache, cache.text[0].prefix
+        self.ready = bool(proven.get(step.module))  # else the next step is made both ways
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         names = ("decoder_attention_mask", "attention_mask") if self.encoder_decoder else ("attention_mask", "")
         text, source = (kwargs.get(name) for name in names)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastgen.decoding.plan import Plan
 from fastgen.models.attention import BeamAttention
-from fastgen.models.layouts import OTHERWISE, agree, by_modules, proven
+from fastgen.models.layouts import NotFused, by_modules, trial, verdict
 from fastgen.models.memory import memory_of
 from fastgen.patches.transformers import fused
 from fastgen.patches.transformers.attention import current_step
@@ -54,11 +54,14 @@ class SharedStepper(Stepper):
         self.cache.begin_decoding()
         logits = self._taken(outputs, repeat=m)
         if step is not None:
-            self.fused = FusedDecoder(step, self.model, self.cache, self.kwargs)
+            try:
+                self.fused = FusedDecoder(step, self.model, self.cache, self.kwargs)
+            except NotFused as reason:
+                self._leave_fused(str(reason))
         return logits
 
     def step(self, ids: Tensor) -> Tensor:
-        if self.cache is None or self.fused is None or not proven.get(self.fused.step.module):
+        if self.cache is None or self.fused is None or not self.fused.ready:
             return super().step(ids)
         self._note_step(ids)
         self.cache.begin_step()
@@ -79,14 +82,20 @@ class SharedStepper(Stepper):
         self.cache.begin_step()
         if self.fused is None:
             return self._of_module(self.cache, ids, given, first)
-        found = self.fused(ids)
-        self.cache.undo_step()
-        decoder, outputs = self.fused.step.module, self._of_module(self.cache, ids, given, first)
-        proven[decoder] = agree(found, outputs.logits[:, -1])
-        if not proven[decoder]:
-            self.fused = None
-            self.plan = replace(self.plan, fused=False, left_off=(*self.plan.left_off, by_modules(OTHERWISE)))
+        tried = self.fused
+        found = trial(lambda: tried(ids), self.cache.text)
+        outputs = self._of_module(self.cache, ids, given, first)
+        reason = verdict(tried.step, found, outputs.logits[:, -1])
+        if self.fused is not None:
+            if reason is None:
+                self.fused.ready = True
+            else:
+                self._leave_fused(reason)
         return outputs
+
+    def _leave_fused(self, reason: str) -> None:
+        self.fused = None
+        self.plan = replace(self.plan, fused=False, left_off=(*self.plan.left_off, by_modules(reason)))
 
     def _of_module(self, cache: SharedCache, ids: Tensor, given: dict[str, Any], first: bool) -> Any:
         """The outputs of the model's own forward."""

@@ -2,13 +2,14 @@
 
 import copy
 import gc
-import warnings
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from fastgen.decoding.plan import Unsupported
 from fastgen.models import memory
@@ -37,10 +38,7 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
             raise
     # Out of the handler, so that nothing holds on to what the call had made.
     sentences = prepared.sentences
-    warnings.warn(
-        f"there is not enough memory for a batch of {sentences} sentences: they are generated in two parts",
-        stacklevel=4,
-    )
+    _logger.warning("not enough memory for a batch of %d sentences: it is generated in halves", sentences)
     _engine.hit("transformers.generate", ["a batch at once: there was not enough memory"])
     fill = fill_of(prepared.loop, prepared.config)
     del prepared
@@ -50,14 +48,18 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
         torch.cuda.empty_cache()
     half = sentences // 2
     parts = [
-        generate(original, model, **{name: _part(name, value, sentences, at) for name, value in kwargs.items()})
+        generate(original, model, **{name: _part(name, value, at) for name, value in kwargs.items()})
         for at in (slice(0, half), slice(half, sentences))
     ]
     return _joined(parts, fill)
 
 
+_logger = logging.getLogger("fastgen")
+_MESSAGES = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
 def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in _MESSAGES)
 
 
 def _separable(model: Any, kwargs: dict[str, Any]) -> Prepared | None:
@@ -69,25 +71,39 @@ def _separable(model: Any, kwargs: dict[str, Any]) -> Prepared | None:
             bare, prepared.loop, prepared.input_ids, prepared.logits_processor, prepared.stopping_criteria,
             prepared.config, prepared.kwargs,
         )  # fmt: skip
-    except Unsupported:
+    except (Unsupported, torch.OutOfMemoryError):
         return None
-    alone = plan.drop and prepared.sentences > 1 and prepared.config.max_time is None
-    return prepared if alone and kwargs.get("past_key_values") is None else None
+    start: Any = prepared.config.decoder_start_token_id
+    whole = prepared.sentences == 1 or not plan.drop or (isinstance(start, Sequence | Tensor) and len(start) > 1)
+    timed = any(isinstance(criterion, MaxTimeCriteria) for criterion in prepared.stopping_criteria)
+    divisible = all(_is_divisible(name, value, prepared.sentences) for name, value in kwargs.items())
+    return None if whole or timed or not divisible else prepared
 
 
-_SETTINGS = frozenset(GenerationConfig().to_dict())
+_SETTINGS = frozenset(GenerationConfig().to_dict()) | {"generation_config", "logits_processor", "stopping_criteria"}
+_BY_SENTENCE = {
+    "inputs", "input_ids", "attention_mask", "inputs_embeds", "encoder_outputs", "decoder_input_ids",
+    "decoder_attention_mask", "position_ids",
+}  # fmt: skip
 
 
-def _part(name: str, value: Any, sentences: int, at: slice) -> Any:
+def _is_divisible(name: str, value: Any, sentences: int) -> bool:
+    """Whether an argument is one for all sentences, or has an entry for each."""
+    if value is None or name in _SETTINGS:
+        return True
+    parts = list(cast("Mapping[str, Any]", value).values()) if isinstance(value, Mapping) else [value]
+    rows = [isinstance(part, Tensor) and part.dim() > 0 and part.shape[0] == sentences for part in parts]
+    return name in _BY_SENTENCE and all(rows)
+
+
+def _part(name: str, value: Any, at: slice) -> Any:
     """Some sentences of an argument, if it is one that has an entry for each."""
-    if name in _SETTINGS:
+    if value is None or name not in _BY_SENTENCE:
         return value
-    if isinstance(value, Tensor):
-        return value[at] if value.dim() and value.shape[0] == sentences else value
     if isinstance(value, Mapping):
-        parts = cast("Mapping[str, Any]", value)
-        return cast(Any, type(parts))({key: _part(key, part, sentences, at) for key, part in parts.items()})
-    return value
+        parts = cast("Mapping[str, Tensor]", value)
+        return cast(Any, type(parts))({key: part[at] for key, part in parts.items()})
+    return value[at]
 
 
 def _joined(parts: list[Tensor], fill: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Many sentences through `generate`: in batches of like lengths and of a size in tokens, back in their order."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, cast
 
@@ -50,16 +50,21 @@ class _Stream:
         for name, value in (("max_tokens", max_tokens), ("window", window)):
             if value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
         self.model, self.max_tokens, self.window, self.kwargs = model, max_tokens, window, kwargs
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         config, _ = model._prepare_generation_config(kwargs.get("generation_config"), **_settings(kwargs))
         if config.return_dict_in_generate:
             raise TypeError("return_dict_in_generate=True: a stream yields sequences alone")
-        for name in ("inputs", "input_ids", "attention_mask", "streamer", "past_key_values"):
-            if kwargs.get(name) is not None:
-                raise TypeError(f"{name}: a stream makes its own")
+        for name in _REFUSED & set(kwargs):
+            raise TypeError(f"{name}: a stream cannot have it")
         if not self.encoder_decoder and config.max_new_tokens is None:
             raise TypeError("max_new_tokens is needed: a prompt's padding would count in max_length")
+        if not self.encoder_decoder and config.min_length:
+            raise TypeError(f"min_length = {config.min_length} would count a prompt's padding; say min_new_tokens")
+        # Padding before a prompt is text to whoever looks at single tokens, or is the caller's own.
+        sees_padding = config.no_repeat_ngram_size == 1 or "logits_processor" in kwargs
+        self.alike = sees_padding and not self.encoder_decoder
         ends = config.eos_token_id
         self.ends = torch.tensor([] if ends is None else ends, dtype=torch.int64).flatten()
         fill = config.pad_token_id
@@ -76,9 +81,12 @@ class _Stream:
                 yield found.pop(i)
 
     def _batches(self, sentences: list[Tensor], order: list[int]) -> Iterator[list[int]]:
-        """Indices, the longest first: as many as fit beside the first of them."""
+        """Indices, the longest first: as many as fit beside the first of them; where padding is seen, as are alike."""
         while order:
-            count = max(1, self.max_tokens // len(sentences[order[0]]))
+            longest = len(sentences[order[0]])
+            count = max(1, self.max_tokens // longest)
+            if self.alike:
+                count = min(count, sum(len(sentences[i]) == longest for i in order))
             batch, order = order[:count], order[count:]
             yield batch
 
@@ -106,12 +114,25 @@ class _Stream:
         return prompt + int(first.max()) if len(first) else prompt
 
 
+_REFUSED = {
+    "inputs", "input_ids", "attention_mask", "inputs_embeds", "encoder_outputs", "decoder_input_ids",
+    "decoder_inputs_embeds", "decoder_attention_mask", "position_ids", "token_type_ids", "past_key_values", "streamer",
+    "stopping_criteria", "stop_strings", "prefix_allowed_tokens_fn",
+}  # fmt: skip
+"""Inputs, which a stream makes itself, and what ends a text without a token that says so or knows a batch's order."""
+
+
 def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name != "generation_config"}
 
 
 def _ids(sentence: Sequence[int] | Tensor) -> Tensor:
-    ids = torch.as_tensor(cast(Any, sentence), dtype=torch.int64).cpu()
+    if isinstance(sentence, str | Mapping):
+        raise TypeError(f"a sentence must be token ids, not a {type(sentence).__name__}")
+    ids = torch.as_tensor(cast(Any, sentence)).cpu()
+    if ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool):
+        raise TypeError(f"token ids must be integers, not {ids.dtype}")
+    ids = ids.to(torch.int64)
     if ids.dim() != 1 or len(ids) == 0:
         raise ValueError(f"a sentence must be one row of at least one token id, not of shape {tuple(ids.shape)}")
     return ids
