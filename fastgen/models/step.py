@@ -282,7 +282,7 @@ class DecoderStep:
     @property
     def layers(self) -> tuple[int, int]:
         """How many attend to the text, and to a source."""
-        kinds = [type(sublayer.mix) for sublayer in self.sublayers]
+        kinds: list[type] = [type(sublayer.mix) for sublayer in self.sublayers]
         return kinds.count(TextAttention), kinds.count(SourceAttention)
 
     @property

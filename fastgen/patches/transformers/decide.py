@@ -116,7 +116,7 @@ def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dic
         return reason
     longest = _longest(model, input_ids, config, kwargs)
     for part in _configs(model):
-        rope = getattr(part, "rope_parameters", None) or {}
+        rope: dict[str, Any] = getattr(part, "rope_parameters", None) or {}
         short = rope.get("original_max_position_embeddings", getattr(part, "original_max_position_embeddings", None))
         if rope.get("rope_type") == "longrope" and short is not None and longest > short:
             return "a text that outgrows its short positions is computed anew"

@@ -1,6 +1,6 @@
 """The decode steps of a transformers model from its weights (`models.step`), over the shared cache."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     if (layout.source is not None) != bool(model.config.is_encoder_decoder):
         raise NotFused("a decoder without its encoder")
     for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
-        if name in vars(model) or getattr(type(model), name) is not getattr(GenerationMixin, name):
+        if name in vars(model) or getattr(cast(Any, type(model)), name) is not getattr(GenerationMixin, name):
             raise NotFused(f"{type(model).__name__} has its own {name}")
     if model.config._attn_implementation not in _ATTENTION:
         raise NotFused(f"attention implementation {model.config._attn_implementation!r}")

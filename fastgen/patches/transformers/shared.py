@@ -86,11 +86,9 @@ class SharedStepper(Stepper):
         found = trial(lambda: tried(ids), self.cache.text)
         outputs = self._of_module(self.cache, ids, given, first)
         reason = verdict(tried.step, found, outputs.logits[:, -1])
-        if self.fused is not None:
-            if reason is None:
-                self.fused.ready = True
-            else:
-                self._leave_fused(reason)
+        tried.ready = reason is None
+        if reason is not None and self.plan.fused:
+            self._leave_fused(reason)
         return outputs
 
     def _leave_fused(self, reason: str) -> None:

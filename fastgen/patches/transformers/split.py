@@ -3,7 +3,7 @@
 import copy
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -74,7 +74,11 @@ def _separable(model: Any, kwargs: dict[str, Any]) -> Prepared | None:
     except (Unsupported, torch.OutOfMemoryError):
         return None
     start: Any = prepared.config.decoder_start_token_id
-    whole = prepared.sentences == 1 or not plan.drop or (isinstance(start, Sequence | Tensor) and len(start) > 1)
+    whole = (
+        prepared.sentences == 1
+        or not plan.drop
+        or (isinstance(start, list | tuple | Tensor) and len(cast(Any, start)) > 1)
+    )
     timed = any(isinstance(criterion, MaxTimeCriteria) for criterion in prepared.stopping_criteria)
     divisible = all(_is_divisible(name, value, prepared.sentences) for name, value in kwargs.items())
     return None if whole or timed or not divisible else prepared
