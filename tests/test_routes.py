@@ -487,10 +487,15 @@ def test_memory_of_a_model_goes_with_the_model() -> None:
     model = nn.Linear(2, 2)
     memory = memory_module.memory_of(model)
     assert memory_module.memory_of(model) is memory
-    memory_module.release()
-    assert memory_module.memory_of(model) is not memory
-    gone = weakref.ref(memory_module.memory_of(model))
-    del model
+    held, free = memory.take(torch.zeros(1), 50), memory.take(torch.zeros(1), 5_000)
+    del free
+    assert memory.free
+    memory_module.release()  # of a call that runs, too: what nobody uses
+    assert memory_module.memory_of(model) is memory
+    assert memory.free == 0
+    assert held.shape == (50,)
+    gone = weakref.ref(memory)
+    del model, memory
     gc.collect()
     assert gone() is None
 
