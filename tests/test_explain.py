@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 import fastgen
 from fastgen import config
 from fastgen.decoding import cache
-from fastgen.models.layouts import by_modules
+from fastgen.models.proof import by_modules
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.parity import fallbacks, left_off

@@ -12,8 +12,9 @@ from torch import nn
 from transformers.models.bart import modeling_bart
 
 from fastgen import config
-from fastgen.models import layouts, linear
-from fastgen.models.layouts import LAYOUTS, OTHERWISE, by_modules
+from fastgen.models import layouts, linear, proof
+from fastgen.models.layouts import LAYOUTS
+from fastgen.models.proof import OTHERWISE, by_modules
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.parity import assert_same
@@ -58,7 +59,7 @@ def test_family(family: str, method: str, dtype: torch.dtype, merged: bool, monk
         kwargs |= FIELDS if dtype == torch.float64 else {}
         for _ in range(2):  # the first step of the first call is made both ways
             assert assert_same(model, kwargs, tolerance=1e-6).error is None
-        assert layouts.proven[model.get_submodule(LAYOUTS[family].decoder)]
+        assert proof.proven[model.get_submodule(LAYOUTS[family].decoder)]
         assert _fused()
 
 

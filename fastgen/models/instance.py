@@ -22,9 +22,13 @@ class Routed:
 
 def untouched(module: nn.Module) -> bool:
     """Whether a module runs its class's own forward, without hooks. Copies of a model may carry that forward."""
+    return runs_its_class(module) and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+def runs_its_class(module: nn.Module) -> bool:
+    """Whether a module has no forward but its class's own."""
     own = module.__dict__.get("forward")
-    overridden = own is not None and getattr(own, "__func__", None) is not type(module).forward
-    return not (overridden or module._forward_hooks or module._forward_pre_hooks)
+    return own is None or getattr(own, "__func__", None) is type(module).forward
 
 
 def install(forwards: Mapping[nn.Module, Callable[..., Any]]) -> dict[nn.Module, Any]:

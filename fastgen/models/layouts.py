@@ -5,17 +5,18 @@ has added, or training mode: then the model makes its steps through its own forw
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from fastgen.models import norm as norms
-from fastgen.models.instance import Routed
+from fastgen.models.instance import Routed, runs_its_class
 from fastgen.models.linear import Product, product, products
+from fastgen.models.proof import OTHERWISE, proven
 from fastgen.models.step import (
     DecoderStep,
     Embedding,
@@ -28,12 +29,6 @@ from fastgen.models.step import (
     TextAttention,
 )
 from fastgen.ops.activation import kind_of
-
-OTHERWISE = "they compute something else than its family's"
-"""The reason for which a model that was compared and differs is not fused."""
-
-UNDECIDED = "the first logits are not finite, so that nothing can be compared"
-"""The reason for which one call of a model is not fused."""
 
 
 class NotFused(Exception):
@@ -340,9 +335,8 @@ class _Reader:
                 raise NotFused(f"a hook on a {kind}")
             if module.training:
                 raise NotFused(f"a {kind} is in training mode")
-            own = module.__dict__.get("forward")
-            overridden = own is not None and getattr(own, "__func__", None) is not type(module).forward
-            if (overridden and not isinstance(own, Routed)) or not _is_toolkits(type(module).forward):
+            known = runs_its_class(module) or isinstance(module.__dict__["forward"], Routed)
+            if not known or not _is_toolkits(type(module).forward):
                 raise NotFused(f"a forward of its own of a {kind}")
             if outer or module in self.read or "Dropout" in kind:
                 continue
@@ -417,54 +411,3 @@ _kinds: "WeakKeyDictionary[Any, str | None]" = WeakKeyDictionary()
 def _bias(model: nn.Module, name: str | None) -> Tensor | None:
     bias = None if name is None else model._buffers.get(name)
     return None if bias is None or not bool(bias.any()) else bias.flatten()
-
-
-def agree(found: Tensor, own: Tensor) -> bool | None:
-    """Whether logits (R, V) of a fused step are those of the model's own forward, but for rounding.
-
-    None where they cannot tell, as they are not finite.
-    """
-    tolerance = {torch.float64: 1e-6, torch.float32: 1e-3}.get(own.dtype, 3e-2)
-    found, own = found.double(), own.double()
-    if not bool(own.isfinite().all()):
-        return None
-    spread = (own - own.mean(-1, keepdim=True)).norm()
-    return found.shape == own.shape and bool((found - own).norm() <= tolerance * spread)
-
-
-class Written(Protocol):
-    """A layer of the cache: tokens of a beam, and slots of all, behind the prefix."""
-
-    steps: int
-    filled: int
-
-
-def trial(step: Callable[[], Tensor], text: Sequence[Written]) -> Tensor | None:
-    """Make a step, and let its token be written to the layers once more; None where it cannot be made."""
-    before = [(layer.steps, layer.filled) for layer in text]
-    try:
-        return step()
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        return None
-    finally:
-        for layer, (steps, filled) in zip(text, before, strict=True):
-            layer.steps, layer.filled = steps, filled
-
-
-def verdict(step: DecoderStep, found: Tensor | None, own: Tensor) -> str | None:
-    """Compare a model's first step with its own forward's logits (R, V), once for all; return why it is not fused."""
-    same = False if found is None else agree(found, own)
-    if same is None:
-        return UNDECIDED
-    if not same or step.module not in proven:
-        proven[step.module] = same
-    return None if same else OTHERWISE
-
-
-def by_modules(reason: object) -> str:
-    """How a plan says that decode steps are not made from the weights."""
-    return f"decode steps run through the model's own modules: {reason}"
-
-
-proven: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
-"""Decoders whose first fused step has been compared with their own forward, and whether the two agreed."""

@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from fastgen import config
-from fastgen.models.layouts import LAYOUTS, NotFused, proven, step_of
+from fastgen.models.layouts import LAYOUTS, NotFused, step_of
+from fastgen.models.proof import proven
 from fastgen.models.step import Context
 from fastgen.patches.fairseq.attention import Layers
 

@@ -7,7 +7,8 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from fastgen import config
-from fastgen.models.layouts import LAYOUTS, NotFused, proven, step_of
+from fastgen.models.layouts import LAYOUTS, NotFused, step_of
+from fastgen.models.proof import proven
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.cache import SharedCache, parts_of
 

@@ -22,7 +22,7 @@ _Generate = Callable[..., Any]
 
 
 def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `generate`; where memory runs out, at whatever stage, run it on halves of the batch if nobody can tell."""
+    """Run `generate`; where memory runs out, run it on halves of the batch if nobody can tell."""
     given = kwargs.get("encoder_outputs")
     untouched = {} if given is None else {"encoder_outputs": copy.copy(given)}  # `generate` repeats its rows in place
     try:

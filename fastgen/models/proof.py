@@ -1,0 +1,67 @@
+"""The proof of a step from the weights: a decoder's first one is made both ways, and compared."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.models.step import DecoderStep
+
+OTHERWISE = "they compute something else than its family's"
+"""The reason for which a model that was compared and differs is not fused."""
+
+UNDECIDED = "the first logits are not finite, so that nothing can be compared"
+"""The reason for which one call of a model is not fused."""
+
+
+def agree(found: Tensor, own: Tensor) -> bool | None:
+    """Whether logits (R, V) of a fused step are those of the model's own forward, but for rounding.
+
+    None where they cannot tell, as they are not finite.
+    """
+    tolerance = {torch.float64: 1e-6, torch.float32: 1e-3}.get(own.dtype, 3e-2)
+    found, own = found.double(), own.double()
+    if not bool(own.isfinite().all()):
+        return None
+    spread = (own - own.mean(-1, keepdim=True)).norm()
+    return found.shape == own.shape and bool((found - own).norm() <= tolerance * spread)
+
+
+class Written(Protocol):
+    """A layer of the cache: tokens of a beam, and slots of all, behind the prefix."""
+
+    steps: int
+    filled: int
+
+
+def trial(step: Callable[[], Tensor], text: Sequence[Written]) -> Tensor | None:
+    """Make a step, and let its token be written to the layers once more; None where it cannot be made."""
+    before = [(layer.steps, layer.filled) for layer in text]
+    try:
+        return step()
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return None
+    finally:
+        for layer, (steps, filled) in zip(text, before, strict=True):
+            layer.steps, layer.filled = steps, filled
+
+
+def verdict(step: DecoderStep, found: Tensor | None, own: Tensor) -> str | None:
+    """Compare a model's first step with its own forward's logits (R, V), once for all; return why it is not fused."""
+    same = False if found is None else agree(found, own)
+    if same is None:
+        return UNDECIDED
+    if not same or step.module not in proven:
+        proven[step.module] = same
+    return None if same else OTHERWISE
+
+
+def by_modules(reason: object) -> str:
+    """How a plan says that decode steps are not made from the weights."""
+    return f"decode steps run through the model's own modules: {reason}"
+
+
+proven: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
+"""Decoders whose first fused step has been compared with their own forward, and whether the two agreed."""
