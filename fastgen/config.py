@@ -15,6 +15,7 @@ from typing import Literal, cast, get_args
 Ops = Literal["auto", "reference", "triton"]
 Linear = Literal["auto", "off", "plain", "packed"]
 Step = Literal["auto", "module"]
+Graphs = Literal["auto", "off"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ VARIABLES = (
     Variable("FASTGEN_PARITY", "0", ("0", "1"), "1: run the toolkit's own code too and report the first divergence"),
     Variable("FASTGEN_LINEAR", "auto", get_args(Linear), "how linear layers run on CPU through oneDNN"),
     Variable("FASTGEN_STEP", "auto", get_args(Step), "module: decode steps run through the model's own modules alone"),
+    Variable("FASTGEN_GRAPHS", "auto", get_args(Graphs), "off: decode steps on a GPU are not captured as CUDA graphs"),
     Variable("FASTGEN_FAIRSEQ_ALLOW", "", (), "comma-separated classes that a fairseq checkpoint you trust may hold"),
     Variable("FASTGEN_CACHE_DIR", "", (), "folder for kept results; empty: fastgen in the platform's user cache"),
 )
@@ -69,6 +71,7 @@ class Settings:
     parity: bool
     linear: Linear
     step: Step
+    graphs: Graphs
     fairseq_allow: tuple[str, ...]
     cache_dir: Path
 
@@ -105,6 +108,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         parity=value["FASTGEN_PARITY"] == "1",
         linear=cast(Linear, value["FASTGEN_LINEAR"]),
         step=cast(Step, value["FASTGEN_STEP"]),
+        graphs=cast(Graphs, value["FASTGEN_GRAPHS"]),
         fairseq_allow=_names(value["FASTGEN_FAIRSEQ_ALLOW"]),
         cache_dir=Path(folder).expanduser().absolute() if folder else _user_cache(environ) / "fastgen",
     )

@@ -17,6 +17,7 @@ from fairseq.sequence_scorer import SequenceScorer
 from fairseq.token_generation_constraints import pack_constraints
 
 from tests import fairseq_zoo as zoo
+from tests.recorder import Graphs
 
 
 @pytest.fixture(autouse=True)
@@ -272,3 +273,21 @@ def test_scores_of_given_texts(names: list[str]) -> None:
         assert one["tokens"].tolist() == other["tokens"].tolist()
         torch.testing.assert_close(one["positional_scores"], other["positional_scores"], atol=1e-5, rtol=0)
         torch.testing.assert_close(one["score"], other["score"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["transformer", "prenorm", "bart"])
+def test_replayed_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are captured once, and replayed while sentences leave."""
+    graphs = Graphs(monkeypatch)
+    models = [zoo.build(name, torch.float64)]
+    for options in ({"beam_size": 4, "max_len_b": 30}, {"beam_size": 2, "max_len_b": 30, "temperature": 0.7}):
+        _served(models, zoo.batch(9, 9), options, 1e-4)
+    assert graphs.captures >= 1
+    assert graphs.replays >= 10
+
+
+def test_replayed_steps_of_an_ensemble(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Graphs(monkeypatch)
+    models = [zoo.build(name, torch.float64, seed) for seed, name in enumerate(["prenorm", "prenorm"])]
+    _served(models, zoo.batch(5, 9), {"beam_size": 3, "max_len_b": 30}, 1e-4)
+    assert graphs.replays >= 10

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fastgen
+from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.parity import assert_same, fallbacks, hits
 
@@ -45,6 +46,20 @@ def test_sentences_leave() -> None:
     model = zoo.build("gpt2").to("cuda")
     inputs = _on_device(zoo.batch(model, 12, 11))
     assert_same(model, inputs | {"num_beams": 3, "max_new_tokens": 40, "eos_token_id": list(range(2, 30))})
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
+def test_graphs(family: str, options: dict[str, Any]) -> None:
+    """Captured steps: while the text outgrows its memory, and while sentences leave."""
+    model = zoo.build(family).to("cuda")
+    for ends in ([2], list(range(2, zoo.VOCABULARY, 4))):
+        for _ in range(2):
+            kwargs = _on_device(zoo.batch(model, 8, 11)) | options | {"max_new_tokens": 100, "eos_token_id": ends}
+            assert_same(model, kwargs | {"pad_token_id": 2})
+            call = last_call()
+            assert call is not None
+            assert call.plan.graphs, call.plan.left_off
 
 
 @pytest.mark.parametrize("kind", ["offloaded", "static"])

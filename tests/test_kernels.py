@@ -397,6 +397,26 @@ def test_attention(b: int, m: int, h: int, kv: int, n: int, softcap: float | Non
         _check_attention(beam_attention, device, b, m, h, kv, n, 8, softcap=softcap, mask_shape=shape)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("seen", [1, 64, 65, 700, 1_100])
+def test_attention_to_some_of_the_room(seen: int, masked: bool, device: str) -> None:
+    """What lies behind the keys that are seen is not read, in any part of them."""
+    b, m, h, n = 1, 3, 2, 1_100
+    query, keys, values, mask = (
+        _randn(b, x, y, 8, seed=i, device=device) for i, (x, y) in enumerate([(m, h), *[(h, n)] * 3])
+    )
+    mask = mask[:, :1, None, :, 0].expand(b, 1, m, n).contiguous() if masked else None
+    for room in (keys[:, :, seen:], values[:, :, seen:], *([mask[..., seen:]] if mask is not None else [])):
+        room.fill_(torch.nan)
+    counted = torch.tensor([seen], device=device)
+    found = beam_attention.beam_attention(query, keys, values, mask, 0.3, seen=counted)
+    reference = beam_attention.beam_attention_reference(query, keys, values, mask, 0.3, seen=counted)
+    short = None if mask is None else mask[..., :seen]
+    wanted = beam_attention.beam_attention_reference(query, keys[:, :, :seen], values[:, :, :seen], short, 0.3)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(reference, wanted)
+
+
 def test_attention_in_parts(device: str) -> None:
     """Few sentences: the keys are split over programs, and the parts are added up."""
     before = dispatch.launches["_sum_parts_kernel"]
@@ -533,6 +553,10 @@ def _check_cache(ops: Any, device: str) -> None:
             ops.write_slots_(keys, values, new_keys, new_values, 3)
         assert torch.equal(keys, wanted[0])
         assert torch.equal(values, wanted[1])
+        with _Watched(new_keys, new_values, write_slots=1):
+            ops.write_slots_(keys, values, new_keys, new_values, torch.tensor([6], device=device))
+        assert torch.equal(keys, ops.write_slots_reference(wanted[0], new_keys, 6))
+        assert torch.equal(values, ops.write_slots_reference(wanted[1], new_values, torch.tensor([6], device=device)))
         buffer = _randn(6, 3, 2_000, 5, dtype=dtype, device=device)
         wanted_buffer = buffer.clone()
         wanted_buffer[[1, 0], :, :1_900] = wanted_buffer[[5, 4], :, :1_900]

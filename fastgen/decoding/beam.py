@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.rules import BeamRule
-from fastgen.decoding.text import Edit, Stop, Text, closed_up, edited, sparse
+from fastgen.decoding.text import Edit, Stop, Text, closed_up, edited, may_leave, sparse
 from fastgen.models.memory import Memory
 from fastgen.ops.cache import reorder_rows_
 from fastgen.ops.dispatch import runs_kernels
@@ -91,6 +91,7 @@ class BeamSearch:
         fill: token that fills a hypothesis beyond its end.
         sample: draw the candidates instead of taking the best.
         may_drop: whether finished sentences may leave the batch.
+        captured: whether the model's steps are, for a number of rows.
     """
 
     prompt: Tensor
@@ -100,6 +101,7 @@ class BeamSearch:
     fill: int
     sample: bool = False
     may_drop: bool = True
+    captured: bool = False
     trace: Trace = field(default_factory=Trace)
     memory: Memory = field(default_factory=Memory, init=False)  # of a step's log-probabilities
 
@@ -224,7 +226,7 @@ class BeamSearch:
         leaving = [
             i for i, (open_, full) in enumerate(zip(improvable, done, strict=True)) if self.rule.settled(open_, full)
         ]
-        if len(leaving) * 8 < len(improvable) or not leaving:
+        if not may_leave(len(leaving), len(improvable), self.captured):
             return
         staying = torch.tensor(closed_up(len(improvable), leaving), device=self.ids.device)
         gone = torch.tensor(leaving, device=self.ids.device)

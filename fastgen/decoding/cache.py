@@ -45,6 +45,11 @@ class Ancestry:
     def visible(self) -> Tensor:
         return self._visible[:, :, : self.filled]
 
+    @property
+    def room(self) -> Tensor:
+        """`visible` with what lies behind it, (B, M, F), up to where it will have to move."""
+        return self._visible
+
     def begin_step(self) -> None:
         """Open the slots of one more token: each beam sees its own."""
         filled, total = self.filled, self.filled + self.beams
@@ -155,15 +160,33 @@ class LayerKV:
         self._values[:, :, self.prefix : self.prefix + added] = values
         self.prefix += added
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Write one token of every beam into its slot: keys, values (B*M, Hkv, 1, D)."""
-        start, end = self.slots, self.slots + self.beams
-        if self._keys is None or self._keys.shape[2] < end:
-            self._reserve(keys, values, start + _room(self.steps, self.longest) * self.beams)
+    @property
+    def room(self) -> tuple[Tensor, Tensor]:
+        """Keys and values with what lies behind them, (B, Hkv, N, D), up to where they will have to move."""
         assert self._keys is not None
         assert self._values is not None
-        write_slots_(self._keys, self._values, keys, values, start)
+        return self._keys, self._values
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Write one token of every beam into its slot: keys, values (B*M, Hkv, 1, D)."""
+        self._make_room(keys, values)
+        write_slots_(*self.room, keys, values, self.slots)
+        self.note_step()
+
+    def make_room(self) -> bool:
+        """Make room for one more token of every beam; say whether keys and values have moved for it."""
+        return self._make_room(*self.room)
+
+    def note_step(self) -> None:
+        """One token of every beam has been written."""
         self.steps, self.filled = self.steps + 1, self.filled + self.beams
+
+    def _make_room(self, keys: Tensor, values: Tensor) -> bool:
+        """Make room for one more token of every beam, of the shape of keys and values, if there is none."""
+        full = self._keys is None or self._keys.shape[2] < self.slots + self.beams
+        if full:
+            self._reserve(keys, values, self.slots + _room(self.steps, self.longest) * self.beams)
+        return full
 
     def sweep(self, slots: Tensor) -> None:
         """Give up all slots of generated tokens but these, (B, L) int64, from `Ancestry.sweep`."""

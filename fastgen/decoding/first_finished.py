@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.text import closed_up
+from fastgen.decoding.text import closed_up, may_leave
 from fastgen.ops.cache import reorder_rows_
 from fastgen.ops.kbest import best_of_log_probs
 
@@ -132,6 +132,7 @@ class FirstFinished:
         longest: tokens of a hypothesis at most, its end not counted.
         normalize: divide a hypothesis' score by its length to the power of `length_penalty`.
         no_longer_than: (B,), tokens beyond which a hypothesis' score is -inf, or None.
+        captured: whether the model's steps are, for a number of rows.
         stop_at_longest: whether a search that has come to `longest` is over, whatever has finished.
     """
 
@@ -147,6 +148,7 @@ class FirstFinished:
     length_penalty: float = 1.0
     no_longer_than: Tensor | None = None
     stop_at_longest: bool = False
+    captured: bool = False
 
     def __post_init__(self) -> None:
         b, m = self.sentences, self.beams
@@ -254,7 +256,7 @@ class FirstFinished:
     def _drop(self, model: Stepper, found: Candidates, ends: Tensor) -> tuple[Candidates, Tensor]:
         """Let sentences that are over leave; where the search allows it, when enough of them have gathered."""
         gone = [b for b, over in enumerate(self.over) if over]
-        if self.search.plain and len(gone) * 8 < len(self.over):
+        if self.search.plain and not may_leave(len(gone), len(self.over), self.captured):
             return found, ends
         staying = (
             closed_up(len(self.over), gone)

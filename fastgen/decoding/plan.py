@@ -24,6 +24,7 @@ class Plan:
         shared: whether keys and values are in fastgen's cache, where the rows of a sentence share those of the prompt
             and of the encoder's output; else every row has its own in the toolkit's cache, if there is one at all.
         fused: whether decode steps are made from the model's weights; else its own modules make them.
+        graphs: whether they are captured as CUDA graphs, and replayed.
         drop: whether finished sentences leave the batch.
         left_off: what does not run, each with its reason.
     """
@@ -34,6 +35,7 @@ class Plan:
     shared: bool
     drop: bool
     fused: bool = False
+    graphs: bool = False
     left_off: tuple[str, ...] = ()
 
     @property

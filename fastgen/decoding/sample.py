@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.beam import Stepper, Trace
-from fastgen.decoding.text import Edit, Stop, Text, closed_up, edited
+from fastgen.decoding.text import Edit, Stop, Text, closed_up, edited, may_leave
 from fastgen.ops.kbest import argmax
 
 
@@ -20,6 +20,7 @@ class Sampling:
         ids: (R, P) int64, the prompt of each row.
         pad: token id that finished rows go on with, None to let them run on.
         may_drop: whether finished rows may leave the batch (one row per sentence).
+        captured: whether the model's steps are, for a number of rows.
         on_tokens: called with the new tokens (R,) of every step.
     """
 
@@ -29,6 +30,7 @@ class Sampling:
     pad: Tensor | None
     sample: bool = False
     may_drop: bool = True
+    captured: bool = False
     trace: Trace = field(default_factory=Trace)
     on_tokens: Callable[[Tensor], None] | None = None
 
@@ -57,7 +59,7 @@ class Sampling:
             alive: list[bool] = cast(Any, running).tolist()
             if not any(alive):
                 return whole
-            if self.may_drop and alive.count(False) * 8 >= len(alive):
+            if self.may_drop and may_leave(alive.count(False), len(alive), self.captured):
                 leaving = [row for row, runs in enumerate(alive) if not runs]
                 stay = torch.tensor(closed_up(len(alive), leaving), device=self.ids.device)
                 rows = stay if rows is None else rows[stay]

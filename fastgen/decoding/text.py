@@ -42,6 +42,14 @@ def closed_up(count: int, leaving: Sequence[int]) -> list[int]:
     return [next(last) if place in gone else place for place in range(left)]
 
 
+def may_leave(leaving: int, count: int, captured: bool = False) -> bool:
+    """Say whether enough of `count` sentences have finished for them to leave, which moves some of the others.
+
+    captured: whether decode steps are captured too, as they are anew for fewer rows.
+    """
+    return leaving > 0 and leaving * (4 if captured else 8) >= count
+
+
 @dataclass
 class NGramBlock:
     """Ban tokens that would repeat an n-gram of their row, prompt and padding included, or of a source.

@@ -23,7 +23,9 @@ from fastgen.ops.norm import norm
 
 
 class KeysAndValues(Protocol):
-    """What a step needs of a layer of the cache: keys and values (B, Hkv, N, D)."""
+    """What a step needs of a layer of the cache: keys and values (B, Hkv, N, D), of M beams per sentence."""
+
+    beams: int
 
     @property
     def keys(self) -> Tensor: ...
@@ -41,16 +43,19 @@ class Context:
 
     Attributes:
         sentences: B, of R = B * M rows.
-        length: tokens of the text, of which the newest is run; prefix: of those, the ones that all beams share.
-        position: of the newest token, the first being 0; (R,) int64 where rows differ.
+        length: tokens of the text, of which the newest is run; (1,) int64 where only the device knows.
+        prefix: of those, the ones that all beams share.
+        position: of the newest token, the first being 0; (1,) int64 where only the device knows, (R,) where rows
+            differ.
         text, source: keys and values of each layer.
         text_mask, source_mask: additive, broadcastable to (B, H, M, N); None where everything is seen.
         times: (B, F) int64, the step that each slot behind the prefix is of; None where there are M of each, in order.
+        seen: (1,) int64, how many keys of the text there are, where only the device knows.
         watched: the layer whose attention over the source is wanted; it comes out in `weights`, (R, S) fp32.
     """
 
     sentences: int
-    length: int
+    length: int | Tensor
     prefix: int
     position: int | Tensor
     text: Sequence[KeysAndValues]
@@ -58,6 +63,7 @@ class Context:
     text_mask: Tensor | None = None
     source_mask: Tensor | None = None
     times: Tensor | None = None
+    seen: Tensor | None = None
     watched: int | None = None
     weights: Tensor | None = None
     rotation: tuple[Tensor, Tensor] | None = None
@@ -85,15 +91,17 @@ class RelativeBias:
 
     def over(self, context: Context) -> Tensor:
         """Return (1 or B, H, 1, N) over the prefix and the slots of a context."""
-        text = self.by_distance[None, :, None, : context.length].flip(3)
-        shared, generated = text[..., : context.prefix], text[..., context.prefix :]
-        if context.times is None:
-            slots = context.text[0].keys.shape[2] - context.prefix
-            generated = generated.repeat_interleave(slots // max(1, generated.shape[3]), 3)
-        else:
-            index = context.times[:, None, None].expand(-1, text.shape[1], 1, -1)
-            generated = generated.expand(index.shape[0], -1, -1, -1).gather(3, index)
-        return torch.cat([shared.expand(generated.shape[0], -1, -1, -1), generated], 3)
+        slots = context.text[0].keys.shape[2] - context.prefix
+        device = self.by_distance.device
+        steps = context.times
+        if steps is None:
+            beams = context.text[0].beams
+            steps = torch.arange(slots, device=device).div(beams, rounding_mode="floor")[None]
+        prefix = torch.arange(context.prefix, device=device).expand(steps.shape[0], -1)
+        distance = context.length - 1 - torch.cat([prefix, steps + context.prefix], 1)
+        distance = distance.clamp_(0, self.by_distance.shape[1] - 1)  # of slots that are not filled yet, too
+        found = self.by_distance.index_select(1, distance.flatten())
+        return found.view(-1, *distance.shape).transpose(0, 1)[:, :, None]
 
 
 class NormLike(Protocol):
@@ -162,7 +170,9 @@ class TextAttention:
         kept.append(key[:, :, None], value[:, :, None])
         query = query.reshape(context.sentences, -1, self.heads, self.dims)
         mask = context.text_mask_with(self.bias)
-        return beam_attention(query, kept.keys, kept.values, mask, self.scale).reshape(x.shape[0], -1)
+        return beam_attention(query, kept.keys, kept.values, mask, self.scale, seen=context.seen).reshape(
+            x.shape[0], -1
+        )
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

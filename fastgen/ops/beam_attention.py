@@ -34,7 +34,13 @@ ROWS = 128
 
 
 def beam_attention_reference(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of M beams over the keys of their sentence, written as two einsums.
 
@@ -44,6 +50,8 @@ def beam_attention_reference(
         mask: additive, broadcastable to (B, H, M, N), 0 where visible and -inf (or very low) where not; or None.
         scale: the factor of query times key.
         softcap: when given, scores become softcap * tanh(scores / softcap) before the mask.
+        seen: (1,) int64 on the device, when given: keys from this one on are not looked at, whatever they and their
+            mask hold.
     Returns:
         (B, M, H, D) in the query's dtype.
     """
@@ -54,12 +62,21 @@ def beam_attention_reference(
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores + mask
+    if seen is not None:
+        unseen = torch.arange(keys.shape[2], device=keys.device) >= seen
+        scores, values = scores.masked_fill(unseen, -torch.inf), values.masked_fill(unseen[:, None], 0.0)
     weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
     return torch.einsum("bhmn,bhnd->bmhd", weights, values)
 
 
 def beam_attention(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of M beams over the keys of their sentence; arguments as `beam_attention_reference`.
 
@@ -85,8 +102,10 @@ def beam_attention(
     able = lambda: (  # noqa: E731
         query.dtype in (torch.float32, torch.float16, torch.bfloat16) and d <= DIMS and groups * m <= ROWS and n > 0
     )
-    if use_triton("beam_attention", able, query, keys, values, mask):
-        return _beam_attention_triton(query, keys, values, mask, scale, softcap)
+    if use_triton("beam_attention", able, query, keys, values, mask, seen):
+        return _beam_attention_triton(query, keys, values, mask, scale, softcap, seen)
+    if seen is not None:
+        return beam_attention_reference(query, keys, values, mask, scale, softcap, seen)
     if b * kv_heads <= FEW and softcap is None and query.device.type == "cpu":
         rows = query.transpose(1, 2)
         return F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale, enable_gqa=groups > 1).transpose(
@@ -130,7 +149,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _beam_attention_triton(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    seen: Tensor | None,
 ) -> Tensor:
     b, m, h, d = query.shape
     kv_heads, n = keys.shape[1], keys.shape[2]
@@ -147,10 +172,11 @@ def _beam_attention_triton(
         highest, sums = torch.empty(2, parts, b, m, h, device=query.device)
     given = query if mask is None else mask.expand(b, h, m, n)
     launch(
-        _attention_kernel, (b * kv_heads, parts), query, keys, values, given, mixed, highest, sums, b, m, kv_heads,
+        _attention_kernel, (b * kv_heads, parts), query, keys, values, given, query if seen is None else seen, mixed,
+        highest, sums, b, m, kv_heads,
         h // kv_heads, d, n, length, scale, softcap or 0.0, *query.stride(), *keys.stride(), *values.stride(),
         *given.stride(), ROWS=max(16, power_of_two(rows)), DIMS=max(16, power_of_two(d)), BLOCK=block,
-        MASKED=mask is not None, CAPPED=softcap is not None, WHOLE=parts == 1,
+        MASKED=mask is not None, CAPPED=softcap is not None, WHOLE=parts == 1, COUNTED=seen is not None,
         WIDE=INTERPRETED and query.dtype == torch.bfloat16, num_warps=4 if rows <= 64 else 8,
     )  # fmt: skip
     if parts > 1:
@@ -163,10 +189,10 @@ def _beam_attention_triton(
 
 @jit
 def _attention_kernel(
-    query_ptr, keys_ptr, values_ptr, mask_ptr, mixed_ptr, highest_ptr, sum_ptr, sentences, beams, kv_heads, groups,
-    dims, count, length, scale, softcap, query_b, query_m, query_h, query_d, keys_b, keys_h, keys_n, keys_d, values_b,
-    values_h, values_n, values_d, mask_b, mask_h, mask_m, mask_n, ROWS: constexpr, DIMS: constexpr,
-    BLOCK: constexpr, MASKED: constexpr, CAPPED: constexpr, WHOLE: constexpr,
+    query_ptr, keys_ptr, values_ptr, mask_ptr, seen_ptr, mixed_ptr, highest_ptr, sum_ptr, sentences, beams, kv_heads,
+    groups, dims, count, length, scale, softcap, query_b, query_m, query_h, query_d, keys_b, keys_h, keys_n, keys_d,
+    values_b, values_h, values_n, values_d, mask_b, mask_h, mask_m, mask_n, ROWS: constexpr, DIMS: constexpr,
+    BLOCK: constexpr, MASKED: constexpr, CAPPED: constexpr, WHOLE: constexpr, COUNTED: constexpr,
     WIDE: constexpr,
 ):  # fmt: skip
     """All beams and query heads of one key head of one sentence, over one part of the keys."""
@@ -191,6 +217,8 @@ def _attention_kernel(
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
     end = tl.minimum(count, (part + 1) * length)
+    if COUNTED:
+        end = tl.minimum(end, tl.load(seen_ptr)).to(tl.int32)
     for start in range(part * length, end, BLOCK):
         slot = (start + tl.arange(0, BLOCK)).to(tl.int64)
         is_slot = slot < end

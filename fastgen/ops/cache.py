@@ -4,46 +4,54 @@ Sources: FasterTransformer (an indirection table is reordered, keys and values a
 section 2.1 (finished sentences leave).
 """
 
+import torch
 from torch import Tensor
 
 from fastgen.ops.dispatch import cdiv, constexpr, jit, launch, power_of_two, tl, use_triton
 
 
-def write_slots_reference(buffer: Tensor, new: Tensor, start: int) -> Tensor:
+def write_slots_reference(buffer: Tensor, new: Tensor, start: int | Tensor) -> Tensor:
     """Return a copy of buffer with one token of every beam written at its slot.
 
     Args:
         buffer: (B, H, N, D), the slots of B sentences.
         new: (B * M, H, 1, D), keys or values of the newest token.
-        start: the first of the M slots; beam m writes slot start + m.
+        start: the first of the M slots; beam m writes slot start + m. A tensor (1,) int64 where only the device knows.
     """
     beams = new.shape[0] // max(1, buffer.shape[0])
-    buffer = buffer.clone()
-    buffer[:, :, start : start + beams] = new.view(-1, beams, new.shape[1], new.shape[3]).transpose(1, 2)
-    return buffer
+    slots = torch.arange(beams, device=buffer.device) + start
+    return buffer.index_copy(2, slots, new.view(-1, beams, new.shape[1], new.shape[3]).transpose(1, 2))
 
 
-def write_slots_(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, start: int) -> None:
+def write_slots_(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, start: int | Tensor) -> None:
     """Write the keys and values of one token of every beam into their slots; arguments as `write_slots_reference`.
+
+    A `start` that is on the device is not checked against the buffer.
 
     Raises:
         ValueError: on shapes that do not fit; the message holds them.
     """
     b, h, _, d = keys.shape
     m = new_keys.shape[0] // max(1, b)
+    counted = isinstance(start, Tensor)
     for buffer, new in ((keys, new_keys), (values, new_values)):
-        if new.shape != (b * m, buffer.shape[1], 1, buffer.shape[3]) or start < 0 or start + m > buffer.shape[2]:
+        within = counted or 0 <= start <= buffer.shape[2] - m
+        if new.shape != (b * m, buffer.shape[1], 1, buffer.shape[3]) or not within:
             raise ValueError(
                 f"{tuple(new.shape)} (B * M, H, 1, D) at slot {start} of {tuple(buffer.shape)} (B, H, N, D)"
             )
     if not use_triton("cache", lambda: keys.shape == values.shape, keys, values, new_keys, new_values):
         for buffer, new in ((keys, new_keys), (values, new_values)):
-            buffer[:, :, start : start + m] = new.view(b, m, new.shape[1], new.shape[3]).transpose(1, 2)
+            moved = new.view(b, m, new.shape[1], new.shape[3]).transpose(1, 2)
+            if isinstance(start, Tensor):
+                buffer.index_copy_(2, torch.arange(m, device=buffer.device) + start, moved)
+            else:
+                buffer[:, :, start : start + m] = moved
         return
     launch(
         _write_slots_kernel, (b * m, h), keys, values, new_keys, new_values, m, d, start, *keys.stride(),
         *values.stride(), *new_keys.stride()[:2], new_keys.stride(3), *new_values.stride()[:2], new_values.stride(3),
-        BLOCK=power_of_two(d),
+        COUNTED=counted, BLOCK=power_of_two(d),
     )  # fmt: skip
 
 
@@ -100,9 +108,11 @@ def reorder_rows_(table: Tensor, parents: Tensor) -> None:
 def _write_slots_kernel(
     keys_ptr, values_ptr, new_keys_ptr, new_values_ptr, beams, dims, start, keys_b, keys_h, keys_n, keys_d, values_b,
     values_h, values_n, values_d, new_keys_r, new_keys_h, new_keys_d, new_values_r, new_values_h, new_values_d,
-    BLOCK: constexpr,
+    COUNTED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    if COUNTED:
+        start = tl.load(start)
     sentence, slot = row // beams, start + row % beams
     dim = tl.arange(0, BLOCK)
     there = dim < dims

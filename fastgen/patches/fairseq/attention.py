@@ -57,6 +57,7 @@ class Layers(Attending):
             module: LayerKV(longest, memory, 0 if module.encoder_decoder_attention else beams) for module in modules
         }
         self.source_mask: Tensor | None = None  # (B, 1, 1, S) additive
+        self.ancestry: Ancestry | None = None  # of the present step
         self.text_mask: Tensor | None = None  # (B, 1, M, N) additive
 
     def attend(self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]) -> Any:
@@ -71,15 +72,16 @@ class Layers(Attending):
 
     def begin_step(self, ancestry: Ancestry | None, dtype: torch.dtype) -> None:
         """The next token of every text comes; ancestry: None where it is one for all beams of a sentence."""
-        self.text_mask = None
-        if ancestry is None:
-            return
+        self.ancestry = ancestry
+        self.text_mask = None if ancestry is None else self.masked(ancestry.visible, dtype)
+        if ancestry is not None:
+            for layer in self.of.values():
+                layer.beams = self.beams
+
+    def masked(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
+        """The mask of the text (B, 1, M, N), from that of the slots behind the prefix, (B, M, F)."""
         prefix = next((kv.prefix for module, kv in self.of.items() if not module.encoder_decoder_attention), 0)
-        visible = ancestry.visible.to(dtype)
-        shared = visible.new_zeros(*visible.shape[:2], prefix)
-        self.text_mask = torch.cat([shared, visible], 2)[:, None]
-        for layer in self.of.values():
-            layer.beams = self.beams
+        return torch.nn.functional.pad(visible.to(dtype), (prefix, 0))[:, None]
 
     def over_text(self, module: Any, layer: LayerKV, query: Tensor) -> Tensor:
         """Return (1, R, C) for query (1, R, C), whose token is the text's newest; (L, B, C) of a prompt likewise."""

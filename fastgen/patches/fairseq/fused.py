@@ -1,12 +1,15 @@
 """The decode step of a fairseq model from its weights (`models.step`), over the shared cache."""
 
+import functools
 from typing import Any
 
 from torch import Tensor
 
 from fastgen import config
+from fastgen.models import graph
 from fastgen.models.layouts import LAYOUTS, NotFused, step_of
 from fastgen.models.proof import proven
+from fastgen.models.replay import Replay
 from fastgen.models.step import Context
 from fastgen.patches.fairseq.attention import Layers
 
@@ -29,14 +32,25 @@ class FusedDecoder:
         self.text = [layers.of[layer.self_attn] for layer in modules]
         self.source = [layers.of[layer.encoder_attn] for layer in modules if layer.encoder_attn is not None]
         self.ready = bool(proven.get(self.step.module))  # else the next step is made both ways
+        kept = self.text[0]
+        self.replay = Replay(self.step, self.text, longest) if graph.wanted(kept.keys) else None
 
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return logits (R, V), and the last layer's attention over the source (R, S) or None, for texts (R, L)."""
-        layers = self.layers
-        context = Context(
-            layers.sentences, tokens.shape[1], self.text[0].prefix, tokens.shape[1] - 1, self.text, self.source,
-            layers.text_mask, layers.source_mask,
+        layers, ancestry = self.layers, self.layers.ancestry
+        if self.replay is not None and self.ready and self.replay.able and ancestry is not None:
+            make = functools.partial(self._context, visible=ancestry.room)
+            logits, weights = self.replay(tokens[:, -1], make, ancestry.room, layers.source_mask)
+        else:
+            context = self._context(self.text[0].steps)
+            logits, weights = self.step(tokens[:, -1], context), context.weights
+        return logits, None if weights is None else weights.to(logits.dtype)
+
+    def _context(self, steps: int | Tensor, visible: Tensor | None = None) -> Context:
+        """What a step reads that is `steps` behind the prefix; visible (B, M, F): slots, if not those of the step."""
+        layers, at = self.layers, self.text[0].prefix + steps
+        mask = layers.text_mask if visible is None else layers.masked(visible, self.step.dtype)
+        return Context(
+            layers.sentences, at + 1, self.text[0].prefix, at, self.text, self.source, mask, layers.source_mask,
             watched=len(self.source) - 1 if self.source else None,
         )  # fmt: skip
-        logits = self.step(tokens[:, -1], context)
-        return logits, None if context.weights is None else context.weights.to(logits.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastgen.decoding.first_finished import FirstFinished, Hypothesis
 from fastgen.decoding.plan import Plan, Unsupported
-from fastgen.models import linear, memory
+from fastgen.models import graph, linear, memory
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
 from fastgen.patches.fairseq.decide import decide
@@ -20,6 +20,7 @@ from fastgen.patches.fairseq.stepper import Member, Stepper
 
 _engine.on_release(linear.release)
 _engine.on_release(memory.release)
+_engine.on_release(graph.release)
 
 
 def generate(
@@ -86,6 +87,7 @@ def _decode(
         length_penalty=generator.len_penalty,
         no_longer_than=lengths if generator.match_source_len else None,
         stop_at_longest=generator.search.stop_on_max_len,
+        captured=graph.wanted(source),
     )
     first = _prefilled(search, stepper, prefix_tokens)
     found = [[_as_fairseq(hypothesis) for hypothesis in hypotheses] for hypotheses in search.run(stepper, first)]

@@ -100,6 +100,12 @@ class Member:
         out = self.memory.take(rows.new_empty(0, dtype=torch.float32), *rows.shape)
         return torch.log_softmax(rows, -1, dtype=torch.float32, out=out)
 
+    @property
+    def not_captured(self) -> str | None:
+        """That steps are not captured, and why, where it was tried."""
+        replay = None if self.fused is None else self.fused.replay
+        return None if replay is None else replay.refused
+
     def keep(self, sentences: Tensor, in_order: bool) -> None:
         self.layers.keep(sentences, in_order)  # the encoder's output stays: only the first step reads it
 
@@ -172,7 +178,8 @@ class Stepper:
     @property
     def left_off(self) -> tuple[str, ...]:
         """What does not run, each with its reason."""
-        return tuple(dict.fromkeys(member.left_off for member in self._all if member.left_off is not None))
+        reasons = (reason for member in self._all for reason in (member.left_off, member.not_captured))
+        return tuple(dict.fromkeys(reason for reason in reasons if reason is not None))
 
     def keep(self, sentences: Tensor, in_order: bool) -> None:
         self.ancestry.keep(sentences)

@@ -7,6 +7,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.models import graph
 from fastgen.models.families import family_of
 from fastgen.models.layouts import NotFused
 from fastgen.models.proof import by_modules
@@ -57,6 +58,7 @@ def decide(
         shared=shared,
         drop=reason is None,
         fused=fusable,
+        graphs=fusable and graph.wanted(input_ids),
         left_off=tuple(left_off),
     )
 

@@ -83,7 +83,8 @@ class Explanation:
             lines.append(("loop", f"fastgen's {plan.method}, {rows}"))
             shared = "fastgen's, one per sentence" + (", shared by its rows" if plan.beams > 1 else "")
             lines.append(("cache", shared if plan.shared else "transformers' own, if any"))
-            lines.append(("decode steps", "from the weights" if plan.fused else "through the model's own modules"))
+            steps = "from the weights" if plan.fused else "through the model's own modules"
+            lines.append(("decode steps", steps + (", as CUDA graphs" if plan.graphs else "")))
             lines.append(("finished sentences", "leave the batch" if plan.drop else "stay in the batch"))
         if self.kv_bytes is not None and self.stock_kv_bytes is not None:
             ours, stock = _readable(self.kv_bytes), _readable(self.stock_kv_bytes)

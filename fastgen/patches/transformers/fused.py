@@ -1,5 +1,6 @@
 """The decode steps of a transformers model from its weights (`models.step`), over the shared cache."""
 
+import functools
 from typing import Any, cast
 
 import torch
@@ -7,8 +8,10 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from fastgen import config
+from fastgen.models import graph
 from fastgen.models.layouts import LAYOUTS, NotFused, step_of
 from fastgen.models.proof import proven
+from fastgen.models.replay import Replay
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.cache import SharedCache, parts_of
 
@@ -78,18 +81,33 @@ class FusedDecoder:
         self.prefix_mask = None if text is None else _additive(text[:: cache.beams, : self.prefix], step.dtype)
         self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)
         self.first = self._first(kwargs.get("position_ids"))
+        self.replay = Replay(step, cache.text, cache.longest) if graph.wanted(cache.text[0].keys) else None
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return logits (R, V) fp32 of what follows ids (R, L), of which the cache holds all but the newest."""
-        cache, steps = self.cache, self.cache.text[0].steps
-        position = self.first + steps
-        if isinstance(position, Tensor):
-            position = position.repeat_interleave(cache.beams)
-        context = Context(
-            cache.sentences, self.prefix + steps + 1, self.prefix, position, cache.text, cache.source,
-            self._text_mask(), self.source_mask, None if cache.ancestry is None else cache.ancestry.times,
-        )  # fmt: skip
+        cache, ancestry = self.cache, self.cache.ancestry
+        if self.replay is not None and self.ready and self.replay.able:
+            visible = None if ancestry is None else ancestry.room
+            make = functools.partial(self._context, visible=visible, whole=True)
+            return self.replay(ids[:, -1], make, visible, self.prefix_mask, self.source_mask)[0].float()
+        visible = None if ancestry is None else ancestry.visible
+        steps = cache.text[0].steps
+        context = self._context(steps, visible)
+        context.times = None if ancestry is None else ancestry.times
         return self.step(ids[:, -1], context).float()
+
+    def _context(self, steps: int | Tensor, visible: Tensor | None, whole: bool = False) -> Context:
+        """What a step reads that is `steps` behind the prompt, with all the room of the cache or what is filled.
+
+        visible: (B, M, F) additive, slots that each beam sees; None for one beam.
+        """
+        cache, position = self.cache, self.first + steps
+        if isinstance(self.first, Tensor):
+            position = cast(Tensor, position).repeat_interleave(cache.beams)
+        return Context(
+            cache.sentences, self.prefix + steps + 1, self.prefix, position, cache.text, cache.source,
+            self._text_mask(visible, whole), self.source_mask,
+        )  # fmt: skip
 
     def keep(self, sentences: Tensor) -> None:
         """Keep these sentences, int64 indices."""
@@ -106,13 +124,12 @@ class FusedDecoder:
         first = position_ids[:: self.cache.beams, -1]
         return int(first[0]) if bool((first == first[0]).all()) else first
 
-    def _text_mask(self) -> Tensor | None:
-        cache, prefix = self.cache, self.prefix_mask
-        if cache.ancestry is None:
-            if prefix is None:
-                return None
-            return torch.cat([prefix, prefix.new_zeros(*prefix.shape[:3], cache.text[0].steps + 1)], 3)
-        visible = cache.ancestry.visible[:, None].to(self.step.dtype)
+    def _text_mask(self, visible: Tensor | None, whole: bool) -> Tensor | None:
+        prefix, text = self.prefix_mask, self.cache.text[0]
+        if visible is None:
+            slots = text.room[0].shape[2] - self.prefix if whole else text.steps + 1
+            return None if prefix is None else torch.nn.functional.pad(prefix, (0, slots))
+        visible = visible[:, None].to(self.step.dtype)
         shared = visible.new_zeros(1) if prefix is None else prefix
         return torch.cat([shared.expand(*visible.shape[:3], self.prefix), visible], 3)
 

@@ -12,7 +12,7 @@ from fastgen.decoding.beam import BeamSearch, Trace
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.rules import TransformersRule
 from fastgen.decoding.sample import Sampling
-from fastgen.models import linear, memory
+from fastgen.models import graph, linear, memory
 from fastgen.models.families import family_of
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
@@ -27,6 +27,7 @@ _Original = Callable[..., Any]
 
 _engine.on_release(linear.release)
 _engine.on_release(memory.release)
+_engine.on_release(graph.release)
 
 
 def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -157,6 +158,7 @@ def _beam_search(call: _Call, model: Stepper) -> Any:
         fill=fill_of("beam", config),
         sample=config.do_sample,
         may_drop=model.plan.drop,
+        captured=model.plan.graphs,
         trace=call.trace,
     )
     best = search.run(model)
@@ -191,6 +193,7 @@ def _sample(call: _Call, model: Stepper) -> Any:
         pad=pad.to(call.input_ids.device) if pads else None,
         sample=config.do_sample,
         may_drop=model.plan.drop and pads,
+        captured=model.plan.graphs,
         trace=call.trace,
         on_tokens=None if call.streamer is None else lambda tokens: call.streamer.put(tokens.cpu()),
     )

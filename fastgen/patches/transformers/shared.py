@@ -17,6 +17,7 @@ from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import SharedCache
 from fastgen.patches.transformers.decide import computes_alone, not_shared, refused
 from fastgen.patches.transformers.fused import FusedDecoder
+from fastgen.patches.transformers.report import CallReport
 from fastgen.patches.transformers.stepper import Stepper
 
 
@@ -67,6 +68,12 @@ class SharedStepper(Stepper):
         self._note_step(ids)
         self.cache.begin_step()
         return self.fused(ids)
+
+    def report(self) -> CallReport:
+        replay = None if self.fused is None else self.fused.replay
+        if replay is not None and replay.refused is not None:
+            self.plan = replace(self.plan, graphs=False, left_off=(*self.plan.left_off, replay.refused))
+        return super().report()
 
     def reorder(self, parents: Tensor) -> None:
         if self.cache is None:

@@ -1,0 +1,92 @@
+"""A CUDA graph for the CPU: what a function runs is recorded, and run again with the very same tensors.
+
+As in a capture, whatever Python computed is fixed, and nothing may ask for a value. So a test with it fails where a
+number that changes from step to step is not read from memory, and where memory has moved.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from fastgen.decoding import cache
+from fastgen.models import graph
+
+_T = TypeVar("_T")
+_ASKS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "item")
+
+
+class Recorder(TorchDispatchMode):
+    """Records operators and kernels while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in _ASKS:
+            raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
+        result = func(*args, **(kwargs or {}))
+        self.runs.append((func, args, kwargs or {}, result))
+        return result
+
+    def launch(self, original: Callable[..., None], *args: Any, **constants: Any) -> None:
+        """Record a kernel; the interpreter's own operators are not."""
+        self.runs.append((original, args, constants, None))
+        with _disable_current_modes():
+            original(*args, **constants)
+
+    def replay(self) -> None:
+        for run, args, kwargs, result in self.runs:
+            again = run(*args, **kwargs)
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(old, Tensor) and new.data_ptr() != old.data_ptr():
+                    old.copy_(new)
+
+
+class Graphs:
+    """Stands in for `models.graph` on a CPU; counts what is captured and replayed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.captures = self.replays = 0
+        self._recording: Recorder | None = None
+        monkeypatch.setattr(graph, "wanted", lambda _: True)
+        monkeypatch.setattr(cache, "SWEEP", 10**9)  # on CPUs only
+        monkeypatch.setattr(graph, "capture", self._capture)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("fastgen.ops.") and "launch" in vars(module):
+                monkeypatch.setattr(module, "launch", self._launching(module.launch))
+
+    def _launching(self, original: Callable[..., None]) -> Callable[..., None]:
+        def launch(*args: Any, **constants: Any) -> None:
+            if self._recording is None:
+                original(*args, **constants)
+            else:
+                self._recording.launch(original, *args, **constants)
+
+        return launch
+
+    def _capture(self, function: Callable[[], _T], device: torch.device) -> tuple[Callable[[], object], _T]:
+        self._recording = recorder = Recorder()
+        try:
+            with recorder:
+                result = function()
+        except RuntimeError as error:
+            raise graph.NotCaptured(str(error)) from error
+        finally:
+            self._recording = None
+        self.captures += 1
+        for leaf in tree_leaves(result):  # a capture computes nothing
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                leaf.fill_(torch.nan)
+
+        def launch() -> None:
+            self.replays += 1
+            recorder.replay()
+
+        return launch, result

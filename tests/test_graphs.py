@@ -1,0 +1,121 @@
+"""Decode steps that are captured once and replayed: the same as those that are run one by one."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fastgen import config
+from fastgen.models import graph, step
+from fastgen.patches.transformers.report import CallReport, last_call
+from tests import zoo
+from tests.parity import assert_same
+from tests.recorder import Graphs
+from tests.test_fused import FAMILIES, FIELDS, METHODS, _build
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    return Graphs(monkeypatch)
+
+
+def _same(model: Any, kwargs: dict[str, Any], tolerance: float = 1e-6) -> CallReport:
+    assert assert_same(model, kwargs, tolerance=tolerance).error is None
+    call = last_call()
+    assert call is not None
+    return call
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family: str, method: str, graphs: Graphs) -> None:
+    model = _build(family)
+    for padding in ("none", "natural"):
+        kwargs = zoo.batch(model, 4, 9, padding) | METHODS[method] | {"max_new_tokens": 20} | FIELDS
+        model.generate(**kwargs)  # the first step of the first call is made both ways
+        replays = graphs.replays
+        assert _same(model, kwargs).plan.graphs
+        assert graphs.replays - replays >= 8
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "llama"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_kernels(family: str, beams: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """The kernels read on the device, too, what changes from step to step."""
+    monkeypatch.setenv("FASTGEN_OPS", "triton")
+    config.reload()
+    request.addfinalizer(config.reload)
+    graphs = Graphs(monkeypatch)
+    model = _build(family, torch.float32)
+    kwargs = zoo.batch(model, 2, 7) | {"num_beams": beams, "max_new_tokens": 13, "min_new_tokens": 13}
+    for _ in range(2):
+        _same(model, kwargs, tolerance=1e-4)
+    assert graphs.replays >= 10
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_text_that_outgrows_its_memory(family: str, beams: int, graphs: Graphs) -> None:
+    model = _build(family)
+    kwargs = zoo.batch(model, 2, 5) | {"num_beams": beams, "max_new_tokens": 110, "min_new_tokens": 110}
+    _same(model, kwargs)
+    assert graphs.captures == 2
+    assert graphs.replays == 109 - 1 - 2  # without the step that is made both ways, and one before each capture
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("family", ["pegasus", "gpt2"])
+def test_sentences_that_leave(family: str, beams: int, graphs: Graphs) -> None:
+    model = _build(family)
+    options = {"num_beams": beams, "early_stopping": beams > 1}
+    ends = {"eos_token_id": list(range(2, zoo.VOCABULARY, 4)), "pad_token_id": 2}
+    call = _same(model, zoo.batch(model, 24, 9) | options | ends | {"max_new_tokens": 40})
+    rows = [rows for rows, _ in call.steps]
+    assert len(set(rows)) > 1
+    assert graphs.captures >= 1
+    assert graphs.replays >= 1
+
+
+def test_few_steps_are_not_worth_it(graphs: Graphs) -> None:
+    model = _build("bart")
+    for _ in range(2):
+        _same(model, zoo.batch(model, 2, 9) | {"num_beams": 3, "max_new_tokens": 7})
+    assert graphs.captures == 0
+
+
+def test_what_cannot_be_captured(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call goes on step by step, and says so."""
+
+    def capture(*_: Any) -> Any:
+        raise graph.NotCaptured("operation not permitted")
+
+    monkeypatch.setattr(graph, "capture", capture)
+    model = _build("t5")
+    call = _same(model, zoo.batch(model, 3, 9) | {"num_beams": 3, "max_new_tokens": 20})
+    assert not call.plan.graphs
+    assert call.plan.fused
+    assert "decode steps are not captured as CUDA graphs: operation not permitted" in call.plan.left_off
+
+
+def test_a_value_that_is_asked_for(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorder refuses what a graph does: a step whose Python looks at what the device has computed."""
+    rotated = step._rotated
+
+    def asking(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> Any:
+        assert cosine.max() <= 1
+        return rotated(x, cosine, sine)
+
+    monkeypatch.setattr(step, "_rotated", asking)
+    call = _same(_build("llama"), zoo.batch(_build("llama"), 3, 9) | {"max_new_tokens": 20})
+    assert graphs.captures == 0
+    assert any("not permitted" in text for text in call.plan.left_off)
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    cuda = torch.empty(0, device="meta")
+    monkeypatch.setattr(torch.Tensor, "device", property(lambda _: torch.device("cuda")), raising=False)
+    assert graph.wanted(cuda)
+    monkeypatch.setenv("FASTGEN_GRAPHS", "off")
+    request.addfinalizer(config.reload)
+    config.reload()
+    assert not graph.wanted(cuda)
