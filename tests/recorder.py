@@ -5,8 +5,9 @@ number that changes from step to step is not read from memory, and where memory 
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -22,15 +23,18 @@ _ASKS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select
 
 
 class Recorder(TorchDispatchMode):
-    """Records operators and kernels while it is entered."""
+    """Records operators and kernels while it is entered, and takes back what they have written."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.runs: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in _ASKS:
             raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
+        if func._schema.is_mutable:
+            self._note(args, kwargs)
         result = func(*args, **(kwargs or {}))
         self.runs.append((func, args, kwargs or {}, result))
         return result
@@ -38,8 +42,19 @@ class Recorder(TorchDispatchMode):
     def launch(self, original: Callable[..., None], *args: Any, **constants: Any) -> None:
         """Record a kernel; the interpreter's own operators are not."""
         self.runs.append((original, args, constants, None))
+        self._note(args)
         with _disable_current_modes():
             original(*args, **constants)
+
+    def _note(self, *arguments: Any) -> None:
+        for leaf in tree_leaves(arguments):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+
+    def undo(self) -> None:
+        for storage, before in self._before.values():
+            storage.copy_(before)
 
     def replay(self) -> None:
         for run, args, kwargs, result in self.runs:
@@ -50,10 +65,11 @@ class Recorder(TorchDispatchMode):
 
 
 class Graphs:
-    """Stands in for `models.graph` on a CPU; counts what is captured and replayed."""
+    """Stands in for `models.graph` on a CPU; counts what is captured and replayed, by the name of the function."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.captures = self.replays = 0
+        self.captured: Counter[str] = Counter()
+        self.replayed: Counter[str] = Counter()
         self._recording: Recorder | None = None
         monkeypatch.setattr(graph, "wanted", lambda _: True)
         monkeypatch.setattr(cache, "SWEEP", 10**9)  # on CPUs only
@@ -61,6 +77,14 @@ class Graphs:
         for name, module in list(sys.modules.items()):
             if name.startswith("fastgen.ops.") and "launch" in vars(module):
                 monkeypatch.setattr(module, "launch", self._launching(module.launch))
+
+    @property
+    def captures(self) -> int:
+        return self.captured.total()
+
+    @property
+    def replays(self) -> int:
+        return self.replayed.total()
 
     def _launching(self, original: Callable[..., None]) -> Callable[..., None]:
         def launch(*args: Any, **constants: Any) -> None:
@@ -80,13 +104,15 @@ class Graphs:
             raise graph.NotCaptured(str(error)) from error
         finally:
             self._recording = None
-        self.captures += 1
+            recorder.undo()
+        name = cast(Any, function).func.__name__
+        self.captured[name] += 1
         for leaf in tree_leaves(result):  # a capture computes nothing
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 leaf.fill_(torch.nan)
 
         def launch() -> None:
-            self.replays += 1
+            self.replayed[name] += 1
             recorder.replay()
 
         return launch, result

@@ -1,5 +1,6 @@
 """Decode steps that are captured once and replayed: the same as those that are run one by one."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -47,7 +48,12 @@ def test_kernels(family: str, beams: int, monkeypatch: pytest.MonkeyPatch, reque
     request.addfinalizer(config.reload)
     graphs = Graphs(monkeypatch)
     model = _build(family, torch.float32)
-    kwargs = zoo.batch(model, 2, 7) | {"num_beams": beams, "max_new_tokens": 13, "min_new_tokens": 13}
+    kwargs = zoo.batch(model, 2, 7) | {
+        "num_beams": beams,
+        "max_new_tokens": 13,
+        "min_new_tokens": 13,
+        "no_repeat_ngram_size": 3,
+    }
     for _ in range(2):
         _same(model, kwargs, tolerance=1e-4)
     assert graphs.replays >= 10
@@ -59,8 +65,10 @@ def test_a_text_that_outgrows_its_memory(family: str, beams: int, graphs: Graphs
     model = _build(family)
     kwargs = zoo.batch(model, 2, 5) | {"num_beams": beams, "max_new_tokens": 110, "min_new_tokens": 110}
     _same(model, kwargs)
-    assert graphs.captures == 2
-    assert graphs.replays == 109 - 1 - 2  # without the step that is made both ways, and one before each capture
+    assert graphs.captured == Counter({"_body": 2} | ({"_choose": 2} if beams > 1 else {}))
+    assert (
+        graphs.replayed["_body"] == 109 - 1 - 2
+    )  # but for the step that is made both ways, and those before a capture
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -74,6 +82,44 @@ def test_sentences_that_leave(family: str, beams: int, graphs: Graphs) -> None:
     assert len(set(rows)) > 1
     assert graphs.captures >= 1
     assert graphs.replays >= 1
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "never": {"early_stopping": "never", "length_penalty": 2.0},
+    "early": {"early_stopping": True, "num_return_sequences": 3},
+    "negative": {"length_penalty": -0.7, "num_return_sequences": 2},
+    "ends": {"eos_token_id": [2, 5, 9, 11, 30, 31, 32, 33], "length_penalty": 0.0},
+    "all_end": {"eos_token_id": list(range(2, zoo.VOCABULARY, 3)), "pad_token_id": 2},
+    "no_end": {"eos_token_id": None, "pad_token_id": 2},
+    "ngrams": {"no_repeat_ngram_size": 2},
+    "words": {"bad_words_ids": [[5], [6, 7], [8, 9, 10]], "no_repeat_ngram_size": 3},
+    "penalty": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 1},
+    "bias": {"sequence_bias": {(5,): 4.0, (9,): -3.0}},
+    "lengths": {"min_new_tokens": 12, "forced_eos_token_id": 2, "eos_token_id": [2, 7, 9, 11]},
+    "suppressed": {"suppress_tokens": [4, 5, 6], "begin_suppress_tokens": [7, 8]},
+    "together": {"repetition_penalty": 1.2, "sequence_bias": {(5,): 4.0}},
+    "dense": {"exponential_decay_length_penalty": (3, 1.1)},
+}
+
+
+@pytest.mark.parametrize("options", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("family", ["pegasus", "gpt2"])
+def test_choices(family: str, options: dict[str, Any], graphs: Graphs) -> None:
+    """Beam search whose choices are captured: the same hypotheses, although it is over a step before it ends."""
+    model = _build(family)
+    kwargs = zoo.batch(model, 9, 9) | {"num_beams": 4, "max_new_tokens": 33} | options
+    if family == "pegasus" and "no_repeat_ngram_size" in options:
+        kwargs["encoder_no_repeat_ngram_size"] = 3
+    for sentences in (9, 9, 1):
+        batch = {name: value[:sentences] if torch.is_tensor(value) else value for name, value in kwargs.items()}
+        call = _same(model, batch)
+    reason = "choices are not captured as CUDA graphs: logits processors that cannot be applied together"
+    assert (reason in call.plan.left_off) == (options is CHOICES["together"])
+    if options in (CHOICES["together"], CHOICES["dense"]):
+        assert graphs.captured["_choose"] == 0
+    elif options != CHOICES["all_end"]:  # which is over soon
+        assert graphs.replayed["_choose"] >= 5
 
 
 def test_few_steps_are_not_worth_it(graphs: Graphs) -> None:

@@ -7,12 +7,12 @@ nothing more leave the batch (Hoang et al. 2018, section 2.1).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from fastgen.decoding.rules import BeamRule
+from fastgen.decoding.rules import BeamRule, Merged
 from fastgen.decoding.text import Edit, Stop, Text, closed_up, edited, may_leave, sparse
 from fastgen.models.memory import Memory
 from fastgen.ops.cache import reorder_rows_
@@ -74,6 +74,27 @@ class Hypotheses:
             (self.ids, self.beams, self.scores, self.done), (rows.ids, rows.beams, rows.scores, rows.done), strict=True
         ):
             mine[sentences] = theirs
+
+
+class Choice(NamedTuple):
+    """What runs on, and what has finished.
+
+    parents, tokens, scores: (B, M), of the running beams. improvable: (B,), whether they could still finish better.
+    flags: (4, B) bool: whether the finished hypotheses have changed, whether one can still become better, whether all
+    M are there, and whether the search is over, for every sentence the same.
+    """
+
+    parents: Tensor
+    tokens: Tensor
+    scores: Tensor
+    merged: Merged
+    improvable: Tensor
+    flags: Tensor
+
+
+def read(flags: Tensor) -> list[list[bool]]:
+    """The values of flags (4, B), once the device has come so far."""
+    return cast(Any, flags).tolist()
 
 
 def gather(table: Tensor, index: Tensor) -> Tensor:
@@ -141,30 +162,33 @@ class BeamSearch:
         """Choose the next token of every beam; False when the search is over."""
         values, beam, token = self._candidates(logits)
         hits = self.stop(token, self.length + 1, lambda: self._extended(self.ids, beam, token), self._scores_so_far())
-        order = self.rule.running(values, hits)
-        merged = self.rule.merged(
-            self.finished.scores, self.finished.done, values, hits, self.improvable, self._new_tokens() + 1
-        )
+        chosen = self._chosen(values, beam, token, hits, self._new_tokens() + 1)
+        changed, improvable, done, over = read(chosen.flags)  # the one read of the device in a step
         # What finished is gathered from the tables as they are before the running beams move on.
-        changed = merged.order.ne(torch.arange(self.rule.beams, device=merged.order.device)).any(1)
-        parents = beam.gather(1, order)
-        scores = self.rule.running_scores(values, hits).gather(1, order)
-        improvable = self.improvable & self.rule.improvable(scores[:, 0], merged, self._new_tokens() + 1)
-        done = merged.done.all(1)
-        # The one read of the device in a step.
-        seen: list[list[bool]] = cast(Any, torch.stack([changed, improvable, done, hits.all(1)])).tolist()
-        if any(seen[0]):
-            self._finish(merged.order, beam, token)
-        self.finished.scores, self.finished.done = merged.scores, merged.done
-        self._move_on(parents, token.gather(1, order))
-        self.scores, self.improvable = scores, improvable
-        model.reorder(parents)
+        if any(changed):
+            self._finish(chosen.merged.order, beam, token)
+        self.finished.scores, self.finished.done = chosen.merged.scores, chosen.merged.done
+        self._move_on(chosen.parents, chosen.tokens)
+        self.scores, self.improvable = chosen.scores, chosen.improvable
+        model.reorder(chosen.parents)
         self.length += 1
-        if self.rule.over(seen[1], seen[2], seen[3]):
+        if over[0]:
             return False
         if self.may_drop:
-            self._drop(model, seen[1], seen[2])
+            self._drop(model, improvable, done)
         return True
+
+    def _chosen(self, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor, new_tokens: int | Tensor) -> Choice:
+        """What becomes of the candidates (B, K), of so many new tokens; `hits` says which of them end."""
+        order = self.rule.running(values, hits)
+        merged = self.rule.merged(self.finished.scores, self.finished.done, values, hits, self.improvable, new_tokens)
+        scores = self.rule.running_scores(values, hits).gather(1, order)
+        improvable = self.improvable & self.rule.improvable(scores[:, 0], merged, new_tokens)
+        changed = merged.order.ne(torch.arange(self.rule.beams, device=order.device)).any(1)
+        done = merged.done.all(1)
+        over = self.rule.over(improvable, done, hits.all(1)).expand_as(done)
+        flags = torch.stack([changed, improvable, done, over])
+        return Choice(beam.gather(1, order), token.gather(1, order), scores, merged, improvable, flags)
 
     def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The K candidates of each sentence: running score, beam, token, each (B, K)."""
@@ -221,13 +245,13 @@ class BeamSearch:
         reorder_rows_(self.beams[:, :, :new], parents)
         self.beams[:, :, new] = self._rows(parents)
 
-    def _drop(self, model: Stepper, improvable: list[bool], done: list[bool]) -> None:
+    def _drop(self, model: Stepper, improvable: list[bool], done: list[bool]) -> bool:
         """Let finished sentences leave, when enough of them have gathered to pay for moving the others."""
         leaving = [
             i for i, (open_, full) in enumerate(zip(improvable, done, strict=True)) if self.rule.settled(open_, full)
         ]
         if not may_leave(len(leaving), len(improvable), self.captured):
-            return
+            return False
         staying = torch.tensor(closed_up(len(improvable), leaving), device=self.ids.device)
         gone = torch.tensor(leaving, device=self.ids.device)
         if self.result is self.finished:
@@ -238,3 +262,4 @@ class BeamSearch:
         self.scores, self.improvable = self.scores[staying], self.improvable[staying]
         self.sentences = self.sentences[staying]
         model.keep(staying)
+        return True

@@ -1,6 +1,6 @@
 """The finishing rules of beam search, one object per toolkit: what lives on, what finishes, when it is over."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -27,11 +27,11 @@ class BeamRule(Protocol):
     def running_scores(self, values: Tensor, hits: Tensor) -> Tensor: ...
     def running(self, values: Tensor, hits: Tensor) -> Tensor: ...
     def merged(
-        self, scores: Tensor, done: Tensor, values: Tensor, hits: Tensor, improvable: Tensor, new_tokens: int
+        self, scores: Tensor, done: Tensor, values: Tensor, hits: Tensor, improvable: Tensor, new_tokens: int | Tensor
     ) -> Merged: ...
-    def improvable(self, best: Tensor, merged: Merged, new_tokens: int) -> Tensor: ...
+    def improvable(self, best: Tensor, merged: Merged, new_tokens: int | Tensor) -> Tensor: ...
     def settled(self, improvable: bool, done: bool) -> bool: ...
-    def over(self, improvable: list[bool], done: list[bool], all_hit: list[bool]) -> bool: ...
+    def over(self, improvable: Tensor, done: Tensor, all_hit: Tensor) -> Tensor: ...
 
 
 @dataclass
@@ -51,6 +51,7 @@ class TransformersRule:
     length_penalty: float
     early_stopping: bool | Literal["never"]
     never: float = -1.0e9
+    _powers: Tensor | None = field(default=None, init=False)  # of lengths
 
     @property
     def candidates(self) -> int:
@@ -65,12 +66,15 @@ class TransformersRule:
         return torch.topk(self.running_scores(values, hits), self.beams)[1]
 
     def merged(
-        self, scores: Tensor, done: Tensor, values: Tensor, hits: Tensor, improvable: Tensor, new_tokens: int
+        self, scores: Tensor, done: Tensor, values: Tensor, hits: Tensor, improvable: Tensor, new_tokens: int | Tensor
     ) -> Merged:
-        """Rank what finished among the M best candidates with what had finished before."""
+        """Rank what finished among the M best candidates with what had finished before.
+
+        new_tokens: how many a candidate has; (1,) int64 where only the device knows.
+        """
         finishing = hits.clone()
         finishing[:, self.beams :] = False
-        ranked = values / (new_tokens**self.length_penalty)
+        ranked = self._per_length(values, new_tokens)
         # Added one after the other, as the sums round that way.
         ranked = ranked + (done.all(1, keepdim=True) & (self.early_stopping is True)).to(torch.float32) * self.never
         ranked = ranked + (~improvable)[:, None].to(torch.float32) * self.never
@@ -79,11 +83,23 @@ class TransformersRule:
         order = torch.topk(all_scores, self.beams)[1]
         return Merged(all_scores.gather(1, order), torch.cat([done, finishing], 1).gather(1, order), order)
 
-    def improvable(self, best: Tensor, merged: Merged, new_tokens: int) -> Tensor:
+    def _per_length(self, scores: Tensor, length: int | Tensor) -> Tensor:
+        """Scores divided by a length to the power of the penalty."""
+        if isinstance(length, int):
+            return scores / (length**self.length_penalty)
+        if self._powers is None or self._powers.device != scores.device:
+            powers = [max(n, 1) ** self.length_penalty for n in range(self.max_length - self.prompt_length + 1)]
+            self._powers = torch.tensor(powers, dtype=scores.dtype, device=scores.device)
+            if scores.device.type == "cuda":  # which divides by a number so
+                self._powers = self._powers.reciprocal()
+        power = self._powers.index_select(0, length)
+        return scores * power if scores.device.type == "cuda" else scores / power
+
+    def improvable(self, best: Tensor, merged: Merged, new_tokens: int | Tensor) -> Tensor:
         """Whether the best running beam (B,) could still beat the worst finished hypothesis."""
         longest = self.max_length - self.prompt_length
         length = longest if self.early_stopping == "never" and self.length_penalty > 0.0 else new_tokens
-        possible = best[:, None] / (length**self.length_penalty)
+        possible = self._per_length(best[:, None], length)
         worst = torch.where(merged.done, merged.scores.min(1, keepdim=True)[0], self.never)
         return (possible > worst).any(1)
 
@@ -91,6 +107,7 @@ class TransformersRule:
         """Whether nothing that a sentence still does can change its hypotheses."""
         return done and (not improvable or self.early_stopping is True)
 
-    def over(self, improvable: list[bool], done: list[bool], all_hit: list[bool]) -> bool:
-        open_beam = not (all(done) and self.early_stopping is True)
-        return not (any(improvable) and open_beam and not all(all_hit))
+    def over(self, improvable: Tensor, done: Tensor, all_hit: Tensor) -> Tensor:
+        """Whether the search is over, from what holds for each sentence (B,)."""
+        over = ~improvable.any() | all_hit.all()
+        return over | done.all() if self.early_stopping is True else over

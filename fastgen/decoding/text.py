@@ -15,14 +15,19 @@ from fastgen.ops.token_mask import add_tokens_, empty_mask
 
 @dataclass
 class Text:
-    """Token ids of the running rows: ids (R, L) int64, prompt included; row b * M + m is beam m of sentence b."""
+    """Token ids of the running rows: ids (R, L) int64, prompt included; row b * M + m is beam m of sentence b.
+
+    With room behind the text, `length` says where it ends; `filled` (1,) int64 says it on the device.
+    """
 
     ids: Tensor
     prompt_length: int
+    length: int = -1
+    filled: Tensor | None = None
 
-    @property
-    def length(self) -> int:
-        return self.ids.shape[1]
+    def __post_init__(self) -> None:
+        if self.length < 0:
+            self.length = self.ids.shape[1]
 
 
 class Edit(Protocol):
@@ -72,8 +77,12 @@ class NGramBlock:
 
     def add_to(self, mask: Tensor, text: Text, vocabulary: int) -> None:
         """Add what this bans to a token mask (R, ceil(V / 32))."""
-        if text.length >= self.shortest:
-            ngram_mask_(mask, text.ids, self.n, vocabulary, self._source_on(mask.device))
+        if self.active(text.length):
+            ngram_mask_(mask, text.ids, self.n, vocabulary, self._source_on(mask.device), text.filled)
+
+    def active(self, length: int) -> bool:
+        """Whether texts of a length can have anything banned."""
+        return length >= max(self.shortest, self.n - (self.source is not None))
 
     def _source_on(self, device: torch.device) -> Tensor | None:
         if self.source is not None:
@@ -107,7 +116,8 @@ class Ban:
     def add_to(self, mask: Tensor, text: Text, vocabulary: int) -> None:
         """Add what this bans to a token mask (R, ceil(V / 32))."""
         if self.active(text.length):
-            add_tokens_(mask, self.tokens.to(mask.device)[None], vocabulary)
+            self.tokens = self.tokens.to(mask.device)
+            add_tokens_(mask, self.tokens[None], vocabulary)
 
 
 @dataclass
@@ -127,8 +137,9 @@ class Shift:
     def changes(self, text: Text, vocabulary: int) -> Changes:
         """What this does to log-probabilities."""
         rows, device = text.ids.shape[0], text.ids.device
-        offsets = self.offsets.to(device).expand(rows, -1)
-        return Changes(self.tokens.to(device).expand(rows, -1), torch.ones_like(offsets), offsets)
+        self.tokens, self.offsets = self.tokens.to(device), self.offsets.to(device)
+        offsets = self.offsets.expand(rows, -1)
+        return Changes(self.tokens.expand(rows, -1), torch.ones_like(offsets), offsets)
 
 
 @dataclass
@@ -152,9 +163,14 @@ class Penalty:
 
     def changes(self, text: Text, vocabulary: int) -> Changes:
         """What this does to log-probabilities, which are never positive."""
-        start = self.start.to(text.ids.device)[:, None] if isinstance(self.start, Tensor) else self.start
-        before = torch.arange(text.length, device=text.ids.device) < start
-        tokens = text.ids.masked_fill(before, vocabulary).sort(1).values
+        if isinstance(self.start, Tensor):
+            self.start = self.start.to(text.ids.device)
+        start = self.start[:, None] if isinstance(self.start, Tensor) else self.start
+        column = torch.arange(text.ids.shape[1], device=text.ids.device)
+        outside = column < start
+        if text.filled is not None:
+            outside = outside | (column >= text.filled)
+        tokens = text.ids.masked_fill(outside, vocabulary).sort(1).values
         again = torch.nn.functional.pad(tokens[:, 1:] == tokens[:, :-1], (1, 0))
         factors = torch.full(tokens.shape, self.factor, device=tokens.device)
         return Changes(tokens.masked_fill(again, vocabulary), factors, torch.zeros_like(factors))
@@ -235,14 +251,29 @@ def sparse(edits: Sequence[Edit], text: Text, vocabulary: int) -> SparseEdits | 
     if forcing and active[-1] is not forcing[0]:  # what comes later may ban or change the forced token
         return None
     rows, device = text.ids.shape[0], text.ids.device
+    for force in forcing:
+        force.tokens = force.tokens.to(device)
     mask = empty_mask(rows, vocabulary, device) if bans else None
     for ban in bans:
         ban.add_to(cast(Tensor, mask), text, vocabulary)
     return SparseEdits(
         changing[0].changes(text, vocabulary) if changing else None,
         mask,
-        forcing[0].tokens.to(device).expand(rows) if forcing else None,
+        forcing[0].tokens.expand(rows) if forcing else None,
     )
+
+
+def all_sparse(edits: Sequence[Edit]) -> bool:
+    """Whether each of the edits is of few tokens."""
+    return all(
+        isinstance(edit, NGramBlock | Ban | Shift | Penalty) or (isinstance(edit, Force) and edit.tokens.numel() == 1)
+        for edit in edits
+    )
+
+
+def phases(edits: Sequence[Edit], length: int) -> tuple[bool, ...]:
+    """Which of the edits do anything at a length; where the same ones do, they do the same."""
+    return tuple(edit.active(length) for edit in edits if isinstance(edit, NGramBlock | Ban | Force))
 
 
 def edited(scores: Tensor, text: Text, edits: Sequence[Edit], kept: bool = False) -> Tensor:
@@ -278,15 +309,21 @@ class Stop:
 
         `ids` builds the rows (N, length) when a function asks for them; `scores` is handed through.
         """
-        over = [ends(length) for ends in self.at_length]  # every function is asked: a limit may warn
-        if any(over):
-            hits = torch.ones_like(tokens, dtype=torch.bool)
-        elif self.eos is not None:
-            hits = torch.isin(tokens, self.eos)
-        else:
-            hits = torch.zeros_like(tokens, dtype=torch.bool)
+        hits = self.hits(tokens, self.ends_all(length))
         if self.others:
             rows = ids()
             for function in self.others:
                 hits = hits | function(rows, scores).view_as(hits)
         return hits
+
+    def ends_all(self, length: int) -> bool:
+        """Whether all rows end at a length."""
+        return any([ends(length) for ends in self.at_length])  # noqa: C419 every function is asked: a limit may warn
+
+    def hits(self, tokens: Tensor, all_end: bool) -> Tensor:
+        """For each new token, any shape, whether it ends its row."""
+        if all_end:
+            return torch.ones_like(tokens, dtype=torch.bool)
+        if self.eos is None:
+            return torch.zeros_like(tokens, dtype=torch.bool)
+        return torch.isin(tokens, self.eos)

@@ -52,39 +52,28 @@ class _Fixed:
         write_slots_(self.keys, self.values, keys, values, self.start)
 
 
-@dataclass
-class _Captured:
-    """A step over the present memory, that has run; `launch` runs it again, once it has been captured.
-
-    tokens, start: what it reads beside `inputs`.
-    """
-
-    tokens: Tensor
-    start: Tensor
-    inputs: tuple[Tensor | None, ...]
-    launch: Callable[[], object] | None = None
-    result: Result | None = None
-
-
 class Replay:
     """The steps of a text.
 
     Args:
         longest: steps at most.
+        wide: whether logits come as fp32.
 
     Attributes:
         refused: that steps are not captured and why, found when it was tried.
     """
 
-    def __init__(self, step: DecoderStep, text: Sequence[Growing], longest: int) -> None:
-        self.step, self.text, self.longest = step, text, longest
+    def __init__(self, step: DecoderStep, text: Sequence[Growing], longest: int, wide: bool = False) -> None:
+        self.step, self.text, self.longest, self.wide = step, text, longest, wide
         self.refused: str | None = None
-        self._captured: _Captured | None = None
+        self._repeated = graph.Repeated()
+        self._tokens: Tensor | None = None
+        self._start: Tensor | None = None
 
     @property
     def able(self) -> bool:
         """Whether the next step can be run here."""
-        return self.refused is None and (self._captured is not None or self.longest - self.text[0].steps >= WORTH)
+        return self.refused is None and (self._tokens is not None or self.longest - self.text[0].steps >= WORTH)
 
     def __call__(self, tokens: Tensor, make: Callable[[Tensor], Context], *inputs: Tensor | None) -> Result:
         """Return logits (R, V) and attention over the source (R, S) or None, for the newest tokens (R,) int64.
@@ -94,24 +83,21 @@ class Replay:
         Args:
             make: says what a step reads, but for keys and values of the text, from (1,) int64, how many tokens a beam
                 has generated before it.
-            inputs: what it is made from: when one is another tensor than before, it is captured anew.
+            inputs: what it is made from.
         """
-        moved = [layer.make_room() for layer in self.text]
-        captured = self._captured
-        if captured is not None and (
-            any(moved)
-            or tokens.shape != captured.tokens.shape
-            or any(new is not old for new, old in zip(inputs, captured.inputs, strict=True))
-        ):
-            captured = None
-        ran = captured is not None
-        if captured is None:
-            start = torch.empty(1, dtype=torch.int64, device=tokens.device)
-            captured = self._captured = _Captured(torch.empty_like(tokens), start, inputs)
-        captured.tokens.copy_(tokens)
-        captured.start.fill_(self.text[0].keys.shape[2])
-        body = functools.partial(self._body, captured.tokens, captured.start, make)
-        result = self._again(captured, body) if ran else body()  # nothing is captured that has not run
+        for layer in self.text:
+            layer.make_room()
+        if self._tokens is None or self._start is None or tokens.shape != self._tokens.shape:
+            self._tokens = torch.empty_like(tokens, memory_format=torch.contiguous_format)
+            self._start = torch.empty(1, dtype=torch.int64, device=tokens.device)
+        self._tokens.copy_(tokens)
+        self._start.fill_(self.text[0].keys.shape[2])
+        body = functools.partial(self._body, self._tokens, self._start, make)
+        try:
+            result = self._repeated(body, tokens.device, self._tokens, self.text[0].room[0], *inputs)
+        except graph.NotCaptured as reason:
+            self.refused = f"decode steps are not captured as CUDA graphs: {reason}"
+            result = body()
         for layer in self.text:
             layer.note_step()
         return result
@@ -122,15 +108,5 @@ class Replay:
         context = make((start - prefix) // beams)
         context.text = [_Fixed(*layer.room, beams, start) for layer in self.text]
         context.seen = start + beams
-        return self.step(tokens, context), context.weights
-
-    def _again(self, captured: _Captured, body: Callable[[], Result]) -> Result:
-        if captured.launch is None:
-            try:
-                captured.launch, captured.result = graph.capture(body, captured.tokens.device)
-            except graph.NotCaptured as reason:
-                self.refused, self._captured = f"decode steps are not captured as CUDA graphs: {reason}", None
-                return body()
-        captured.launch()
-        assert captured.result is not None
-        return captured.result
+        logits = self.step(tokens, context)
+        return logits.float() if self.wide else logits, context.weights

@@ -62,8 +62,17 @@ def ngram_block_(scores: Tensor, ids: Tensor, n: int, source: Tensor | None = No
     return scores.masked_fill_(banned[:, :vocabulary], -torch.inf)
 
 
-def ngram_mask_(mask: Tensor, ids: Tensor, n: int, vocabulary: int, source: Tensor | None = None) -> Tensor:
+def ngram_mask_(
+    mask: Tensor,
+    ids: Tensor,
+    n: int,
+    vocabulary: int,
+    source: Tensor | None = None,
+    length: Tensor | None = None,
+) -> Tensor:
     """Add what `ngram_block_` would ban to a token mask (R, ceil(V / 32)), in place.
+
+    length: (1,) int64 on the device, at least n: how many of the columns of ids are text; None for all.
 
     Raises:
         ValueError: when n < 1 or the shapes do not fit.
@@ -74,9 +83,9 @@ def ngram_mask_(mask: Tensor, ids: Tensor, n: int, vocabulary: int, source: Tens
     if texts.shape[1] < n or ids.shape[1] < n - 1:
         return mask
     if use_triton("ngram_block", lambda: True, mask, ids, texts):
-        _launch(mask, ids, n, texts, vocabulary, 1, packed=True)
+        _launch(mask, ids, n, texts, vocabulary, 1, packed=True, length=length)
         return mask
-    hit, follower = _hits(ids, n, texts, vocabulary)
+    hit, follower = _hits(ids, n, texts, vocabulary, length)
     return add_tokens_(mask, torch.where(hit, follower, -1), vocabulary)
 
 
@@ -90,34 +99,56 @@ def _checked(rows: Tensor, ids: Tensor, n: int, source: Tensor | None) -> Tensor
     return texts
 
 
-def _hits(ids: Tensor, n: int, texts: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+def _hits(ids: Tensor, n: int, texts: Tensor, vocabulary: int, length: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Where an n-gram begins with the newest n - 1 tokens, and what follows them: bool and int64, both (R, N)."""
-    rows, starts, newest = ids.shape[0], texts.shape[1] - n + 1, ids.shape[1] - n + 1
+    rows, starts = ids.shape[0], texts.shape[1] - n + 1
+    if length is None:
+        last = ids[:, ids.shape[1] - n + 1 :]
+    else:
+        last = ids.index_select(1, torch.arange(n - 1, device=ids.device) + (length - n + 1))
+    own = texts is ids
     texts = texts.repeat_interleave(rows // max(1, texts.shape[0]), 0) if texts.shape[0] != rows else texts
     follower = texts[:, n - 1 :]
     hit = (follower >= 0) & (follower < vocabulary)
+    if own and length is not None:
+        hit = hit & (torch.arange(starts, device=ids.device) < length - n + 1)
     for i in range(n - 1):
-        hit = hit & (texts[:, i : i + starts] == ids[:, newest + i, None])
+        hit = hit & (texts[:, i : i + starts] == last[:, i, None])
     return hit, follower
 
 
-def _launch(target: Tensor, ids: Tensor, n: int, texts: Tensor, vocabulary: int, stride: int, packed: bool) -> None:
+def _launch(
+    target: Tensor,
+    ids: Tensor,
+    n: int,
+    texts: Tensor,
+    vocabulary: int,
+    stride: int,
+    packed: bool,
+    length: Tensor | None = None,
+) -> None:
     rows, starts = ids.shape[0], texts.shape[1] - n + 1
     block = min(1024, power_of_two(starts))
     launch(
-        _ngram_kernel, (rows, cdiv(starts, block)), target, ids, texts, n, ids.shape[1], starts, vocabulary,
+        _ngram_kernel, (rows, cdiv(starts, block)), target, ids, texts, n, ids.shape[1] if length is None else length,
+        starts, vocabulary,
         rows // texts.shape[0], target.stride(0), stride, ids.stride(0), ids.stride(1), texts.stride(0),
-        texts.stride(1), PACKED=packed, BLOCK=block,
+        texts.stride(1), PACKED=packed, COUNTED=length is not None, OWN=texts is ids, BLOCK=block,
     )  # fmt: skip
 
 
 @jit
 def _ngram_kernel(
     target_ptr, ids_ptr, text_ptr, n, length, starts, vocabulary, rows_per_text, target_stride, token_stride,
-    ids_stride, id_stride, text_stride, word_stride, PACKED: constexpr, BLOCK: constexpr,
+    ids_stride, id_stride, text_stride, word_stride, PACKED: constexpr, COUNTED: constexpr, OWN: constexpr,
+    BLOCK: constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if COUNTED:
+        length = tl.load(length)
+        if OWN:
+            starts = length - n + 1
     inside = start < starts
     text = text_ptr + (row // rows_per_text) * text_stride
     newest = ids_ptr + row * ids_stride + (length - n + 1) * id_stride

@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from fastgen.decoding.plan import Plan, Unsupported
-from fastgen.models import graph
+from fastgen.models import graph, replay
 from fastgen.models.families import family_of
 from fastgen.models.layouts import NotFused
 from fastgen.models.proof import by_modules
@@ -58,7 +58,7 @@ def decide(
         shared=shared,
         drop=reason is None,
         fused=fusable,
-        graphs=fusable and graph.wanted(input_ids),
+        graphs=fusable and graph.wanted(input_ids) and config.max_length - input_ids.shape[1] > replay.WORTH,
         left_off=tuple(left_off),
     )
 

@@ -81,7 +81,7 @@ class FusedDecoder:
         self.prefix_mask = None if text is None else _additive(text[:: cache.beams, : self.prefix], step.dtype)
         self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)
         self.first = self._first(kwargs.get("position_ids"))
-        self.replay = Replay(step, cache.text, cache.longest) if graph.wanted(cache.text[0].keys) else None
+        self.replay = Replay(step, cache.text, cache.longest, wide=True) if graph.wanted(cache.text[0].keys) else None
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return logits (R, V) fp32 of what follows ids (R, L), of which the cache holds all but the newest."""
@@ -89,7 +89,7 @@ class FusedDecoder:
         if self.replay is not None and self.ready and self.replay.able:
             visible = None if ancestry is None else ancestry.room
             make = functools.partial(self._context, visible=visible, whole=True)
-            return self.replay(ids[:, -1], make, visible, self.prefix_mask, self.source_mask)[0].float()
+            return self.replay(ids[:, -1], make, visible, self.prefix_mask, self.source_mask)[0]
         visible = None if ancestry is None else ancestry.visible
         steps = cache.text[0].steps
         context = self._context(steps, visible)

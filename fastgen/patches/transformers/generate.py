@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from torch import Tensor
 from transformers.generation import utils as gu
 
 from fastgen.decoding.beam import BeamSearch, Trace
+from fastgen.decoding.beam_replay import ReplayedBeamSearch
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.rules import TransformersRule
 from fastgen.decoding.sample import Sampling
+from fastgen.decoding.text import all_sparse
 from fastgen.models import graph, linear, memory
 from fastgen.models.families import family_of
 from fastgen.models.routes import routed
@@ -150,11 +152,14 @@ def _beam_search(call: _Call, model: Stepper) -> Any:
         length_penalty=config.length_penalty,
         early_stopping=config.early_stopping,
     )
-    search = BeamSearch(
+    stop = stop_of(call.stopping_criteria)
+    edits = edits_of(call.logits_processor, lambda: _vocabulary(call.model))
+    replayed = model.plan.graphs and all_sparse(edits) and not (config.do_sample or call.trace.wanted or stop.others)
+    search = (ReplayedBeamSearch if replayed else BeamSearch)(
         prompt=call.input_ids[::m],
         rule=rule,
-        stop=stop_of(call.stopping_criteria),
-        edits=edits_of(call.logits_processor, lambda: _vocabulary(call.model)),
+        stop=stop,
+        edits=edits,
         fill=fill_of("beam", config),
         sample=config.do_sample,
         may_drop=model.plan.drop,
@@ -162,6 +167,8 @@ def _beam_search(call: _Call, model: Stepper) -> Any:
         trace=call.trace,
     )
     best = search.run(model)
+    if isinstance(search, ReplayedBeamSearch) and search.refused is not None:
+        model.plan = replace(model.plan, left_off=(*model.plan.left_off, search.refused))
     kept = config.num_return_sequences
     sequences, beams = best.ids[:, :kept].flatten(0, 1), best.beams[:, :kept].flatten(0, 1)
     longest = int((beams >= 0).sum(1).max())

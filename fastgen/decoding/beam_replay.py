@@ -1,0 +1,98 @@
+"""Beam search on a device that is never waited for: choices are captured as a graph, and looked at a step later.
+
+All that depends on the length of the text is read from the device: the tables have room for the longest text from the
+start, and a column is written where the device says. So one capture serves all steps in which the edits do the same.
+
+Whether the search is over is known on the device at once, and nothing that has finished changes from then on. The host
+learns of it a step later, when one more step is under way, of which no trace is left.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.beam import BeamSearch, Stepper, gather, read
+from fastgen.decoding.text import Text, phases, sparse
+from fastgen.models import graph
+from fastgen.ops.cache import reorder_rows_
+from fastgen.ops.kbest import kbest
+
+
+@dataclass
+class ReplayedBeamSearch(BeamSearch):
+    """One beam search; arguments as `BeamSearch`, whose edits are all of few tokens (`text.sparse`).
+
+    Attributes:
+        refused: that choices are not captured and why, found when it was tried.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.refused: str | None = None
+        self._end = torch.empty(1, dtype=torch.int64, device=self.prompt.device)  # the text's length
+        self._over = torch.zeros(1, dtype=torch.bool, device=self.prompt.device)
+        self._repeated = graph.Repeated()
+        self._newest: graph.Late | None = None  # the flags of the step before
+
+    def advance(self, model: Stepper, logits: Tensor) -> bool:
+        if self.refused is not None:
+            before, self._newest = self._newest, None
+            return (before is None or not read(before.read())[3][0]) and super().advance(model, logits)
+        text = Text(self.ids.flatten(0, 1), self.prompt.shape[1], self.length, self._end)
+        last = self.stop.ends_all(self.length + 1)
+        self._end.fill_(self.length)
+        choose = functools.partial(self._choose, logits, text, last)
+        try:
+            parents, flags = self._repeated(
+                choose, logits.device, logits, self.ids, last, phases(self.edits, self.length)
+            )
+        except graph.NotCaptured as reason:
+            self.refused = f"choices are not captured as CUDA graphs: {reason}"
+            return self.advance(model, logits)
+        model.reorder(parents)
+        self.length += 1
+        before, self._newest = self._newest, graph.Late(flags)
+        if last:
+            return False
+        if before is None:
+            return True
+        _, improvable, done, over = read(before.read())
+        if over[0]:
+            return False
+        if self.may_drop and self._drop(model, improvable, done):
+            self._newest = None  # it is of sentences that have left, too
+        return True
+
+    def _choose(self, logits: Tensor, text: Text, last: bool) -> tuple[Tensor, Tensor]:
+        """Write the next token of every beam to the tables; return its parents (B, M) and the flags of `Choice`."""
+        b, m = self.scores.shape
+        vocabulary, end = logits.shape[-1], self._end
+        edits = sparse(self.edits, text, vocabulary)
+        if edits is None:
+            raise graph.NotCaptured("logits processors that cannot be applied together")
+        best = kbest(logits.view(b, m, -1), self.scores, self.rule.candidates, edits)
+        beam, token = best.indices // vocabulary, best.indices % vocabulary
+        column = end - self.prompt.shape[1]
+        chosen = self._chosen(best.values, beam, token, self.stop.hits(token, last), column + 1)
+        merged, finished, over = chosen.merged, self.finished, self._over
+        order = torch.where(over, torch.arange(m, device=over.device), merged.order)
+        for table, running, newest, at in (
+            (finished.ids, self.ids, token, end),
+            (finished.beams, self.beams, self._rows(beam), column),
+        ):
+            candidates = gather(running, beam).index_copy_(2, at, newest[:, :, None])
+            table.copy_(gather(torch.cat([table, candidates], 1), order))
+        finished.scores.copy_(torch.where(over, finished.scores, merged.scores))
+        finished.done.copy_(torch.where(over, finished.done, merged.done))
+        for table, newest, at in (
+            (self.ids, chosen.tokens, end),
+            (self.beams, self._rows(chosen.parents), column),
+        ):
+            reorder_rows_(table, chosen.parents)
+            table.index_copy_(2, at, newest[:, :, None])
+        self.scores.copy_(chosen.scores)
+        self.improvable.copy_(chosen.improvable)
+        over.logical_or_(chosen.flags[3, :1])
+        return chosen.parents, chosen.flags
