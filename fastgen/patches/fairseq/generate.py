@@ -78,9 +78,9 @@ def _decode(
         end=generator.eos,
         pad=generator.pad,
         longest=longest,
-        search=Beam(generator, prefix_tokens)
+        search=Beam(generator, prefix_tokens, longest, device)
         if plain
-        else Toolkits(generator, prefix_tokens, sample.get("id"), lengths),
+        else Toolkits(generator, prefix_tokens, longest, sample.get("id"), lengths),
         device=device,
         normalize=generator.normalize_scores,
         length_penalty=generator.len_penalty,
