@@ -12,9 +12,11 @@ from fairseq.models.bart import BARTModel
 from fairseq.models.bart.model import bart_base_architecture
 from fairseq.models.lstm import LSTMModel
 from fairseq.models.lstm import base_architecture as lstm_architecture
+from fairseq.models.multilingual_transformer import MultilingualTransformerModel, base_multilingual_architecture
 from fairseq.models.transformer import TransformerModel, base_architecture
 from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
 from fairseq.sequence_generator import SequenceGenerator
+from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 from torch import Tensor
 
 import fastgen
@@ -55,6 +57,14 @@ def _bart() -> Any:
     return BARTModel.build_model(args, Task())
 
 
+def _multilingual() -> Any:
+    """A model for each of two pairs of languages."""
+    args = Namespace(**_SIZES, source_lang=None, target_lang=None, lang_pairs=["en-es", "es-en"])
+    base_multilingual_architecture(args)
+    task = MultilingualTranslationTask(args, {"en": dictionary(), "es": dictionary()}, training=True)
+    return MultilingualTransformerModel.build_model(args, task)
+
+
 def _lm(**options: Any) -> Any:
     args = Namespace(**_SIZES, **options)
     base_lm_architecture(args)
@@ -76,6 +86,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "scaled": lambda: _transformer(layernorm_embedding=True, no_scale_embedding=True, scale_attn=True, scale_fc=True),
     "adaptive": lambda: _transformer(adaptive_softmax_cutoff="10,20"),
     "bart": _bart,
+    "multilingual": _multilingual,
 }  # fmt: skip
 LANGUAGE_MODELS: dict[str, Callable[[], Any]] = {
     "lm": _lm,
