@@ -237,6 +237,25 @@ def test_kbest_infinite(device: str, k: int, group: int) -> None:
     assert bool(kbest_kernels.run(logits, scores, k, group=group)[0][1, 0].isnan())
 
 
+def _check_kbest_without_nan(kernels: Any, device: str, group: int, **given: Any) -> None:
+    """Rows whose log-softmax is NaN, by a NaN, an infinity or nothing at all, are out of the choice."""
+    logits, scores = _randn(3, 3, 500, device=device), _randn(3, 3, seed=1, device=device)
+    logits[0, 1, 7], logits[1, 2, 7], logits[1, 1] = torch.nan, INF, -INF
+    logits[2] = torch.nan
+    values, indices, _ = kernels.run(logits, scores, 8, group=group, without_nan=True, **given)
+    wanted = kbest.kbest_reference(logits, scores, 8, kbest.SparseEdits(**given), without_nan=True)
+    torch.testing.assert_close(values, wanted.values, atol=2e-5, rtol=1e-5)
+    assert torch.equal(indices[:2], wanted.indices[:2])
+    assert bool(((indices >= 0) & (indices < 1_500)).all())
+
+
+@pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize("edits", ["", "banned", "changes"])
+def test_kbest_without_nan(group: int, edits: str, device: str) -> None:
+    given = {name: value for name, value in _edits(3, 3, 500, device).items() if name == edits}
+    _check_kbest_without_nan(kbest_kernels, device, group, **given)
+
+
 @pytest.mark.parametrize("group", [0, 32])
 def test_kbest_ties(group: int, device: str) -> None:
     _check_kbest_ties(kbest_kernels, device, group)
@@ -648,6 +667,10 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
     "kbest: ties": (
         kbest_kernels, "(0x7FFFFFFF - index).to", "index.to",
         lambda kernels: [_check_kbest_ties(kernels, "cpu", group) for group in (0, 32)],
+    ),
+    "kbest: NaN": (
+        kbest_kernels, "tl.where(value != value, float(\"-inf\"), value)", "value",
+        lambda kernels: _check_kbest_without_nan(kernels, "cpu", 32),
     ),
     "kbest: bans": (
         kbest_kernels, "(words >> (token % 32)", "(words >> (token % 31)",

@@ -6,6 +6,7 @@ out an earlier one. fairseq searches this way. What differs from `decoding.beam`
 values, ancestry, selection and shrinking are the same.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -14,20 +15,30 @@ from torch import Tensor
 
 from fastgen.decoding.text import closed_up, may_leave
 from fastgen.ops.cache import reorder_rows_
-from fastgen.ops.kbest import best_of_log_probs
+from fastgen.ops.kbest import SparseEdits, best_of_log_probs, kbest
+
+
+class Prediction(NamedTuple):
+    """What a model says of the next token of each text.
+
+    log_probs: makes log-probabilities (R, V), or (B, V) in the first step, the caller's to change.
+    logits: of the same shape, whose log-softmax in fp32 they are, nobody's to change; None where there are none such.
+    """
+
+    log_probs: Callable[[], Tensor]
+    logits: Tensor | None = None
 
 
 class Stepper(Protocol):
     """A model that decodes R = B * M rows, one token each at a time."""
 
-    def step(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    def step(self, tokens: Tensor) -> tuple[Prediction, Tensor | None]:
         """Run the newest token of each text.
 
         Args:
             tokens: (R, L) int64; in the first step (B, 1), what all beams of a sentence begin with.
         Returns:
-            log_probs (R, V) or (B, V) floating point, the caller's to change; attention over the source,
-            (R, S) or (B, S), or None.
+            the prediction; attention over the source, (R, S) or (B, S), or None.
         """
         ...
 
@@ -52,16 +63,13 @@ class Candidates(NamedTuple):
 
 
 class Search(Protocol):
-    """Edits log-probabilities and chooses the candidates of a step."""
+    """Edits what a model predicts and chooses the candidates of a step."""
 
     plain: bool
     """Whether it looks at nothing but one sentence's scores, so that sentences may leave late and change places."""
 
-    def __call__(self, log_probs: Tensor, state: "FirstFinished") -> Candidates:
-        """Choose for log_probs (R, V), or (B, V) in the first step, which may be changed in place.
-
-        With B rows the first beam of each sentence is the only one.
-        """
+    def __call__(self, prediction: Prediction, state: "FirstFinished") -> Candidates:
+        """Choose for R rows, or for B: then the first beam of each sentence is the only one."""
         ...
 
     def kept(self, sentences: Tensor) -> None:
@@ -84,9 +92,21 @@ class Hypothesis(NamedTuple):
 
 def best(log_probs: Tensor, scores: Tensor, beams: int) -> Candidates:
     """The 2 * M best of log_probs (B, N, V) + scores (B, N), so that M go on whatever ends."""
-    _, n, vocabulary = log_probs.shape
-    values, index = best_of_log_probs(log_probs, scores, min(2 * beams, n * vocabulary - 1))
+    vocabulary = log_probs.shape[2]
+    values, index = best_of_log_probs(log_probs, scores, _count(log_probs, beams))
     return Candidates(values, index % vocabulary, index // vocabulary)
+
+
+def best_of_logits(logits: Tensor, scores: Tensor, beams: int, edits: SparseEdits) -> Candidates:
+    """What `best` finds in the log-softmax of logits (B, N, V), with NaN replaced by -inf and edited."""
+    vocabulary = logits.shape[2]
+    found = kbest(logits, scores, _count(logits, beams), edits, without_nan=True)
+    return Candidates(found.values, found.indices % vocabulary, found.indices // vocabulary)
+
+
+def _count(rows: Tensor, beams: int) -> int:
+    """How many candidates of rows (B, N, V) there are."""
+    return min(2 * beams, rows.shape[1] * rows.shape[2] - 1)
 
 
 class Attention:
@@ -179,7 +199,7 @@ class FirstFinished:
 
         first: log-probabilities (B, V) of the first choice, where the model has run already.
         """
-        going_on = self.advance(model, None if first is None else (first, None))
+        going_on = self.advance(model, None if first is None else (Prediction(lambda: first), None))
         while going_on:
             self.step += 1
             going_on = self.advance(model)
@@ -194,19 +214,19 @@ class FirstFinished:
         scores = self.scores.view(-1, self.beams, self.scores.shape[1])
         return scores[:, :beams, self.step - 1 if self.step else 0]
 
-    def advance(self, model: Stepper, given: tuple[Tensor, Tensor | None] | None = None) -> bool:
+    def advance(self, model: Stepper, given: tuple[Prediction, Tensor | None] | None = None) -> bool:
         """Choose the next token of every beam; False when the search is over.
 
         given: what the model's step returns, where it has been made already.
         """
         step, m = self.step, self.beams
         newest = self.tokens[:, : step + 1]
-        log_probs, attention = given or model.step(newest if step else newest[::m])
+        prediction, attention = given or model.step(newest if step else newest[::m])
         if attention is not None:
             if self.attention is None:
                 self.attention = Attention(len(self.running), m, self.longest + 1, self.device)
             self.attention.add(attention)
-        found = self.search(log_probs, self)
+        found = self.search(prediction, self)
         self.scores = self.scores.to(found.scores.dtype)
         ends = found.tokens.eq(self.end) & found.scores.ne(-torch.inf)
         ends[:, :m].masked_fill_(self.ignored, False)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastgen.ops.kbest import Changes, SparseEdits
 from fastgen.ops.ngram_block import ngram_block_, ngram_mask_
 from fastgen.ops.sample import nucleus
-from fastgen.ops.token_mask import add_tokens_, empty_mask
+from fastgen.ops.token_mask import add_tokens_, empty_mask, packed
 
 
 @dataclass
@@ -118,6 +118,28 @@ class Ban:
         if self.active(text.length):
             self.tokens = self.tokens.to(mask.device)
             add_tokens_(mask, self.tokens[None], vocabulary)
+
+
+@dataclass
+class Only:
+    """Leave only one token, with the score that it has, at the lengths for which `active` holds."""
+
+    token: int
+    active: Callable[[int], bool]
+
+    def idle(self, text: Text) -> bool:
+        return not self.active(text.length)
+
+    def __call__(self, scores: Tensor, text: Text) -> Tensor:
+        if self.active(text.length):
+            scores[:, : self.token] = -torch.inf
+            scores[:, self.token + 1 :] = -torch.inf
+        return scores
+
+    def add_to(self, mask: Tensor, text: Text, vocabulary: int) -> None:
+        """Add what this bans to a token mask (R, ceil(V / 32))."""
+        if self.active(text.length):
+            mask |= packed(torch.arange(vocabulary, device=mask.device)[None] != self.token)
 
 
 @dataclass
@@ -243,7 +265,7 @@ class Call:
 def sparse(edits: Sequence[Edit], text: Text, vocabulary: int) -> SparseEdits | None:
     """Return what the edits do in this step to few tokens, or None when they do anything else."""
     active = [edit for edit in edits if not edit.idle(text)]
-    bans = [edit for edit in active if isinstance(edit, NGramBlock | Ban)]
+    bans = [edit for edit in active if isinstance(edit, NGramBlock | Ban | Only)]
     changing = [edit for edit in active if isinstance(edit, Shift | Penalty)]
     forcing = [edit for edit in active if isinstance(edit, Force) and edit.tokens.numel() == 1]
     if len(bans) + len(changing) + len(forcing) < len(active) or len(changing) > 1 or len(forcing) > 1:

@@ -69,6 +69,7 @@ def kbest_reference(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     normalisers: bool = False,
+    without_nan: bool = False,
 ) -> KBest:
     """Return the k best of log_softmax((logits + bias) / temperature), edited, plus scores over beams x vocabulary.
 
@@ -78,13 +79,20 @@ def kbest_reference(
         k: 1 <= k <= M * V.
         bias: (V,), added to the logits of every row.
         normalisers: return log(sum(exp((logits + bias) / temperature))) of every row too.
+        without_nan: log-probabilities that are NaN become -inf before the edits.
     """
-    log_probs, sums = _log_probs(logits, scores.dtype, edits, bias, temperature, normalisers)
+    log_probs, sums = _log_probs(logits, scores.dtype, edits, bias, temperature, normalisers, without_nan)
     return KBest(*best_of_log_probs_reference(log_probs, scores, k), sums)
 
 
 def _log_probs(
-    logits: Tensor, dtype: torch.dtype, edits: SparseEdits, bias: Tensor | None, temperature: float, normalisers: bool
+    logits: Tensor,
+    dtype: torch.dtype,
+    edits: SparseEdits,
+    bias: Tensor | None,
+    temperature: float,
+    normalisers: bool,
+    without_nan: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The edited log-probabilities (B, M, V), and the normalisers (B, M) where they are asked for."""
     b, m, v = logits.shape
@@ -95,6 +103,8 @@ def _log_probs(
     if temperature != 1.0:
         rows = rows / temperature
     log_probs = torch.log_softmax(rows, -1)
+    if without_nan:
+        log_probs = log_probs.masked_fill_(log_probs.isnan(), -torch.inf)
     if changes is not None:
         inside = (changes.tokens >= 0) & (changes.tokens < v)
         tokens = torch.where(inside, changes.tokens, v)
@@ -116,6 +126,7 @@ def kbest(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     normalisers: bool = False,
+    without_nan: bool = False,
 ) -> KBest:
     """Return the k best continuations of each sentence; arguments as `kbest_reference`.
 
@@ -145,9 +156,9 @@ def kbest(
         raise ValueError(f"changes {[tuple(t.shape) for t in changes]} must be (R, N) each")
     able = lambda: _covered(logits, scores, k, 0 if changes is None else changes.tokens.shape[1])  # noqa: E731
     if use_triton("kbest", able, logits, scores, bias, banned, forced):
-        best = kernels.run(logits, scores, k, bias, temperature, changes, banned, forced)
+        best = kernels.run(logits, scores, k, bias, temperature, changes, banned, forced, without_nan=without_nan)
         return KBest(best[0], best[1], best[2] if normalisers else None)
-    log_probs, sums = _log_probs(logits, scores.dtype, edits, bias, temperature, normalisers)
+    log_probs, sums = _log_probs(logits, scores.dtype, edits, bias, temperature, normalisers, without_nan)
     return KBest(*_ranked_in_groups(log_probs, scores, k), sums)
 
 

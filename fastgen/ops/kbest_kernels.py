@@ -72,12 +72,14 @@ def run(
     banned: Tensor | None = None,
     forced: Tensor | None = None,
     normalised: bool = False,
+    without_nan: bool = False,
     group: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return values, indices and normalisers as `kbest` does; arguments as there.
 
     Args:
         normalised: `logits` are log-probabilities already.
+        without_nan: NaN becomes -inf.
         group: as `group_size` returns it, which is asked where it is None.
     """
     b, m, v = logits.shape
@@ -128,7 +130,7 @@ def run(
         SLOTS=power_of_two(k), BEAMS=beams, PARTS=power_of_two(parts),
         CANDIDATES=power_of_two(groups if group else parts * kept), CHANGES=power_of_two(count) if count else 0,
         BIAS=bias is not None, TAKEN_OUT=taken_out is not None, BANNED=banned is not None, FORCED=forces,
-        SUMMED=not normalised, num_warps=4 if tile <= 1024 else 8 if tile <= 4096 else 16,
+        SUMMED=not normalised, WITHOUT_NAN=without_nan, num_warps=4 if tile <= 1024 else 8 if tile <= 4096 else 16,
     )  # fmt: skip
     return values, indices, None if normalised else normalisers
 
@@ -254,12 +256,21 @@ def _of_beam(values, beam, of):
 
 
 @jit
+def _normalised(value, top, rest, WITHOUT_NAN: constexpr):
+    """Log-probabilities of logits, whose row's normaliser is top + rest."""
+    value = (value - top) - rest
+    if WITHOUT_NAN:
+        value = tl.where(value != value, float("-inf"), value)
+    return value
+
+
+@jit
 def _merge_kernel(
     logits_ptr, bias_ptr, taken_out_ptr, banned_ptr, scores_ptr, found_ptr, highest_ptr, sum_ptr, tokens_ptr,
     factors_ptr, offsets_ptr, forced_ptr, values_ptr, indices_ptr, normalisers_ptr, beams, vocabulary, parts, groups,
     changes, row_stride, taken_out_stride, banned_stride, sharpness, K: constexpr, KEPT: constexpr, GROUP: constexpr,
     SLOTS: constexpr, BEAMS: constexpr, PARTS: constexpr, CANDIDATES: constexpr, CHANGES: constexpr, BIAS: constexpr,
-    TAKEN_OUT: constexpr, BANNED: constexpr, FORCED: constexpr, SUMMED: constexpr,
+    TAKEN_OUT: constexpr, BANNED: constexpr, FORCED: constexpr, SUMMED: constexpr, WITHOUT_NAN: constexpr,
 ):  # fmt: skip
     """The k best of one sentence: of what the first kernel found, of changed tokens and of forced ones."""
     sentence = tl.program_id(0).to(tl.int64)
@@ -286,7 +297,8 @@ def _merge_kernel(
     if GROUP:
         there = is_beam[:, None] & (candidate < groups)[None, :]
         at = row[:, None] * groups + candidate[None, :]
-        value = (_unordered(tl.load(found_ptr + at, mask=there, other=0)) - top[:, None]) - rest[:, None]
+        value = _unordered(tl.load(found_ptr + at, mask=there, other=0))
+        value = _normalised(value, top[:, None], rest[:, None], WITHOUT_NAN)
         if FORCED:
             value = tl.where((forced >= 0)[:, None], float("-inf"), value)
         group_key = tl.where(there, _key(value + score[:, None], beam[:, None] * groups + candidate[None, :]), lowest)
@@ -303,7 +315,7 @@ def _merge_kernel(
         value = _tempered(logits_ptr + row_of * row_stride, bias_ptr, token, there, sharpness, BIAS)
         if TAKEN_OUT:
             value = tl.where(_has(taken_out_ptr + row_of * taken_out_stride, token, there), float("-inf"), value)
-        value = (value - _of_beam(top, beam, of)[:, None]) - _of_beam(rest, beam, of)[:, None]
+        value = _normalised(value, _of_beam(top, beam, of)[:, None], _of_beam(rest, beam, of)[:, None], WITHOUT_NAN)
         if FORCED:
             value = tl.where((_of_beam(forced.to(tl.float32), beam, of) >= 0)[:, None], float("-inf"), value)
         value += _of_beam(score, beam, of)[:, None]
@@ -312,7 +324,7 @@ def _merge_kernel(
         there = is_beam[:, None] & (candidate < parts * KEPT)[None, :]
         kept = tl.load(found_ptr + row[:, None] * (parts * KEPT) + candidate[None, :], mask=there, other=0)
         there = there & (kept != -0x7FFFFFFFFFFFFFFF)  # a part with fewer tokens than are kept
-        value = (_value_of(kept) - top[:, None]) - rest[:, None]
+        value = _normalised(_value_of(kept), top[:, None], rest[:, None], WITHOUT_NAN)
         if FORCED:
             value = tl.where((forced >= 0)[:, None], float("-inf"), value)
         key = tl.where(there, _key(value + score[:, None], beam[:, None] * vocabulary + _index_of(kept)), lowest)
@@ -327,7 +339,7 @@ def _merge_kernel(
         tokens = tl.load(tokens_ptr + where, mask=given, other=-1)
         given = given & (tokens >= 0) & (tokens < vocabulary)
         new = _tempered(logits_ptr + row[:, None] * row_stride, bias_ptr, tokens, given, sharpness, BIAS)
-        new = (new - top[:, None]) - rest[:, None]
+        new = _normalised(new, top[:, None], rest[:, None], WITHOUT_NAN)
         new = new * tl.load(factors_ptr + where, mask=given, other=1.0)
         new += tl.load(offsets_ptr + where, mask=given, other=0.0)
         if BANNED:

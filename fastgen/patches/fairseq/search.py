@@ -5,22 +5,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.decoding.first_finished import Candidates, FirstFinished, best
-from fastgen.ops.ngram_block import ngram_block_
+from fastgen.decoding.first_finished import Candidates, FirstFinished, Prediction, best, best_of_logits
+from fastgen.decoding.text import Ban, Edit, NGramBlock, Only, Shift, Text, edited, sparse
+from fastgen.ops.dispatch import runs_kernels
 
 
 class Beam:
-    """Beam search: edits of the log-probabilities, then the best of each sentence."""
+    """Beam search: edits of the log-probabilities, then the best of each sentence.
+
+    Where kernels run they get the edits as bits, and no log-probability is written.
+
+    Args:
+        longest: tokens of a hypothesis at most, its end not counted.
+    """
 
     plain = True
 
-    def __init__(self, generator: Any, prefix_tokens: Tensor | None) -> None:
-        self.generator, self.prefix_tokens = generator, prefix_tokens
+    def __init__(self, generator: Any, prefix_tokens: Tensor | None, longest: int, device: torch.device) -> None:
+        self.generator, self.prefix_tokens, self.longest = generator, prefix_tokens, longest
         blocker = generator.repeat_ngram_blocker
         self.ngram = 0 if blocker is None else int(blocker.no_repeat_ngram_size)
+        # fairseq's options, in its order; those of the free tokens not while there is a prefix.
+        self.first: list[Edit] = [Ban(torch.tensor([generator.pad], device=device), lambda _: True)]
+        if generator.unk_penalty:
+            offset = torch.tensor([-generator.unk_penalty], dtype=torch.float32, device=device)
+            self.first.append(Shift(torch.tensor([generator.unk], device=device), offset))
+        self.first.append(Only(generator.eos, lambda length: length > longest))
+        self.free: list[Edit] = [
+            Ban(torch.tensor([generator.eos], device=device), lambda length: length <= generator.min_len)
+        ]
+        if generator.token_indices_to_suppress is not None:
+            self.free.append(Ban(generator.token_indices_to_suppress.to(device), lambda _: True))
+        self.last: list[Edit] = [NGramBlock(self.ngram)] if self.ngram > 1 else []  # fairseq never finds single tokens
 
-    def __call__(self, log_probs: Tensor, state: FirstFinished) -> Candidates:
-        count, log_probs = len(state.running), self.edited(log_probs, state)
+    def __call__(self, prediction: Prediction, state: FirstFinished) -> Candidates:
+        count, logits = len(state.running), prediction.logits
+        if logits is not None and runs_kernels(logits) and not self._in_prefix(state):
+            edits = sparse([*self.first, *self.free, *self.last], _text(state, logits), logits.shape[1])
+            if edits is not None:
+                rows = logits.view(count, -1, logits.shape[1])
+                return best_of_logits(rows, state.running_scores(rows.shape[1]), state.beams, edits)
+        log_probs = self.edited(prediction.log_probs(), state)
         if state.step == 0 and log_probs.shape[0] != count:
             log_probs = log_probs[:: state.beams]  # all beams are the same yet
         rows = log_probs.view(count, -1, log_probs.shape[1])
@@ -41,29 +66,22 @@ class Beam:
 
     def edited(self, log_probs: Tensor, state: FirstFinished) -> Tensor:
         """Apply the generator's options, in fairseq's order; in place, or at R rows where prefixes want them."""
-        generator, step = self.generator, state.step
         _without_nan(log_probs)
-        log_probs[:, generator.pad] = -torch.inf
-        log_probs[:, generator.unk] -= generator.unk_penalty
-        if step >= state.longest:
-            log_probs[:, : generator.eos] = -torch.inf
-            log_probs[:, generator.eos + 1 :] = -torch.inf
-        prefix = self.prefix_tokens
-        if prefix is not None and step < prefix.shape[1] and step < state.longest:
+        log_probs = edited(log_probs, _text(state, log_probs), self.first)
+        if self._in_prefix(state):
             if log_probs.shape[0] != state.tokens.shape[0]:
                 log_probs = log_probs.repeat_interleave(state.beams, 0)
-            log_probs, state.tokens, state.scores = generator._prefix_tokens(
-                step, log_probs, state.scores, state.tokens, prefix, state.beams
+            log_probs, state.tokens, state.scores = self.generator._prefix_tokens(
+                state.step, log_probs, state.scores, state.tokens, self.prefix_tokens, state.beams
             )
         else:
-            if step < generator.min_len:
-                log_probs[:, generator.eos] = -torch.inf
-            if generator.token_indices_to_suppress is not None:
-                log_probs[:, generator.token_indices_to_suppress] = -torch.inf
-        if self.ngram > 1:  # fairseq's rule never finds single tokens
-            rows = state.tokens.shape[0] // log_probs.shape[0]
-            ngram_block_(log_probs, state.tokens[::rows, : step + 1], self.ngram)
-        return log_probs
+            log_probs = edited(log_probs, _text(state, log_probs), self.free)
+        return edited(log_probs, _text(state, log_probs), self.last)
+
+    def _in_prefix(self, state: FirstFinished) -> bool:
+        """Whether a prefix may say what the next token is."""
+        prefix = self.prefix_tokens
+        return prefix is not None and state.step < min(prefix.shape[1], self.longest)
 
     def kept(self, sentences: Tensor) -> None:
         if self.prefix_tokens is not None:
@@ -81,15 +99,17 @@ class Toolkits(Beam):
 
     plain = False
 
-    def __init__(self, generator: Any, prefix_tokens: Tensor | None, ids: Any, source_lengths: Tensor) -> None:
-        super().__init__(generator, prefix_tokens)
+    def __init__(
+        self, generator: Any, prefix_tokens: Tensor | None, longest: int, ids: Any, source_lengths: Tensor
+    ) -> None:
+        super().__init__(generator, prefix_tokens, longest, source_lengths.device)
         self.source_lengths = source_lengths
         count = torch.arange(source_lengths.shape[0]).type_as(source_lengths)
         self.sentences = ids if isinstance(ids, Tensor) else count
 
-    def __call__(self, log_probs: Tensor, state: FirstFinished) -> Candidates:
+    def __call__(self, prediction: Prediction, state: FirstFinished) -> Candidates:
         generator, count = self.generator, len(state.running)
-        log_probs = self.edited(log_probs, state)
+        log_probs = self.edited(prediction.log_probs(), state)
         if log_probs.shape[0] == count:
             log_probs = log_probs.repeat_interleave(state.beams, 0)
         if generator.should_set_src_lengths:
@@ -110,6 +130,12 @@ class Toolkits(Beam):
 
     def continued(self, order: Tensor) -> None:
         self.generator.search.update_constraints(order)
+
+
+def _text(state: FirstFinished, rows: Tensor) -> Text:
+    """The tokens of rows (R, V), or (B, V) in the first step."""
+    each = state.tokens.shape[0] // rows.shape[0]
+    return Text(state.tokens[::each, : state.step + 1], 1)
 
 
 def _without_nan(log_probs: Tensor) -> None:

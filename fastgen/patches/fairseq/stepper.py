@@ -10,6 +10,7 @@ from fairseq.models.transformer import TransformerModelBase
 from torch import Tensor
 
 from fastgen.decoding import cache
+from fastgen.decoding.first_finished import Prediction
 from fastgen.models.layouts import NotFused
 from fastgen.models.memory import Memory, memory_of
 from fastgen.models.proof import by_modules, trial, verdict
@@ -33,8 +34,10 @@ class Member:
         self.fused: FusedDecoder | None = None
         self.left_off: str | None = None
 
-    def step(self, tokens: Tensor, ancestry: cache.Ancestry | None, temperature: float) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities (R, V), and attention over the source (R, S) or None."""
+    def step(
+        self, tokens: Tensor, ancestry: cache.Ancestry | None, temperature: float
+    ) -> tuple[Prediction, Tensor | None]:
+        """Return the prediction for R rows, and attention over the source (R, S) or None."""
         self.layers.begin_step(ancestry, self.dtype)
         if ancestry is not None and self.fused is None and self.left_off is None:
             self._fuse()
@@ -52,7 +55,7 @@ class Member:
                 self.fused, self.left_off = None, by_modules(reason)
         if temperature != 1.0:
             logits = logits.div_(temperature)
-        return self._log_probs(logits, extra), attention
+        return self._prediction(logits, extra), attention
 
     def _by_modules(self, tokens: Tensor) -> tuple[Tensor, Tensor | None, Any]:
         """Logits (R, 1, V), attention over the source and what else the decoder returns, by its own forward."""
@@ -93,12 +96,17 @@ class Member:
         last = self.model.decoder.output_layer(features[:, -1:]).div_(temperature)
         return torch.log_softmax(last[:, -1], -1, dtype=torch.float32), torch.cat(found, 1)
 
-    def _log_probs(self, logits: Tensor, extra: Any) -> Tensor:
+    def _prediction(self, logits: Tensor, extra: Any) -> Prediction:
         if not self.plain:
-            return self.model.get_normalized_probs((logits, extra), log_probs=True, sample=None)[:, -1]
+            return Prediction(
+                lambda: self.model.get_normalized_probs((logits, extra), log_probs=True, sample=None)[:, -1]
+            )
         rows = logits.flatten(0, -2)
-        out = self.memory.take(rows.new_empty(0, dtype=torch.float32), *rows.shape)
-        return torch.log_softmax(rows, -1, dtype=torch.float32, out=out)
+        return Prediction(lambda: self._log_softmax(rows), rows)
+
+    def _log_softmax(self, logits: Tensor) -> Tensor:
+        out = self.memory.take(logits.new_empty(0, dtype=torch.float32), *logits.shape)
+        return torch.log_softmax(logits, -1, dtype=torch.float32, out=out)
 
     @property
     def not_captured(self) -> str | None:
@@ -133,7 +141,7 @@ class Stepper:
         self.ancestry = cache.Ancestry(sentences, beams, longest, device)
         self._first = True
 
-    def step(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    def step(self, tokens: Tensor) -> tuple[Prediction, Tensor | None]:
         ancestry = None
         if not self._first:
             self._sweep()
@@ -141,16 +149,18 @@ class Stepper:
             ancestry = self.ancestry
         self._first = False
         steps = [member.step(tokens, ancestry, self.temperature) for member in self.members]
-        if len(steps) == 1:
-            log_probs, attention = steps[0]
-        else:
-            stacked = torch.stack([log_probs for log_probs, _ in steps])
-            log_probs = torch.logsumexp(stacked, 0) - math.log(len(steps))
+        prediction, attention = steps[0]
+        if len(steps) > 1:
+            stacked = torch.stack([of_member.log_probs() for of_member, _ in steps])
+            mean = torch.logsumexp(stacked, 0) - math.log(len(steps))
+            prediction = Prediction(lambda: mean)
             seen = [attention for _, attention in steps if attention is not None]
             attention = sum(seen[1:], seen[0]) / len(steps) if seen else None
         if self.language_model is not None:
-            log_probs = log_probs + self.language_model.step(tokens, ancestry, 1.0)[0] * self.lm_weight
-        return log_probs, attention
+            beside, _ = self.language_model.step(tokens, ancestry, 1.0)
+            total = prediction.log_probs() + beside.log_probs() * self.lm_weight
+            prediction = Prediction(lambda: total)
+        return prediction, attention
 
     def _sweep(self) -> None:
         slots = self.ancestry.sweep()

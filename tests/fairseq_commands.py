@@ -1,0 +1,56 @@
+"""fairseq's commands in processes of their own: a corpus, tiny models trained on it, and what a command prints."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+TEXTS = Path(__file__).parents[1] / "examples" / "en-es"
+# Without these two fairseq's own generator runs, on the versions of today.
+STOCK = {"FASTGEN_SKIP": "fairseq.generate,fairseq.attention"}
+GENERATE = ("--cpu", "--max-len-b", "30", "--num-workers", "0", "--no-progress-bar")
+_SIZES = {"embed-dim": 32, "ffn-embed-dim": 64, "attention-heads": 2, "layers": 2}
+
+
+def run(*command: str, status: int = 0, text: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `fastgen run ...` in a process of its own."""
+    found = subprocess.run(
+        [sys.executable, "-m", "fastgen", "run", *command],
+        input=text, capture_output=True, text=True, env=os.environ | environment, check=False,
+    )  # fmt: skip
+    assert found.returncode == status, found.stdout[-2000:] + found.stderr[-4000:]
+    return found
+
+
+def preprocess(folder: Path) -> str:
+    """Make a small corpus, train.en and so on, and preprocess it; return where."""
+    for language in ("en", "es"):
+        lines = (TEXTS / f"test.{language}").read_text("utf-8").splitlines()
+        for name, part in {"train": lines[:600], "valid": lines[600:640], "test": lines[640:690]}.items():
+            (folder / f"{name}.{language}").write_text("\n".join(part) + "\n", "utf-8")
+    prefixes = [word for part in ("train", "valid", "test") for word in (f"--{part}pref", str(folder / part))]
+    data = str(folder / "data")
+    run(
+        "fairseq-preprocess", "-s", "en", "-t", "es", *prefixes, "--destdir", data, "--joined-dictionary",
+        "--workers", "1",
+    )  # fmt: skip
+    return data
+
+
+def train(data: str, model: Path, updates: int, *options: str) -> None:
+    """Train a tiny model, model/checkpoint_last.pt."""
+    run(
+        "fairseq-train", data, "--optimizer", "adam", "--lr", "0.005", "--criterion", "cross_entropy", "--max-tokens",
+        "1500", "--max-update", str(updates), "--save-dir", str(model), "--cpu", "--no-progress-bar", "--dropout", "0",
+        "--num-workers", "0", "--no-epoch-checkpoints", *options,
+        *(part for side in ("encoder", "decoder") for n, v in _SIZES.items() for part in (f"--{side}-{n}", str(v))),
+    )  # fmt: skip
+
+
+def printed(output: str) -> list[str]:
+    """What a generating command prints, without its log and with scores rounded."""
+    lines = [line for line in output.splitlines() if re.match(r"[STHDPC]-\d+\t|Generate ", line)]
+    assert lines
+    rounded = lambda number: f"{float(number[0]):.2f}".replace("-0.00", "0.00")  # noqa: E731
+    return [re.sub(r"-?\d+\.\d+", rounded, line) for line in lines]
