@@ -5,8 +5,9 @@ from typing import Any
 from torch import Tensor
 
 from fastgen import config
-from fastgen.models.layouts import LAYOUTS, NotFused, step_of
+from fastgen.models.layouts import LAYOUTS
 from fastgen.models.proof import proven
+from fastgen.models.reader import NotFused, step_of
 from fastgen.models.step import Context
 from fastgen.patches.fairseq.attention import Layers
 

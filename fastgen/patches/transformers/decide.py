@@ -8,8 +8,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models.families import family_of
-from fastgen.models.layouts import NotFused
 from fastgen.models.proof import by_modules
+from fastgen.models.reader import NotFused
 from fastgen.patches import _engine
 from fastgen.patches.transformers import fused
 from fastgen.patches.transformers.cache import parts_of

@@ -7,8 +7,9 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from fastgen import config
-from fastgen.models.layouts import LAYOUTS, NotFused, step_of
+from fastgen.models.layouts import LAYOUTS
 from fastgen.models.proof import proven
+from fastgen.models.reader import NotFused, step_of
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.cache import SharedCache, parts_of
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fastgen.decoding.plan import Plan
 from fastgen.models.attention import BeamAttention
-from fastgen.models.layouts import NotFused
 from fastgen.models.memory import memory_of
 from fastgen.models.proof import by_modules, trial, verdict
+from fastgen.models.reader import NotFused
 from fastgen.patches.transformers import fused
 from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import SharedCache
