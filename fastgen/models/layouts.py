@@ -9,13 +9,20 @@ from typing import Any
 class Attention:
     """Names of an attention sublayer's parts, paths from the layer; those of `parts` and `out` from `module`.
 
-    parts: the projections of queries, keys and values, or the one of all three.
+    parts: the projections of queries, keys and values, or the one of all three; by_head: whether that one's output is
+        by heads first.
+    own_norm: of the sublayer's output, before the sum, a path from the layer; None where there is none.
+    softcap, rotation: attributes of `module`: the cap of its scores, and which of several rotations is its.
     """
 
     module: str
     norm: str
     parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     out: str = "out_proj"
+    by_head: bool = False
+    own_norm: str | None = None
+    softcap: str | None = None
+    rotation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -25,15 +32,19 @@ class Layout:
     Attributes:
         decoder, head: paths from the model.
         layers, tokens, positions, embedding_norm, last_norm, rotary: of the decoder; what a model has not may be named.
-        wide, gated, activation, narrow, feed_norm: of the feed-forward sublayer, paths from the layer.
+        wide, gated, activation, narrow, feed_norm, feed_own_norm: of the feed-forward sublayer, paths from the layer,
+            the last as `Attention.own_norm`; `gated` is `wide` where that one has both side by side.
         wide_gated: what `wide` is called where there is a gate, in a family that has both forms.
         norm_first: whether norms stand before their sublayers, or the attribute of a layer that says so.
+        parallel: whether attention and feed-forward both read what comes into a layer, or the attribute that says so.
         first: says which row of a table of positions is the first one's.
         pads: whether padding has a row of its own there.
         norm_tokens: whether token embeddings are normed before positions are added, and not scaled.
         dims: the attribute of an attention module that is the size of a head.
         bias: that of the logits, a buffer of the model's; None where there is none.
         scale: says what is multiplied with before the head.
+        softcap: says what caps the logits; None for nothing.
+        own_inputs: whether the model prepares its inputs in a way of its own, which makes no difference here.
     """
 
     decoder: str
@@ -52,13 +63,17 @@ class Layout:
     activation: str = "activation_fn"
     narrow: str = "fc2"
     feed_norm: str = "final_layer_norm"
+    feed_own_norm: str | None = None
     norm_first: bool | str = True
+    parallel: bool | str = False
     first: Callable[[Any], int] = lambda _: 0
     pads: bool = False
     norm_tokens: bool = False
     dims: str = "head_dim"
     bias: str | None = None
     scale: Callable[[Any], float] = lambda _: 1.0
+    softcap: Callable[[Any], float | None] = lambda _: None
+    own_inputs: bool = False
 
 
 def _offset(positions: Any) -> int:
@@ -102,6 +117,13 @@ _LLAMA = Layout(
     narrow="mlp.down_proj",
     feed_norm="post_attention_layernorm",
 )
+_GEMMA2 = replace(
+    _LLAMA,
+    text=replace(_LLAMA.text, own_norm="post_attention_layernorm", softcap="attn_logit_softcapping"),
+    feed_norm="pre_feedforward_layernorm",
+    feed_own_norm="post_feedforward_layernorm",
+    softcap=lambda model: model.config.final_logit_softcapping,
+)
 
 LAYOUTS = {
     "bart": replace(_BART, norm_first=False, first=_offset),
@@ -122,6 +144,22 @@ LAYOUTS = {
         "model.decoder", last_norm="final_layer_norm", source=None, norm_first="do_layer_norm_before", first=_offset
     ),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _LLAMA),
+    "gpt_neox": Layout(
+        "gpt_neox", tokens="embed_in", last_norm="final_layer_norm",
+        text=Attention("attention", "input_layernorm", ("query_key_value",), "dense", by_head=True), source=None,
+        wide="mlp.dense_h_to_4h", activation="mlp.act", narrow="mlp.dense_4h_to_h",
+        feed_norm="post_attention_layernorm", parallel="use_parallel_residual", dims="head_size",
+    ),
+    "phi": Layout(
+        "model", last_norm="final_layernorm", text=Attention("self_attn", "input_layernorm", out="dense"), source=None,
+        wide="mlp.fc1", activation="mlp.activation_fn", narrow="mlp.fc2", feed_norm="input_layernorm", parallel=True,
+    ),
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(_GEMMA2, text=replace(_GEMMA2.text, softcap=None, rotation="layer_type")),
+    "phi3": replace(
+        _LLAMA, text=Attention("self_attn", "input_layernorm", ("qkv_proj",), "o_proj"), wide="mlp.gate_up_proj",
+        gated="mlp.gate_up_proj", activation="mlp.activation_fn", own_inputs=True,
+    ),
     "fairseq": Layout("decoder", "decoder.output_projection", norm_first="normalize_before", first=_behind_padding),
 }  # fmt: skip
 """By the `model_type` of a transformers model's config, or the toolkit."""

@@ -5,8 +5,7 @@ has added, or training mode: then the model makes its steps through its own forw
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,11 +21,14 @@ from fastgen.models.step import (
     Embedding,
     FeedForward,
     Norm,
+    NormLike,
     OwnNorm,
     RelativeBias,
+    Rotary,
     SourceAttention,
     Sublayer,
     TextAttention,
+    unnormed,
 )
 from fastgen.ops.activation import kind_of
 
@@ -50,6 +52,16 @@ def step_of(model: nn.Module, layout: Layout, longest: int) -> DecoderStep:
         raise NotFused(f"its decoder cannot be read: {error}") from error
 
 
+class _Part(NamedTuple):
+    """What a sublayer mixes with, the projection of its output, that output's own norm, and the sublayer's norm."""
+
+    layer: int
+    mix: TextAttention | SourceAttention | FeedForward
+    out: Product
+    own: NormLike | None
+    norm: NormLike
+
+
 class _Reader:
     """Reads the parts that a layout names, and finds what is left."""
 
@@ -59,19 +71,18 @@ class _Reader:
         self.layers: list[Any] = list(_at(self.decoder, layout.layers).children())
         self.read: set[nn.Module] = set()
         self.bias: RelativeBias | None = None
+        self.rotations: dict[str | None, Rotary] = {}
 
     def step(self) -> DecoderStep:
         layout, decoder = self.layout, self.decoder
         if not self.layers:
             raise NotFused("its decoder has no layers")
-        norm_first = layout.norm_first
-        if isinstance(norm_first, str):
-            norm_first = bool(getattr(self.layers[0], norm_first))
+        norm_first, parallel = self.says(layout.norm_first), self.says(layout.parallel)
         parts = [part for index, layer in enumerate(self.layers) for part in self.sublayers(index, layer)]
-        own, last = [part[2] for part in parts], self.norm(decoder._modules.get(layout.last_norm))
+        norms_of, last = [part.norm for part in parts], self.norm(decoder._modules.get(layout.last_norm))
         if not norm_first and last is not None:
             raise NotFused("its decoder has a last norm beside those of its layers")
-        behind = [*own[1:], last] if norm_first else own
+        behind = [*norms_of[1:], last or unnormed] if norm_first else norms_of
         if proven.get(decoder) is False:
             raise NotFused(OTHERWISE)
         if torch.is_autocast_enabled(_at(decoder, layout.tokens).weight.device.type):
@@ -81,35 +92,47 @@ class _Reader:
         step = DecoderStep(
             module=decoder,
             embedding=self.embedding(),
-            sublayers=[Sublayer(*part[0], part[1], norm) for part, norm in zip(parts, behind, strict=True)],
-            first=own[0] if norm_first else None,
+            sublayers=[
+                Sublayer(part.layer, part.mix, part.out, norm, part.own, parallel and type(part.mix) is TextAttention)
+                for part, norm in zip(parts, behind, strict=True)
+            ],
+            first=norms_of[0] if norm_first else None,
             head=self.product(_at(self.model, layout.head)),
             bias=_bias(self.model, layout.bias),
             scale=layout.scale(self.model),
-            rotary=self.rotary(),
+            softcap=layout.softcap(self.model),
         )
         self.check_rest()
         return step
 
-    def sublayers(self, index: int, layer: Any) -> list[tuple[tuple[int, Any], Product, Any]]:
-        """What each sublayer mixes with, the projection of its output, and its norm."""
-        layout, found = self.layout, list[tuple[tuple[int, Any], Product, Any]]()
+    def says(self, fact: bool | str) -> bool:
+        """What a record says of all layers, or the first layer in an attribute of that name."""
+        return bool(getattr(self.layers[0], fact)) if isinstance(fact, str) else fact
+
+    def sublayers(self, index: int, layer: Any) -> list[_Part]:
+        layout, found = self.layout, list[_Part]()
         for names, over_text in ((layout.text, True), (layout.source, False)):
             if names is None or ("." not in names.module and getattr(layer, names.module) is None):
                 continue  # fairseq's language models name what they have not
             module = _at(layer, names.module)
             attend = self.over_text(module, names) if over_text else self.over_source(module, names)
-            found.append(((index, attend), self.product(_at(module, names.out)), self.norm(_at(layer, names.norm))))
+            out, own = self.product(_at(module, names.out)), self.own_norm(layer, names.own_norm)
+            found.append(_Part(index, attend, out, own, self.norm(_at(layer, names.norm))))
         wide, gate = layout.wide, layout.gated
         if layout.wide_gated is not None:
             wide, gate = (wide, None) if _is_there(layer, wide) else (layout.wide_gated, gate)
         feed = FeedForward(
             self.product(_at(layer, wide)),
             self.activation(_at(layer, layout.activation)),
-            None if gate is None else self.product(_at(layer, gate)),
+            None if gate in (None, wide) else self.product(_at(layer, gate)),
+            halves=gate == wide,
         )
-        found.append(((index, feed), self.product(_at(layer, layout.narrow)), self.norm(_at(layer, layout.feed_norm))))
+        out, own = self.product(_at(layer, layout.narrow)), self.own_norm(layer, layout.feed_own_norm)
+        found.append(_Part(index, feed, out, own, self.norm(_at(layer, layout.feed_norm))))
         return found
+
+    def own_norm(self, layer: Any, path: str | None) -> NormLike | None:
+        return None if path is None else self.norm(_at(layer, path))
 
     def over_text(self, module: Any, names: Attention) -> TextAttention:
         dims = getattr(module, self.layout.dims)
@@ -123,7 +146,8 @@ class _Reader:
             self.product(part)
         return TextAttention(
             products(parts), heads, dims, float(getattr(module, "scaling", 1.0)),
-            query_norm, key_norm, self.relative(module),
+            query_norm, key_norm, self.relative(module), self.rotary(module, names.rotation),
+            None if names.softcap is None else getattr(module, names.softcap), names.by_head,
         )  # fmt: skip
 
     def over_source(self, module: Any, names: Attention) -> SourceAttention:
@@ -199,11 +223,16 @@ class _Reader:
         padding = positions.padding_idx if layout.pads else None
         return Embedding(tokens.weight, scale, table, first, padding, padding or 0, normed, layout.norm_tokens)
 
-    def rotary(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    def rotary(self, attention: Any, kind: str | None) -> Rotary | None:
+        """The rotation of an attention module: the decoder's one, or of several the one that the attribute names."""
         module: Any = self.decoder._modules.get(self.layout.rotary)
-        if module is not None:
-            self.read.add(module)
-        return module
+        if module is None:
+            return None
+        self.read.add(module)
+        which = None if kind is None else getattr(attention, kind)
+        if which not in self.rotations:
+            self.rotations[which] = module if which is None else functools.partial(module, layer_type=which)
+        return self.rotations[which]
 
     def check_rest(self) -> None:
         """Raise NotFused where the decoder has a part that was not read, and is more than a dropout."""
@@ -217,7 +246,7 @@ class _Reader:
             if module.training:
                 raise NotFused(f"a {kind} is in training mode")
             known = runs_its_class(module) or isinstance(module.__dict__["forward"], Routed)
-            if not known or not _is_toolkits(type(module).forward):
+            if not known or not is_toolkits(type(module).forward):
                 raise NotFused(f"a forward of its own of a {kind}")
             if outer or module in self.read or "Dropout" in kind:
                 continue
@@ -246,7 +275,7 @@ def _foreign(hook: Any) -> bool:
 
 
 @functools.cache
-def _is_toolkits(forward: Any) -> bool:
+def is_toolkits(forward: Any) -> bool:
     """Whether a class's forward is defined in a toolkit, and was not put there by somebody else.
 
     Asked of the function itself: a wrapper may have taken over the names of what it wraps.

@@ -9,7 +9,7 @@ from transformers import GenerationMixin
 from fastgen import config
 from fastgen.models.layouts import LAYOUTS
 from fastgen.models.proof import proven
-from fastgen.models.reader import NotFused, step_of
+from fastgen.models.reader import NotFused, is_toolkits, step_of
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.cache import SharedCache, parts_of
 
@@ -51,7 +51,9 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     if (layout.source is not None) != bool(model.config.is_encoder_decoder):
         raise NotFused("a decoder without its encoder")
     for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
-        if name in vars(model) or getattr(cast(Any, type(model)), name) is not getattr(GenerationMixin, name):
+        method: Any = getattr(cast(Any, type(model)), name)
+        known = method is getattr(GenerationMixin, name) or (layout.own_inputs and is_toolkits(method))
+        if name in vars(model) or not known:
             raise NotFused(f"{type(model).__name__} has its own {name}")
     if model.config._attn_implementation not in _ATTENTION:
         raise NotFused(f"attention implementation {model.config._attn_implementation!r}")
