@@ -64,7 +64,7 @@ def test_family(family: str, method: str, dtype: torch.dtype, merged: bool, monk
         for _ in range(2):  # the first step of the first call is made both ways
             # The softmax of transformers' eager attention, which alone has a soft cap, is in fp32.
             assert assert_same(model, kwargs, tolerance=1e-5 if family == "gemma2" else 1e-6).error is None
-        assert proof.proven[model.get_submodule(LAYOUTS[family].decoder)]
+        assert proof._outcomes[model.get_submodule(LAYOUTS[family].decoder)][1]
         assert _fused()
 
 
@@ -279,6 +279,29 @@ def test_a_model_that_computes_otherwise(beams: int) -> None:
             assert _left_off(model, kwargs) == (by_modules(OTHERWISE),)
     finally:
         layouts.LAYOUTS["bart"] = replace(LAYOUTS["bart"], first=layouts._offset)
+
+
+def test_what_was_written_since_the_proof_asks_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[object] = []
+    agree = proof.agree
+    monkeypatch.setattr(proof, "agree", lambda *logits: compared.append(logits) or agree(*logits))
+    model = _build("bart")
+    layer = model.model.decoder.layers[1]
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: setattr(layer.self_attn, "scaling", 0.9),
+        lambda: setattr(layer.final_layer_norm, "eps", 0.1),
+        lambda: setattr(layer, "activation_fn", nn.ReLU().eval()),
+        lambda: setattr(model.model.decoder.embed_tokens, "embed_scale", 2.0),
+        lambda: setattr(model.config, "dropout", 0.7),
+    ]
+    for number, change in enumerate(changes, 1):
+        change()
+        for _ in range(2):
+            assert _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}) == ()
+        assert len(compared) == number
+    monkeypatch.setitem(LAYOUTS, "bart", replace(LAYOUTS["bart"], first=lambda _: 1))  # as another version might need
+    assert _left_off(model, zoo.batch(model, 3, 7) | {"max_new_tokens": 8}) == (by_modules(OTHERWISE),)
 
 
 def test_logits_that_are_not_finite() -> None:

@@ -15,7 +15,7 @@ from fastgen.models import norm as norms
 from fastgen.models.instance import Routed, runs_its_class
 from fastgen.models.layouts import Attention, Layout
 from fastgen.models.linear import Product, product, products
-from fastgen.models.proof import OTHERWISE, proven
+from fastgen.models.proof import OTHERWISE, outcome
 from fastgen.models.step import (
     DecoderStep,
     Embedding,
@@ -69,7 +69,9 @@ class _Reader:
         self.model, self.layout, self.longest = model, layout, longest
         self.decoder = _at(model, layout.decoder)
         self.layers: list[Any] = list(_at(self.decoder, layout.layers).children())
+        self.dtype: torch.dtype = _at(self.decoder, layout.tokens).weight.dtype
         self.read: set[nn.Module] = set()
+        self.facts: list[object] = [repr(vars(model.config))] if hasattr(model, "config") else []
         self.bias: RelativeBias | None = None
         self.rotations: dict[str | None, Rotary] = {}
 
@@ -83,8 +85,6 @@ class _Reader:
         if not norm_first and last is not None:
             raise NotFused("its decoder has a last norm beside those of its layers")
         behind = [*norms_of[1:], last or unnormed] if norm_first else norms_of
-        if proven.get(decoder) is False:
-            raise NotFused(OTHERWISE)
         if torch.is_autocast_enabled(_at(decoder, layout.tokens).weight.device.type):
             raise NotFused("autocast chooses the types")
         if torch.is_grad_enabled():
@@ -101,8 +101,11 @@ class _Reader:
             bias=_bias(self.model, layout.bias),
             scale=layout.scale(self.model),
             softcap=layout.softcap(self.model),
+            facts=(norm_first, parallel, *self.facts),
         )
         self.check_rest()
+        if outcome(step) is False:
+            raise NotFused(OTHERWISE)
         return step
 
     def says(self, fact: bool | str) -> bool:
@@ -144,16 +147,19 @@ class _Reader:
         query_norm, key_norm = (self.norm(module._modules.get(name)) for name in ("q_norm", "k_norm"))
         for part in parts:
             self.product(part)
+        scale = float(getattr(module, "scaling", 1.0))
+        softcap = None if names.softcap is None else getattr(module, names.softcap)
+        self.facts += (dims, scale, softcap)
         return TextAttention(
-            products(parts), heads, dims, float(getattr(module, "scaling", 1.0)),
-            query_norm, key_norm, self.relative(module), self.rotary(module, names.rotation),
-            None if names.softcap is None else getattr(module, names.softcap), names.by_head,
+            products(parts), heads, dims, scale, query_norm, key_norm, self.relative(module),
+            self.rotary(module, names.rotation), softcap, names.by_head,
         )  # fmt: skip
 
     def over_source(self, module: Any, names: Attention) -> SourceAttention:
         dims, query = getattr(module, self.layout.dims), _at(module, names.parts[0])
         self.read.update(_at(module, name) for name in names.parts[1:])  # they have made the keys and values
         scale = float(getattr(module, "scaling", 1.0))
+        self.facts += (dims, scale)
         return SourceAttention(self.product(query), query.out_features // dims, dims, scale)
 
     def relative(self, module: Any) -> RelativeBias | None:
@@ -175,19 +181,17 @@ class _Reader:
         self.read.add(module)
         return product(module)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return _at(self.decoder, self.layout.tokens).weight.dtype
-
     def norm(self, module: Any) -> Any:
         if module is None:
             return None
         self.read.add(module)
         if type(module) is nn.LayerNorm:
+            self.facts.append(module.eps)
             return Norm(module.weight, module.bias, module.eps)
         found = norms.rms_norm(module)
         if found is None:
             raise NotFused(f"a {_name(module)} in place of a norm")
+        self.facts += (found.eps, found.offset)
         if self.dtype == torch.float64:  # which the toolkit's norms compute in float32
             return OwnNorm(module)
         return Norm(module.weight, None, found.eps, rms=True, offset=found.offset)
@@ -200,6 +204,7 @@ class _Reader:
         kind = _kinds[function]
         if kind is None:
             raise NotFused(f"an activation function {getattr(function, '__name__', None) or _name(function)}")
+        self.facts.append(kind)
         return kind
 
     def embedding(self) -> Embedding:
@@ -211,6 +216,7 @@ class _Reader:
         scale = 1.0 if layout.norm_tokens else getattr(tokens, "embed_scale", getattr(decoder, "embed_scale", 1.0))
         scale = float(scale.to(tokens.weight.dtype) if isinstance(scale, Tensor) else scale)
         normed = self.norm(decoder._modules.get(layout.embedding_norm))
+        self.facts.append(scale)
         if positions is None:
             return Embedding(tokens.weight, scale, norm=normed, norm_tokens=layout.norm_tokens)
         self.read.add(positions)
@@ -221,6 +227,7 @@ class _Reader:
         if table.dtype != tokens.weight.dtype or table.device != tokens.weight.device:
             raise NotFused(f"positions in {table.dtype} on {table.device}")
         padding = positions.padding_idx if layout.pads else None
+        self.facts += (first, padding)
         return Embedding(tokens.weight, scale, table, first, padding, padding or 0, normed, layout.norm_tokens)
 
     def rotary(self, attention: Any, kind: str | None) -> Rotary | None:
@@ -230,6 +237,7 @@ class _Reader:
             return None
         self.read.add(module)
         which = None if kind is None else getattr(attention, kind)
+        self.facts += (type(module), which)
         if which not in self.rotations:
             self.rotations[which] = module if which is None else functools.partial(module, layer_type=which)
         return self.rotations[which]
@@ -241,7 +249,8 @@ class _Reader:
         named = self.decoder.named_modules()
         for name, module in [*_along(self.model, self.layout.decoder), *_along(self.model, self.layout.head), *named]:
             kind, outer = type(module).__name__, module is self.model
-            if any(_foreign(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())):
+            hooks = module._forward_hooks or module._forward_pre_hooks  # seldom there are any
+            if hooks and any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
                 raise NotFused(f"a hook on a {kind}")
             if module.training:
                 raise NotFused(f"a {kind} is in training mode")

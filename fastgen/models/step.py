@@ -311,6 +311,7 @@ class DecoderStep:
         bias: (V,), added to the logits; None for none.
         scale: of what the head reads.
         softcap: of the logits; None for none.
+        facts: what it was made from beside weights, the model's config among it: equal where nothing has changed.
     """
 
     module: nn.Module
@@ -321,6 +322,7 @@ class DecoderStep:
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    facts: tuple[object, ...] = ()
 
     @property
     def layers(self) -> tuple[int, int]:

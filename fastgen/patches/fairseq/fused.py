@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastgen import config
 from fastgen.models.layouts import LAYOUTS
-from fastgen.models.proof import proven
+from fastgen.models.proof import outcome
 from fastgen.models.reader import NotFused, step_of
 from fastgen.models.step import Context
 from fastgen.patches.fairseq.attention import Layers
@@ -29,7 +29,7 @@ class FusedDecoder:
         modules: list[Any] = list(model.decoder.layers)
         self.text = [layers.of[layer.self_attn] for layer in modules]
         self.source = [layers.of[layer.encoder_attn] for layer in modules if layer.encoder_attn is not None]
-        self.ready = bool(proven.get(self.step.module))  # else the next step is made both ways
+        self.ready = bool(outcome(self.step))  # else the next step is made both ways
 
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return logits (R, V), and the last layer's attention over the source (R, S) or None, for texts (R, L)."""

@@ -8,7 +8,7 @@ from transformers import GenerationMixin
 
 from fastgen import config
 from fastgen.models.layouts import LAYOUTS
-from fastgen.models.proof import proven
+from fastgen.models.proof import outcome
 from fastgen.models.reader import NotFused, is_toolkits, step_of
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.cache import SharedCache, parts_of
@@ -74,7 +74,7 @@ class FusedDecoder:
         if (len(cache.text), len(cache.source)) != step.layers:
             raise NotFused(f"its cache has {len(cache.text)} layers")
         self.step, self.cache, self.prefix = step, cache, cache.text[0].prefix
-        self.ready = bool(proven.get(step.module))  # else the next step is made both ways
+        self.ready = bool(outcome(step))  # else the next step is made both ways
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         names = ("decoder_attention_mask", "attention_mask") if self.encoder_decoder else ("attention_mask", "")
         text, source = (kwargs.get(name) for name in names)
