@@ -18,9 +18,10 @@ from fastgen.ops import kbest as kbest_module
 from fastgen.ops import linear as linear_ops
 from fastgen.ops.activation import activation_, activation_reference, kind_of
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
-from fastgen.ops.kbest import best_of_log_probs, best_of_log_probs_reference
+from fastgen.ops.kbest import SparseEdits, best_of_log_probs, best_of_log_probs_reference, kbest, kbest_reference
 from fastgen.ops.ngram_block import ngram_block_, ngram_block_reference
 from fastgen.ops.sample import nucleus
+from fastgen.ops.token_mask import packed
 
 INF = torch.inf
 VOCABULARIES = (32_128, 50_264)
@@ -265,6 +266,25 @@ def test_kbest_in_groups_of_four() -> None:
 def test_kbest_errors(log_probs: tuple[int, ...], scores: tuple[int, ...], shown: str) -> None:
     with pytest.raises(ValueError, match=re.escape(shown)):
         best_of_log_probs(torch.zeros(log_probs), torch.zeros(scores), 2)
+
+
+@pytest.mark.parametrize("edited", [False, True])
+@pytest.mark.parametrize("v", [257, *VOCABULARIES])
+def test_kbest_in_given_memory(v: int, edited: bool) -> None:
+    """The same values, whatever was there; the logits stay."""
+    logits, scores = _randn(3, 4, v) * 3, _randn(3, 4, seed=1)
+    banned = _randn(12, v, seed=2) > 1 if edited else None
+    edits = SparseEdits(banned=None if banned is None else packed(banned))
+    scratch, unmodified = torch.full_like(logits, torch.nan), _unmodified(logits, scores)
+    found = kbest(logits, scores, 8, edits, scratch=scratch)
+    wanted = kbest_reference(logits, scores, 8, edits)
+    assert torch.equal(found.values, wanted.values)
+    assert torch.equal(found.indices, wanted.indices)
+    assert unmodified()
+    assert torch.equal(scratch.isinf().flatten(0, 1), torch.zeros(12, v).bool() if banned is None else banned)
+    for wrong in (scratch[:2], scratch.double(), torch.empty(3, v, 4).transpose(1, 2)):
+        with pytest.raises(ValueError, match=re.escape(f"scratch {tuple(wrong.shape)} in {wrong.dtype}")):
+            kbest(logits, scores, 8, scratch=wrong)
 
 
 def test_kbest_more_than_there_are() -> None:

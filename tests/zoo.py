@@ -36,6 +36,11 @@ _DECODER: dict[str, Any] = {
     "initializer_range": 0.8, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS,
 }  # fmt: skip
 
+
+def _without(*names: str) -> dict[str, Any]:
+    return {name: value for name, value in _DECODER.items() if name not in names}
+
+
 ENCODER_DECODERS: dict[str, Callable[[], Any]] = {
     "bart": lambda: tf.BartForConditionalGeneration(tf.BartConfig(**_ENCODER_DECODER)),
     "mbart": lambda: tf.MBartForConditionalGeneration(tf.MBartConfig(**_ENCODER_DECODER)),
@@ -77,7 +82,15 @@ DECODERS: dict[str, Callable[[], Any]] = {
     "gemma3_text": lambda: tf.Gemma3ForCausalLM(
         tf.Gemma3TextConfig(**_DECODER, sliding_window=8, query_pre_attn_scalar=8)
     ),
-    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**{k: v for k, v in _DECODER.items() if k != "head_dim"})),
+    "gpt_neox": lambda: tf.GPTNeoXForCausalLM(
+        tf.GPTNeoXConfig(
+            **_without("head_dim", "num_attention_heads", "num_key_value_heads"),
+            num_attention_heads=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        )
+    ),
+    "phi": lambda: tf.PhiForCausalLM(tf.PhiConfig(**_without("head_dim"), hidden_act="gelu_new")),
+    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**_without("head_dim"))),
 }  # fmt: skip
 
 OWN_ATTENTION = "tests_own"

@@ -37,7 +37,9 @@ FAMILIES = {
             for name in ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
         ),
         Family("gpt2", encoder_decoder=False, activated=(("c_fc", "act"),)),
+        Family("gpt_neox", encoder_decoder=False, activated=(("dense_h_to_4h", "act"),)),
         Family("opt", encoder_decoder=False, activated=_BART),
+        Family("phi", encoder_decoder=False, activated=_BART),
         Family("phi3", encoder_decoder=False),
     )
 }  # fmt: skip

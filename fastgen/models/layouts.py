@@ -1,51 +1,28 @@
-"""Where the parts of a decode step lie in a live model: a record of names per kind of decoder, and what reads them.
+"""Where the parts of a decode step lie in a live model: a record of names per kind of decoder."""
 
-What a record does not name must not be there, be it an adapter in a layer's place, a hook, a part that a later version
-has added, or training mode: then the model makes its steps through its own forward.
-"""
-
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
-
-import torch
-from torch import Tensor, nn
-
-from fastgen.models import norm as norms
-from fastgen.models.instance import Routed, runs_its_class
-from fastgen.models.linear import Product, product, products
-from fastgen.models.proof import OTHERWISE, proven
-from fastgen.models.step import (
-    DecoderStep,
-    Embedding,
-    FeedForward,
-    Norm,
-    OwnNorm,
-    RelativeBias,
-    SourceAttention,
-    Sublayer,
-    TextAttention,
-)
-from fastgen.ops.activation import kind_of
-
-
-class NotFused(Exception):
-    """A model's decode step cannot be made from its weights; the message is the reason, as status() shows it."""
 
 
 @dataclass(frozen=True)
 class Attention:
     """Names of an attention sublayer's parts, paths from the layer; those of `parts` and `out` from `module`.
 
-    parts: the projections of queries, keys and values, or the one of all three.
+    parts: the projections of queries, keys and values, or the one of all three; by_head: whether that one's output is
+        by heads first.
+    own_norm: of the sublayer's output, before the sum, a path from the layer; None where there is none.
+    softcap, rotation: attributes of `module`: the cap of its scores, and which of several rotations is its.
     """
 
     module: str
     norm: str
     parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     out: str = "out_proj"
+    by_head: bool = False
+    own_norm: str | None = None
+    softcap: str | None = None
+    rotation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,14 +32,19 @@ class Layout:
     Attributes:
         decoder, head: paths from the model.
         layers, tokens, positions, embedding_norm, last_norm, rotary: of the decoder; what a model has not may be named.
-        wide, gated, activation, narrow, feed_norm: of the feed-forward sublayer, paths from the layer.
+        wide, gated, activation, narrow, feed_norm, feed_own_norm: of the feed-forward sublayer, paths from the layer,
+            the last as `Attention.own_norm`; `gated` is `wide` where that one has both side by side.
+        wide_gated: what `wide` is called where there is a gate, in a family that has both forms.
         norm_first: whether norms stand before their sublayers, or the attribute of a layer that says so.
+        parallel: whether attention and feed-forward both read what comes into a layer, or the attribute that says so.
         first: says which row of a table of positions is the first one's.
         pads: whether padding has a row of its own there.
         norm_tokens: whether token embeddings are normed before positions are added, and not scaled.
         dims: the attribute of an attention module that is the size of a head.
         bias: that of the logits, a buffer of the model's; None where there is none.
         scale: says what is multiplied with before the head.
+        softcap: says what caps the logits; None for nothing.
+        own_inputs: whether the model prepares its inputs in a way of its own, which makes no difference here.
     """
 
     decoder: str
@@ -77,16 +59,21 @@ class Layout:
     source: Attention | None = Attention("encoder_attn", "encoder_attn_layer_norm")
     wide: str = "fc1"
     gated: str | None = None
+    wide_gated: str | None = None
     activation: str = "activation_fn"
     narrow: str = "fc2"
     feed_norm: str = "final_layer_norm"
+    feed_own_norm: str | None = None
     norm_first: bool | str = True
+    parallel: bool | str = False
     first: Callable[[Any], int] = lambda _: 0
     pads: bool = False
     norm_tokens: bool = False
     dims: str = "head_dim"
     bias: str | None = None
     scale: Callable[[Any], float] = lambda _: 1.0
+    softcap: Callable[[Any], float | None] = lambda _: None
+    own_inputs: bool = False
 
 
 def _offset(positions: Any) -> int:
@@ -111,6 +98,8 @@ _T5 = Layout(
     text=Attention("layer.0.SelfAttention", "layer.0.layer_norm", ("q", "k", "v"), "o"),
     source=Attention("layer.1.EncDecAttention", "layer.1.layer_norm", ("q", "k", "v"), "o"),
     wide="layer.2.DenseReluDense.wi",
+    gated="layer.2.DenseReluDense.wi_1",
+    wide_gated="layer.2.DenseReluDense.wi_0",
     activation="layer.2.DenseReluDense.act",
     narrow="layer.2.DenseReluDense.wo",
     feed_norm="layer.2.layer_norm",
@@ -127,6 +116,13 @@ _LLAMA = Layout(
     activation="mlp.act_fn",
     narrow="mlp.down_proj",
     feed_norm="post_attention_layernorm",
+)
+_GEMMA2 = replace(
+    _LLAMA,
+    text=replace(_LLAMA.text, own_norm="post_attention_layernorm", softcap="attn_logit_softcapping"),
+    feed_norm="pre_feedforward_layernorm",
+    feed_own_norm="post_feedforward_layernorm",
+    softcap=lambda model: model.config.final_logit_softcapping,
 )
 
 LAYOUTS = {
@@ -148,266 +144,22 @@ LAYOUTS = {
         "model.decoder", last_norm="final_layer_norm", source=None, norm_first="do_layer_norm_before", first=_offset
     ),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _LLAMA),
+    "gpt_neox": Layout(
+        "gpt_neox", tokens="embed_in", last_norm="final_layer_norm",
+        text=Attention("attention", "input_layernorm", ("query_key_value",), "dense", by_head=True), source=None,
+        wide="mlp.dense_h_to_4h", activation="mlp.act", narrow="mlp.dense_4h_to_h",
+        feed_norm="post_attention_layernorm", parallel="use_parallel_residual", dims="head_size",
+    ),
+    "phi": Layout(
+        "model", last_norm="final_layernorm", text=Attention("self_attn", "input_layernorm", out="dense"), source=None,
+        wide="mlp.fc1", activation="mlp.activation_fn", narrow="mlp.fc2", feed_norm="input_layernorm", parallel=True,
+    ),
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(_GEMMA2, text=replace(_GEMMA2.text, softcap=None, rotation="layer_type")),
+    "phi3": replace(
+        _LLAMA, text=Attention("self_attn", "input_layernorm", ("qkv_proj",), "o_proj"), wide="mlp.gate_up_proj",
+        gated="mlp.gate_up_proj", activation="mlp.activation_fn", own_inputs=True,
+    ),
     "fairseq": Layout("decoder", "decoder.output_projection", norm_first="normalize_before", first=_behind_padding),
 }  # fmt: skip
 """By the `model_type` of a transformers model's config, or the toolkit."""
-
-
-def step_of(model: nn.Module, layout: Layout, longest: int) -> DecoderStep:
-    """Build the step of a model in evaluation mode.
-
-    Args:
-        longest: tokens of a text at most.
-
-    Raises:
-        NotFused: where anything is not as the layout says.
-    """
-    try:
-        return _Reader(model, layout, longest).step()
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a part is not what its name says
-        raise NotFused(f"its decoder cannot be read: {error}") from error
-
-
-class _Reader:
-    """Reads the parts that a layout names, and finds what is left."""
-
-    def __init__(self, model: Any, layout: Layout, longest: int) -> None:
-        self.model, self.layout, self.longest = model, layout, longest
-        self.decoder = _at(model, layout.decoder)
-        self.layers: list[Any] = list(_at(self.decoder, layout.layers).children())
-        self.read: set[nn.Module] = set()
-        self.bias: RelativeBias | None = None
-
-    def step(self) -> DecoderStep:
-        layout, decoder = self.layout, self.decoder
-        if not self.layers:
-            raise NotFused("its decoder has no layers")
-        norm_first = layout.norm_first
-        if isinstance(norm_first, str):
-            norm_first = bool(getattr(self.layers[0], norm_first))
-        parts = [part for index, layer in enumerate(self.layers) for part in self.sublayers(index, layer)]
-        own, last = [part[2] for part in parts], self.norm(decoder._modules.get(layout.last_norm))
-        if not norm_first and last is not None:
-            raise NotFused("its decoder has a last norm beside those of its layers")
-        behind = [*own[1:], last] if norm_first else own
-        if proven.get(decoder) is False:
-            raise NotFused(OTHERWISE)
-        if torch.is_autocast_enabled(_at(decoder, layout.tokens).weight.device.type):
-            raise NotFused("autocast chooses the types")
-        if torch.is_grad_enabled():
-            raise NotFused("gradients are wanted")
-        step = DecoderStep(
-            module=decoder,
-            embedding=self.embedding(),
-            sublayers=[Sublayer(*part[0], part[1], norm) for part, norm in zip(parts, behind, strict=True)],
-            first=own[0] if norm_first else None,
-            head=self.product(_at(self.model, layout.head)),
-            bias=_bias(self.model, layout.bias),
-            scale=layout.scale(self.model),
-            rotary=self.rotary(),
-        )
-        self.check_rest()
-        return step
-
-    def sublayers(self, index: int, layer: Any) -> list[tuple[tuple[int, Any], Product, Any]]:
-        """What each sublayer mixes with, the projection of its output, and its norm."""
-        layout, found = self.layout, list[tuple[tuple[int, Any], Product, Any]]()
-        for names, over_text in ((layout.text, True), (layout.source, False)):
-            if names is None or ("." not in names.module and getattr(layer, names.module) is None):
-                continue  # fairseq's language models name what they have not
-            module = _at(layer, names.module)
-            attend = self.over_text(module, names) if over_text else self.over_source(module, names)
-            found.append(((index, attend), self.product(_at(module, names.out)), self.norm(_at(layer, names.norm))))
-        gate = layout.gated
-        wide = layout.wide
-        if gate is None and wide.endswith(".wi") and not _is_there(layer, wide):  # T5's gated form
-            wide, gate = f"{wide}_0", f"{wide}_1"
-        feed = FeedForward(
-            self.product(_at(layer, wide)),
-            self.activation(_at(layer, layout.activation)),
-            None if gate is None else self.product(_at(layer, gate)),
-        )
-        found.append(((index, feed), self.product(_at(layer, layout.narrow)), self.norm(_at(layer, layout.feed_norm))))
-        return found
-
-    def over_text(self, module: Any, names: Attention) -> TextAttention:
-        dims = getattr(module, self.layout.dims)
-        parts = [_at(module, name) for name in names.parts]
-        out = _at(module, names.out)  # reads as many as there are heads, whatever the projections are
-        heads = (out.nx if hasattr(out, "nx") else out.in_features) // dims
-        if getattr(module, "reorder_and_upcast_attn", False) or getattr(module, "is_cross_attention", False):
-            raise NotFused("attention in a precision or form of its own")
-        query_norm, key_norm = (self.norm(module._modules.get(name)) for name in ("q_norm", "k_norm"))
-        for part in parts:
-            self.product(part)
-        return TextAttention(
-            products(parts), heads, dims, float(getattr(module, "scaling", 1.0)),
-            query_norm, key_norm, self.relative(module),
-        )  # fmt: skip
-
-    def over_source(self, module: Any, names: Attention) -> SourceAttention:
-        dims, query = getattr(module, self.layout.dims), _at(module, names.parts[0])
-        self.read.update(_at(module, name) for name in names.parts[1:])  # they have made the keys and values
-        scale = float(getattr(module, "scaling", 1.0))
-        return SourceAttention(self.product(query), query.out_features // dims, dims, scale)
-
-    def relative(self, module: Any) -> RelativeBias | None:
-        """The bias by distance: a module's own, else that of the first layer."""
-        if getattr(module, "has_relative_attention_bias", False):
-            if self.dtype == torch.float16:
-                raise NotFused("float16, in which its sums are clamped")
-            self.read.add(module.relative_attention_bias)
-            self.bias = RelativeBias(functools.partial(_by_distance, module, self.longest))
-        return self.bias
-
-    def product(self, module: Any) -> Product:
-        if not (type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))):
-            raise NotFused(f"a {_name(module)} in place of a linear layer")
-        if type(module.weight) is not nn.Parameter:
-            raise NotFused(f"a weight that is a {type(module.weight).__name__}")
-        if module.weight.dtype != self.dtype:
-            raise NotFused(f"weights in {module.weight.dtype} beside others in {self.dtype}")
-        self.read.add(module)
-        return product(module)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return _at(self.decoder, self.layout.tokens).weight.dtype
-
-    def norm(self, module: Any) -> Any:
-        if module is None:
-            return None
-        self.read.add(module)
-        if type(module) is nn.LayerNorm:
-            return Norm(module.weight, module.bias, module.eps)
-        found = norms.rms_norm(module)
-        if found is None:
-            raise NotFused(f"a {_name(module)} in place of a norm")
-        if self.dtype == torch.float64:  # which the toolkit's norms compute in float32
-            return OwnNorm(module)
-        return Norm(module.weight, None, found.eps, rms=True, offset=found.offset)
-
-    def activation(self, function: Any) -> str:
-        if isinstance(function, nn.Module):
-            self.read.update(function.modules())
-        if function not in _kinds:
-            _kinds[function] = kind_of(function.forward if isinstance(function, nn.Module) else function)
-        kind = _kinds[function]
-        if kind is None:
-            raise NotFused(f"an activation function {getattr(function, '__name__', None) or _name(function)}")
-        return kind
-
-    def embedding(self) -> Embedding:
-        layout, decoder = self.layout, self.decoder
-        tokens, positions = _at(decoder, layout.tokens), decoder._modules.get(layout.positions)
-        if not isinstance(tokens, nn.Embedding) or tokens.max_norm is not None:
-            raise NotFused(f"a {_name(tokens)} in place of an embedding")
-        self.read.add(tokens)
-        scale = 1.0 if layout.norm_tokens else getattr(tokens, "embed_scale", getattr(decoder, "embed_scale", 1.0))
-        scale = float(scale.to(tokens.weight.dtype) if isinstance(scale, Tensor) else scale)
-        normed = self.norm(decoder._modules.get(layout.embedding_norm))
-        if positions is None:
-            return Embedding(tokens.weight, scale, norm=normed, norm_tokens=layout.norm_tokens)
-        self.read.add(positions)
-        table: Tensor = positions.weights if hasattr(positions, "weights") else positions.weight
-        first = layout.first(positions)
-        if first + self.longest > table.shape[0]:
-            raise NotFused(f"a text of up to {self.longest} tokens, positions for {table.shape[0] - first}")
-        if table.dtype != tokens.weight.dtype or table.device != tokens.weight.device:
-            raise NotFused(f"positions in {table.dtype} on {table.device}")
-        padding = positions.padding_idx if layout.pads else None
-        return Embedding(tokens.weight, scale, table, first, padding, padding or 0, normed, layout.norm_tokens)
-
-    def rotary(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-        module: Any = self.decoder._modules.get(self.layout.rotary)
-        if module is not None:
-            self.read.add(module)
-        return module
-
-    def check_rest(self) -> None:
-        """Raise NotFused where the decoder has a part that was not read, and is more than a dropout."""
-        if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
-            raise NotFused("a hook on all modules")
-        named = self.decoder.named_modules()
-        for name, module in [*_along(self.model, self.layout.decoder), *_along(self.model, self.layout.head), *named]:
-            kind, outer = type(module).__name__, module is self.model
-            if any(_foreign(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())):
-                raise NotFused(f"a hook on a {kind}")
-            if module.training:
-                raise NotFused(f"a {kind} is in training mode")
-            known = runs_its_class(module) or isinstance(module.__dict__["forward"], Routed)
-            if not known or not _is_toolkits(type(module).forward):
-                raise NotFused(f"a forward of its own of a {kind}")
-            if outer or module in self.read or "Dropout" in kind:
-                continue
-            if type(module).__module__.partition(".")[0] not in _TOOLKITS:
-                raise NotFused(f"{_name(module)} is a class of its own")
-            holds = next((n for n, p in module._parameters.items() if p is not None), None)
-            if holds is not None or not module._modules:
-                where = name if holds is None else f"{name}.{holds}"
-                raise NotFused(f"a part of its own, {where}")
-
-
-_TOOLKITS = ("torch", "transformers", "fairseq")
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
-
-
-def _along(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """The modules on the way from a model to a part, itself included."""
-    names = path.split(".")
-    found = [(".".join(names[:i]), _at(model, ".".join(names[:i]))) for i in range(1, len(names))]
-    return [("", model), *found, (path, _at(model, path))]
-
-
-def _foreign(hook: Any) -> bool:
-    """Whether a hook is not transformers' own, which only notes outputs, where they are asked for."""
-    return not getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing")
-
-
-@functools.cache
-def _is_toolkits(forward: Any) -> bool:
-    """Whether a class's forward is defined in a toolkit, and was not put there by somebody else.
-
-    Asked of the function itself: a wrapper may have taken over the names of what it wraps.
-    """
-    return getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0] in (*_TOOLKITS, "fastgen")
-
-
-def _by_distance(attention: Any, longest: int) -> Tensor:
-    """The bias (H, L) of T5's attention over keys at the distances 0 to L - 1."""
-    return attention.compute_bias(1, longest, past_seen_tokens=longest - 1)[0, :, 0].flip(1)
-
-
-def _name(thing: object) -> str:
-    """A thing's class and the package it is of."""
-    return f"{type(thing).__module__.partition('.')[0]}.{type(thing).__name__}"
-
-
-def _is_there(module: nn.Module, path: str) -> bool:
-    try:
-        _at(module, path)
-    except NotFused:
-        return False
-    return True
-
-
-def _at(module: nn.Module, path: str) -> Any:
-    """A part by its path: a module, or a function that a module has as an attribute.
-
-    Raises:
-        NotFused: there is none.
-    """
-    found: Any = module
-    for name in path.split("."):
-        found = found._modules.get(name) if name in found._modules else getattr(found, name, None)
-        if found is None:
-            raise NotFused(f"its decoder has no {path}")
-    return found
-
-
-_kinds: "WeakKeyDictionary[Any, str | None]" = WeakKeyDictionary()
-
-
-def _bias(model: nn.Module, name: str | None) -> Tensor | None:
-    bias = None if name is None else model._buffers.get(name)
-    return None if bias is None or not bool(bias.any()) else bias.flatten()

@@ -1,4 +1,7 @@
-"""The proof of a step from the weights: a decoder's first one is made both ways, and compared."""
+"""The proof of a step from the weights: a decoder's first one is made both ways, and compared.
+
+What was found is of the step as it was read: what was written into a model or its config since asks for a new proof.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -53,9 +56,15 @@ def verdict(step: DecoderStep, found: Tensor | None, own: Tensor) -> str | None:
     same = False if found is None else agree(found, own)
     if same is None:
         return UNDECIDED
-    if not same or step.module not in proven:
-        proven[step.module] = same
+    if not same or outcome(step) is None:
+        _outcomes[step.module] = step.facts, same
     return None if same else OTHERWISE
+
+
+def outcome(step: DecoderStep) -> bool | None:
+    """Whether a step like this one has agreed with its decoder's own forward; None where none has been compared."""
+    facts, same = _outcomes.get(step.module, (None, False))
+    return same if facts == step.facts else None
 
 
 def by_modules(reason: object) -> str:
@@ -63,5 +72,5 @@ def by_modules(reason: object) -> str:
     return f"decode steps run through the model's own modules: {reason}"
 
 
-proven: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
-"""Decoders whose first fused step has been compared with their own forward, and whether the two agreed."""
+_outcomes: "WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], bool]]" = WeakKeyDictionary()
+"""Decoders whose first fused step has been compared with their own forward: its facts, and whether the two agreed."""

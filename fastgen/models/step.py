@@ -66,8 +66,8 @@ class Context:
     seen: Tensor | None = None
     watched: int | None = None
     weights: Tensor | None = None
-    rotation: tuple[Tensor, Tensor] | None = None
     biased: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
 
     def text_mask_with(self, bias: "RelativeBias | None") -> Tensor | None:
         """The mask of the text plus a bias, made once for all layers that have it."""
@@ -77,6 +77,18 @@ class Context:
             found = bias.over(self)
             self.biased[id(bias)] = found if self.text_mask is None else found + self.text_mask
         return self.biased[id(bias)]
+
+    def rotation(self, rotary: "Rotary", x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the newest token's position, made once for all layers; x: of their dtype and device."""
+        if id(rotary) not in self.rotations:
+            at = self.position
+            position = at[:, None] if isinstance(at, Tensor) else torch.full((1, 1), at, device=x.device)
+            self.rotations[id(rotary)] = rotary(x, position)
+        return self.rotations[id(rotary)]
+
+
+Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Gives cosine and sine (1 or R, 1, E), of the dtype and device of a tensor, for positions (1 or R, 1)."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +124,12 @@ class NormLike(Protocol):
         ...
 
 
+def unnormed(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """In place of a norm: the sum, and the sum."""
+    total = x if residual is None else x + residual
+    return total, total
+
+
 @dataclass(frozen=True)
 class OwnNorm:
     """A norm by its module's own forward."""
@@ -144,8 +162,11 @@ class TextAttention:
 
     Attributes:
         parts: products of queries, keys and values, or the one that has them side by side.
+        by_head: whether that one has those of each head side by side, not those of all heads.
         query_norm, key_norm: of each head; None for none.
         bias: by distance; None for none.
+        rotary: turns queries and keys; None where they are not turned.
+        softcap: of the scores; None for none.
     """
 
     parts: Sequence[Product]
@@ -155,24 +176,29 @@ class TextAttention:
     query_norm: NormLike | None = None
     key_norm: NormLike | None = None
     bias: RelativeBias | None = None
+    rotary: Rotary | None = None
+    softcap: float | None = None
+    by_head: bool = False
 
     def __call__(self, x: Tensor, layer: int, context: Context) -> Tensor:
         made = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.parts]
-        if len(made) == 1:
+        if self.by_head:
+            made = made[0].unflatten(1, (self.heads, 3)).unbind(2)
+        elif len(made) == 1:
             kv_heads = (made[0].shape[1] - self.heads) // 2
             made = made[0].split((self.heads, kv_heads, kv_heads), 1)
         query, key, value = made
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query)[0], self.key_norm(key)[0]
-        if context.rotation is not None:
-            query, key = (_rotated(part, *context.rotation) for part in (query, key))
+        if self.rotary is not None:
+            turn = context.rotation(self.rotary, x)
+            query, key = _rotated(query, *turn), _rotated(key, *turn)
         kept = context.text[layer]
         kept.append(key[:, :, None], value[:, :, None])
         query = query.reshape(context.sentences, -1, self.heads, self.dims)
         mask = context.text_mask_with(self.bias)
-        return beam_attention(query, kept.keys, kept.values, mask, self.scale, seen=context.seen).reshape(
-            x.shape[0], -1
-        )
+        mixed = beam_attention(query, kept.keys, kept.values, mask, self.scale, self.softcap, context.seen)
+        return mixed.reshape(x.shape[0], -1)
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -205,13 +231,20 @@ class SourceAttention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """The wide layer and its activation function, times a gate where there is one."""
+    """The wide layer and its activation function, times a gate where there is one.
+
+    gated: that layer; None for none. halves: whether the second half of the wide layer's output is times the first.
+    """
 
     wide: Product
     activation: str
     gated: Product | None = None
+    halves: bool = False
 
     def __call__(self, x: Tensor, layer: int, context: Context) -> Tensor:
+        if self.halves:
+            active, gate = self.wide.apply(x).chunk(2, 1)
+            return fused_activation(active, self.activation, gate=gate)
         if self.gated is None:
             return self.wide.apply(x, self.activation)
         if self.wide.fuses:
@@ -221,20 +254,29 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """`mix` of the input, its projection, the sum with the residual stream, and the norm behind it, None for none."""
+    """`mix` of the input, its projection, the sum with the residual stream, and the norm behind it.
+
+    own: a norm of the projection's output, before the sum; None for none.
+    parallel: whether the norm behind is of the stream that came in, without the sum: the next sublayer reads that.
+    """
 
     layer: int
     mix: Callable[[Tensor, int, Context], Tensor]
     out: Product
-    norm: NormLike | None
+    norm: NormLike = unnormed
+    own: NormLike | None = None
+    parallel: bool = False
 
     def __call__(self, x: Tensor, stream: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Return the normed sum and the sum, (R, C) each."""
+        """Return what the next sublayer reads, the normed sum, and the sum, (R, C) each."""
         mixed = self.mix(x, self.layer, context)
-        if self.norm is not None and not self.out.fuses:
-            return self.norm(self.out.apply(mixed), stream)
-        total = self.out.apply(mixed, residual=stream)
-        return (total, total) if self.norm is None else self.norm(total)
+        if self.parallel:
+            return self.norm(stream)[0], self.out.apply(mixed, residual=stream)
+        if self.own is not None:
+            return self.norm(self.own(self.out.apply(mixed))[0], stream)
+        if self.out.fuses:
+            return self.norm(self.out.apply(mixed, residual=stream))
+        return self.norm(self.out.apply(mixed), stream)
 
 
 @dataclass(frozen=True)
@@ -277,7 +319,8 @@ class DecoderStep:
         first: the norm before the first sublayer, where norms come first; None where they come behind.
         bias: (V,), added to the logits; None for none.
         scale: of what the head reads.
-        rotary: gives cosine and sine (1 or R, 1, D) for embeddings and positions (1 or R, 1); None for none.
+        softcap: of the logits; None for none.
+        facts: what it was made from beside weights, the model's config among it: equal where nothing has changed.
     """
 
     module: nn.Module
@@ -287,7 +330,8 @@ class DecoderStep:
     head: Product
     bias: Tensor | None = None
     scale: float = 1.0
-    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    softcap: float | None = None
+    facts: tuple[object, ...] = ()
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -302,13 +346,11 @@ class DecoderStep:
     def __call__(self, ids: Tensor, context: Context) -> Tensor:
         """Return the logits (R, V) of what follows ids (R,) int64, the newest token of each row."""
         stream = self.embedding(ids, context.position)
-        if self.rotary is not None:
-            at = context.position
-            position = at[:, None] if isinstance(at, Tensor) else torch.full((1, 1), at, device=ids.device)
-            context.rotation = self.rotary(stream[:, None], position)
         x = stream if self.first is None else self.first(stream)[0]
         for sublayer in self.sublayers:
             x, total = sublayer(x, stream, context)
             stream = x if self.first is None else total
         logits = self.head.apply(x if self.scale == 1.0 else x * self.scale)
-        return logits if self.bias is None else logits.add_(self.bias)
+        if self.bias is not None:
+            logits.add_(self.bias)
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)

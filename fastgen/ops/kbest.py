@@ -93,6 +93,7 @@ def _log_probs(
     temperature: float,
     normalisers: bool,
     without_nan: bool,
+    scratch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The edited log-probabilities (B, M, V), and the normalisers (B, M) where they are asked for."""
     b, m, v = logits.shape
@@ -102,7 +103,7 @@ def _log_probs(
         rows = rows + bias.to(dtype)
     if temperature != 1.0:
         rows = rows / temperature
-    log_probs = torch.log_softmax(rows, -1)
+    log_probs = torch.log_softmax(rows, -1, out=None if scratch is None else scratch.flatten(0, 1))
     if without_nan:
         log_probs = log_probs.masked_fill_(log_probs.isnan(), -torch.inf)
     if changes is not None:
@@ -111,7 +112,7 @@ def _log_probs(
         padded = torch.nn.functional.pad(log_probs, (0, 1))
         log_probs = padded.scatter(1, tokens, padded.gather(1, tokens) * changes.factors + changes.offsets)[:, :v]
     if banned is not None:
-        log_probs = log_probs.masked_fill(unpacked(banned, v), -torch.inf)
+        log_probs.masked_fill_(unpacked(banned, v), -torch.inf)
     if forced is not None:
         one = torch.full_like(log_probs, -torch.inf).scatter_(1, forced.clamp(min=0)[:, None], 0.0)
         log_probs = torch.where((forced >= 0)[:, None], one, log_probs)
@@ -127,8 +128,13 @@ def kbest(
     temperature: float = 1.0,
     normalisers: bool = False,
     without_nan: bool = False,
+    scratch: Tensor | None = None,
 ) -> KBest:
-    """Return the k best continuations of each sentence; arguments as `kbest_reference`.
+    """Return the k best continuations of each sentence; arguments as `kbest_reference`, and one more.
+
+    Args:
+        scratch: memory for the log-probabilities, of the logits' shape and the scores' dtype, contiguous; what is in it
+            is lost. Fresh memory costs more on a CPU than what is written to it. Kernels need none.
 
     Ties: the kernels put the lowest index first among equal logits of a row and equal values of a sentence; the
     reference has the order of `torch.topk`. Candidates of -inf have any index.
@@ -154,11 +160,16 @@ def kbest(
             raise ValueError(f"{name} {tuple(tensor.shape)} must be {shape} for logits {tuple(logits.shape)}")
     if changes is not None and any(t.dim() != 2 or t.shape != changes.tokens.shape for t in changes):
         raise ValueError(f"changes {[tuple(t.shape) for t in changes]} must be (R, N) each")
+    if scratch is not None and (
+        scratch.shape != logits.shape or scratch.dtype != scores.dtype or not scratch.is_contiguous()
+    ):
+        found = f"scratch {tuple(scratch.shape)} in {scratch.dtype}"
+        raise ValueError(f"{found} must be {tuple(logits.shape)} in {scores.dtype}, contiguous")
     able = lambda: _covered(logits, scores, k, 0 if changes is None else changes.tokens.shape[1])  # noqa: E731
     if use_triton("kbest", able, logits, scores, bias, banned, forced):
         best = kernels.run(logits, scores, k, bias, temperature, changes, banned, forced, without_nan=without_nan)
         return KBest(best[0], best[1], best[2] if normalisers else None)
-    log_probs, sums = _log_probs(logits, scores.dtype, edits, bias, temperature, normalisers, without_nan)
+    log_probs, sums = _log_probs(logits, scores.dtype, edits, bias, temperature, normalisers, without_nan, scratch)
     return KBest(*_ranked_in_groups(log_probs, scores, k), sums)
 
 
@@ -214,7 +225,7 @@ def _ranked_in_groups(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor
     a group keeps its rank after the score is added. When any two of the k + 1 best values are equal, or one is NaN,
     `torch.topk` decides.
     """
-    b, m, v = log_probs.shape
+    _, m, v = log_probs.shape
     size = _group_size(v, GROUP)
     whole = v // size  # full groups; the rest of the vocabulary, if any, is ranked in full
     if log_probs.device.type != "cpu" or whole * m < 4 * k or max(log_probs.numel(), 4 * m * v) < SMALL:
@@ -222,33 +233,32 @@ def _ranked_in_groups(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor
     wanted, end = k + 1, whole * size
     grouped = log_probs[:, :, :end].unflatten(2, (whole, size))
     maxima = grouped.amax(3).add_(scores[:, :, None])
-    best = maxima.flatten(1).topk(wanted, sorted=False).indices
-    beam, group = best // whole, best % whole
-    sentence = torch.arange(b)[:, None]
-    values = (_rows_at(grouped, sentence, beam, group) + scores.gather(1, beam)[:, :, None]).flatten(1)
-    first = beam * v + group * size  # the index of a group's first token
+    best = maxima.flatten(1).topk(wanted, sorted=False).indices  # of the groups of all beams
+    beam = best // whole
+    values = _groups_at(grouped, best, beam).add_(scores.gather(1, beam)[:, :, None]).flatten(1)
     if end < v:
         values = torch.cat([values, (log_probs[:, :, end:] + scores[:, :, None]).flatten(1)], 1)
     top, where = values.topk(wanted)
     if not bool((top[:, 1:] < top[:, :-1]).all()):  # equal values, or NaN
         return best_of_log_probs_reference(log_probs, scores, k)
     where = where[:, :k]
+    if end == v:
+        return top[:, :k], best.gather(1, where // size).mul_(size).add_(where % size)
     slot = where.clamp(max=wanted * size - 1)
-    index = first.gather(1, slot // size) + slot % size
-    if end < v:
-        beyond = where - wanted * size
-        in_rest = beyond // (v - end) * v + end + beyond % (v - end)
-        index = torch.where(beyond < 0, index, in_rest)
-    return top[:, :k], index
+    first = best * size + beam * (v - end)  # the index of a group's first token
+    beyond = where - wanted * size
+    in_rest = beyond // (v - end) * v + end + beyond % (v - end)
+    return top[:, :k], torch.where(beyond < 0, first.gather(1, slot // size) + slot % size, in_rest)
 
 
-def _rows_at(grouped: Tensor, sentence: Tensor, beam: Tensor, group: Tensor) -> Tensor:
-    """grouped (B, M, G, W) at some groups (B, K) of each sentence, (B, K, W)."""
+def _groups_at(grouped: Tensor, which: Tensor, beam: Tensor) -> Tensor:
+    """grouped (B, M, G, W) at some (B, K) of the M * G groups of each sentence, (B, K, W); beam: which // G."""
+    b, m, count, width = grouped.shape
+    sentence = torch.arange(b)[:, None]
     if not grouped.is_contiguous():
-        return grouped[sentence, beam, group]
-    _, m, count, width = grouped.shape
-    index = (sentence * m + beam) * count + group
-    return grouped.view(-1, width).index_select(0, index.flatten()).view(*index.shape, width)
+        return grouped[sentence, beam, which % count]
+    rows = (sentence.mul_(m * count) + which).flatten()
+    return grouped.view(-1, width).index_select(0, rows).view(*which.shape, width)
 
 
 @functools.cache

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from fastgen import config
 from fastgen.models import graph
-from fastgen.models.layouts import LAYOUTS, NotFused, step_of
-from fastgen.models.proof import proven
+from fastgen.models.layouts import LAYOUTS
+from fastgen.models.proof import outcome
+from fastgen.models.reader import NotFused, step_of
 from fastgen.models.replay import Replay
 from fastgen.models.step import Context
 from fastgen.patches.fairseq.attention import Layers
@@ -31,7 +32,7 @@ class FusedDecoder:
         modules: list[Any] = list(model.decoder.layers)
         self.text = [layers.of[layer.self_attn] for layer in modules]
         self.source = [layers.of[layer.encoder_attn] for layer in modules if layer.encoder_attn is not None]
-        self.ready = bool(proven.get(self.step.module))  # else the next step is made both ways
+        self.ready = bool(outcome(self.step))  # else the next step is made both ways
         kept = self.text[0]
         self.replay = Replay(self.step, self.text, longest) if graph.wanted(kept.keys) else None
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fastgen.decoding import cache
 from fastgen.decoding.first_finished import Prediction
-from fastgen.models.layouts import NotFused
 from fastgen.models.memory import Memory, memory_of
 from fastgen.models.proof import by_modules, trial, verdict
+from fastgen.models.reader import NotFused
 from fastgen.patches.fairseq.attention import Layers, current_step
 from fastgen.patches.fairseq.fused import FusedDecoder
 

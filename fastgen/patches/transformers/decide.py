@@ -9,8 +9,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import graph, replay
 from fastgen.models.families import family_of
-from fastgen.models.layouts import NotFused
 from fastgen.models.proof import by_modules
+from fastgen.models.reader import NotFused
+from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
 from fastgen.patches.transformers import fused
 from fastgen.patches.transformers.cache import parts_of
@@ -27,8 +28,8 @@ def decide(
     criteria: Any,
     config: Any,
     kwargs: dict[str, Any],
-) -> Plan:
-    """Return the plan of a call, from what `generate` hands to its loop.
+) -> tuple[Plan, DecoderStep | None]:
+    """Return the plan of a call, from what `generate` hands to its loop, and the fused step, where it has one.
 
     Raises:
         Unsupported: with the reason, in the words that `fastgen.status()` shows.
@@ -40,27 +41,27 @@ def decide(
     if (reason := _reason_not_to_share(model, input_ids, config, kwargs, beams)) is not None:
         left_off.append(not_shared(reason))
     shared = not left_off
-    fusable = shared
+    step = None
     if shared:
         try:
-            fused.step(model, config, kwargs, _longest(model, input_ids, config, kwargs))
+            step = fused.step(model, config, kwargs, _longest(model, input_ids, config, kwargs))
         except NotFused as reason_not:
-            fusable = False
             left_off.append(by_modules(reason_not))
     samples = beams if loop == "sample" else 1
     if (reason := _reason_not_to_drop(input_ids, processors, criteria, config, kwargs, samples)) is not None:
         left_off.append(f"finished sentences stay in the batch: {reason}")
     drawn = "sampling" if loop == "sample" else "beam sampling"
-    return Plan(
+    plan = Plan(
         method=drawn if config.do_sample else {"sample": "greedy search", "beam": "beam search"}[loop],
         sentences=input_ids.shape[0] // beams,
         beams=beams,
         shared=shared,
         drop=reason is None,
-        fused=fusable,
-        graphs=fusable and graph.wanted(input_ids) and config.max_length - input_ids.shape[1] > replay.WORTH,
+        fused=step is not None,
+        graphs=step is not None and graph.wanted(input_ids) and config.max_length - input_ids.shape[1] > replay.WORTH,
         left_off=tuple(left_off),
     )
+    return plan, step
 
 
 refused: set[type] = set()

@@ -110,7 +110,7 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
             raise Unsupported("PEFT's prompt learning prepares the call in a way of its own")
         prepared = prepare(bare, model, generate_kwargs)
         with torch.no_grad():  # as `generate` calls its loops
-            plan = decide(
+            plan, _ = decide(
                 bare,
                 prepared.loop,
                 prepared.input_ids,

@@ -9,8 +9,9 @@ from transformers import GenerationMixin
 
 from fastgen import config
 from fastgen.models import graph
-from fastgen.models.layouts import LAYOUTS, NotFused, step_of
-from fastgen.models.proof import proven
+from fastgen.models.layouts import LAYOUTS
+from fastgen.models.proof import outcome
+from fastgen.models.reader import NotFused, is_toolkits, step_of
 from fastgen.models.replay import Replay
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.cache import SharedCache, parts_of
@@ -53,7 +54,9 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     if (layout.source is not None) != bool(model.config.is_encoder_decoder):
         raise NotFused("a decoder without its encoder")
     for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
-        if name in vars(model) or getattr(cast(Any, type(model)), name) is not getattr(GenerationMixin, name):
+        method: Any = getattr(cast(Any, type(model)), name)
+        known = method is getattr(GenerationMixin, name) or (layout.own_inputs and is_toolkits(method))
+        if name in vars(model) or not known:
             raise NotFused(f"{type(model).__name__} has its own {name}")
     if model.config._attn_implementation not in _ATTENTION:
         raise NotFused(f"attention implementation {model.config._attn_implementation!r}")
@@ -74,7 +77,7 @@ class FusedDecoder:
         if (len(cache.text), len(cache.source)) != step.layers:
             raise NotFused(f"its cache has {len(cache.text)} layers")
         self.step, self.cache, self.prefix = step, cache, cache.text[0].prefix
-        self.ready = bool(proven.get(step.module))  # else the next step is made both ways
+        self.ready = bool(outcome(step))  # else the next step is made both ways
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         names = ("decoder_attention_mask", "attention_mask") if self.encoder_decoder else ("attention_mask", "")
         text, source = (kwargs.get(name) for name in names)

@@ -17,6 +17,7 @@ from fastgen.decoding.text import all_sparse
 from fastgen.models import graph, linear, memory
 from fastgen.models.families import family_of
 from fastgen.models.routes import routed
+from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
 from fastgen.patches.transformers import parity, split
 from fastgen.patches.transformers.decide import decide
@@ -68,9 +69,9 @@ class _Call:
             logits=[] if wanted and self.config.output_logits else None,
         )
 
-    def stepper(self, plan: Plan) -> Stepper:
-        kind = SharedStepper if plan.shared else Stepper
-        stepper = kind(self.model, plan, self.input_ids, self.config, dict(self.model_kwargs))
+    def stepper(self, plan: Plan, step: DecoderStep | None) -> Stepper:
+        given = self.model, plan, self.input_ids, self.config, dict(self.model_kwargs)
+        stepper = SharedStepper(*given, step) if plan.shared else Stepper(*given)
         if self.config.return_dict_in_generate and (self.config.output_hidden_states or self.config.output_attentions):
             stepper.outputs = []
         return stepper
@@ -121,7 +122,7 @@ def _run(
     """Decide, then decode here or leave the call to the toolkit; the reason is counted."""
     name = {"beam": "transformers.beam_search", "sample": "transformers.sample"}[loop]
     try:
-        plan = decide(
+        plan, step = decide(
             call.model,
             loop,
             call.input_ids,
@@ -134,7 +135,7 @@ def _run(
         _engine.fallback(name, unsupported.reason)
         return stock()
     with _engine.running(plan):
-        model = call.stepper(plan)
+        model = call.stepper(plan, step)
         result = decode(call, model)
     note(model.report())
     _engine.hit(name, model.plan.left_off)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fastgen.decoding.plan import Plan
 from fastgen.models.attention import BeamAttention
-from fastgen.models.layouts import NotFused
 from fastgen.models.memory import memory_of
 from fastgen.models.proof import by_modules, trial, verdict
-from fastgen.patches.transformers import fused
+from fastgen.models.reader import NotFused
+from fastgen.models.step import DecoderStep
 from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import SharedCache
 from fastgen.patches.transformers.decide import computes_alone, not_shared, refused
@@ -28,10 +28,19 @@ class SharedStepper(Stepper):
     From then on the call goes on without the shared cache.
 
     Where the model's steps can be made from its weights, they are. The very first one is made both ways and compared.
+
+    Args:
+        step: the one from the weights; None where there is none.
     """
 
     def __init__(
-        self, model: Any, plan: Plan, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+        self,
+        model: Any,
+        plan: Plan,
+        input_ids: Tensor,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        step: DecoderStep | None,
     ) -> None:
         super().__init__(model, plan, input_ids, generation_config, model_kwargs)
         longest = generation_config.max_length - input_ids.shape[1]
@@ -40,6 +49,7 @@ class SharedStepper(Stepper):
             plan.sentences, plan.beams, longest, model.device, stock, memory_of(model)
         )
         model_kwargs["past_key_values"] = self.cache.past_key_values
+        self.of_weights = step
         self.fused: FusedDecoder | None = None
 
     @property
@@ -49,15 +59,13 @@ class SharedStepper(Stepper):
     def prefill(self) -> Tensor:
         assert self.cache is not None
         m = self.plan.beams
-        longest = self.input_ids.shape[1] + self.cache.longest
-        step = fused.step(self.model, self.config, self.kwargs, longest) if self.plan.fused else None
         first = {name: _every(m, value) for name, value in self.kwargs.items()}
         outputs = self.model._prefill(self.input_ids[::m], self.config, first, is_first_iteration=True)
         self.cache.begin_decoding()
         logits = self._taken(outputs, repeat=m)
-        if step is not None:
+        if self.of_weights is not None:
             try:
-                self.fused = FusedDecoder(step, self.model, self.cache, self.kwargs)
+                self.fused = FusedDecoder(self.of_weights, self.model, self.cache, self.kwargs)
             except NotFused as reason:
                 self._leave_fused(str(reason))
         return logits

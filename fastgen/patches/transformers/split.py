@@ -67,7 +67,7 @@ def _separable(model: Any, kwargs: dict[str, Any]) -> Prepared | None:
     try:
         bare = without_wrappers(model)
         prepared = prepare(bare, model, dict(kwargs))
-        plan = decide(
+        plan, _ = decide(
             bare, prepared.loop, prepared.input_ids, prepared.logits_processor, prepared.stopping_criteria,
             prepared.config, prepared.kwargs,
         )  # fmt: skip
