@@ -42,8 +42,8 @@ class Recorder(TorchDispatchMode):
     def launch(self, original: Callable[..., None], *args: Any, **constants: Any) -> None:
         """Record a kernel; the interpreter's own operators are not."""
         self.runs.append((original, args, constants, None))
-        self._note(args)
         with _disable_current_modes():
+            self._note(args)
             original(*args, **constants)
 
     def _note(self, *arguments: Any) -> None:

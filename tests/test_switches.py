@@ -24,6 +24,7 @@ def test_defaults() -> None:
         parity=False,
         linear="auto",
         step="auto",
+        graphs="auto",
         fairseq_allow=(),
         cache_dir=settings.cache_dir,
     )
@@ -42,13 +43,14 @@ def test_values() -> None:
             "FASTGEN_PARITY": " 1 ",
             "FASTGEN_LINEAR": "packed",
             "FASTGEN_STEP": "module",
+            "FASTGEN_GRAPHS": "off",
             "FASTGEN_FAIRSEQ_ALLOW": "a.B,c.D",
             "FASTGEN_CACHE_DIR": "some/where",
         }
     )
     cache_dir = Path.cwd() / "some" / "where"
     assert settings == config.Settings(
-        False, ("a", "b.c"), "triton", True, True, "packed", "module", ("a.B", "c.D"), cache_dir
+        False, ("a", "b.c"), "triton", True, True, "packed", "module", "off", ("a.B", "c.D"), cache_dir
     )
 
 
