@@ -132,6 +132,8 @@ def test_the_fused_encoder_layer_gets_its_mask(corpus: Path) -> None:
     encoder = hub.models[0].encoder.eval()
     tokens = torch.randint(4, 40, (3, 9))
     tokens[1, :4] = 1  # padded on the left
+    if not hasattr(encoder.layers[0], "load_to_BT"):
+        pytest.skip("this version of fairseq has no fused layers")
     assert encoder.layers[0].load_to_BT
     with torch.no_grad():
         fused = encoder(tokens)["encoder_out"][0]

@@ -1,5 +1,6 @@
 """fairseq's `SequenceGenerator._generate` on the engine of `decoding`."""
 
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -41,7 +42,8 @@ def generate(
     with _engine.running(plan), ExitStack() as stack:
         for model in models:
             stack.enter_context(routed(model))
-        finished, left_off = _decode(self, plan, sample, prefix_tokens, constraints, bos_token)
+        lengths = source_lengths(original, self, sample["net_input"])
+        finished, left_off = _decode(self, plan, sample, lengths, prefix_tokens, constraints, bos_token)
     _engine.hit("fairseq.generate", left_off)
     return finished
 
@@ -50,13 +52,13 @@ def _decode(
     generator: Any,
     plan: Plan,
     sample: Any,
+    lengths: Tensor,
     prefix_tokens: Tensor | None,
     constraints: Tensor | None,
     bos_token: int | None,
 ) -> tuple[list[list[dict[str, Tensor]]], tuple[str, ...]]:
     net_input = sample["net_input"]
     source: Tensor = net_input["src_tokens"]
-    lengths = (source.ne(generator.eos) & source.ne(generator.pad)).long().sum(1)
     longest = _longest(generator, source, lengths)
     b, m, device = plan.sentences, plan.beams, source.device
     steps = longest + 1
@@ -108,6 +110,17 @@ def _prefilled(search: FirstFinished, stepper: Stepper, prefix: Tensor | None) -
     first, token_scores = stepper.prefill(tokens[:, : shared + 1])
     search.begin_behind(prefix, token_scores - prefix.eq(chooser.generator.unk) * chooser.generator.unk_penalty)
     return first
+
+
+def source_lengths(original: Callable[..., Any], generator: Any, net_input: dict[str, Tensor]) -> Tensor:
+    """Return the lengths (B,) of the sources: as given where fairseq's own code asks for them, else without ends.
+
+    What is given counts the ends. 0.12.2 does not ask for it; the fork does, and so may what calls itself 0.12.2 too.
+    """
+    if "src_lengths" in net_input and "src_lengths" in inspect.unwrap(original).__code__.co_consts:
+        return net_input["src_lengths"]
+    source = net_input["src_tokens"]
+    return (source.ne(generator.eos) & source.ne(generator.pad)).long().sum(1)
 
 
 def _longest(generator: Any, source: Tensor, lengths: Tensor) -> int:
