@@ -98,7 +98,7 @@ def test_prefix(written: list[Tensor]) -> None:
     [
         (["transformer", "bart"], {}),
         (["transformer"], {"lm_model": "lm", "lm_weight": 0.3}),
-        (["transformer"], {"search_strategy": "diverse"}),
+        (["transformer"], {"search_strategy": "siblings"}),
         (["adaptive"], {}),
     ],
     ids=["ensemble", "language_model", "search", "adaptive"],
