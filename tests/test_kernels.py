@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    TypicalLogitsWarper,
+)
 
 from fastgen import config
 from fastgen.ops import (
@@ -516,13 +520,14 @@ def test_activation(kind: str, dtype: torch.dtype, device: str) -> None:
 
 FILTERS = [
     {}, {"top_k": 1}, {"top_k": 5}, {"top_k": 10**6}, {"top_p": 0.9}, {"top_p": 1e-9}, {"min_p": 0.2}, {"min_p": 1.0},
-    {"top_k": 20, "top_p": 0.7, "min_p": 0.01, "temperature": 0.8},
+    {"top_k": 20, "top_p": 0.7, "min_p": 0.01, "temperature": 0.8}, {"typical_p": 0.5}, {"typical_p": 1e-9},
+    {"top_k": 20, "min_p": 0.05, "typical_p": 0.8},
 ]  # fmt: skip
 
 
 def _check_sample(ops: Any, device: str, options: dict[str, Any], v: int = 40) -> None:
     """Tokens come from those that the filters leave, as often as their probability says."""
-    bisected = "top_k" in options or "top_p" in options
+    bisected = options.keys() & {"top_k", "top_p", "typical_p"}
     draws = 10 if bisected and device == "cpu" else 200  # the interpreter needs a tenth of a second for a bisection
     logits = (_randn(2, v, seed=4, device=device) * 2).repeat_interleave(draws, 0)
     with _Watched(logits, sample=1):
@@ -551,6 +556,14 @@ def test_sample_of_a_large_vocabulary(dtype: torch.dtype, device: str) -> None:
     assert sample.sample(logits, top_p=0.9, top_k=50).tolist() == [9_000, 9_000]
     logits[0, 4_000] = 60
     assert sample.sample(logits, temperature=0.5, min_p=0.1).tolist() == [4_000, 9_000]
+
+
+@pytest.mark.parametrize("mass", [0.05, 0.5, 0.95])
+def test_typical_tokens_are_those_of_transformers(mass: float) -> None:
+    logits = _randn(6, 300, dtype=torch.float64) * 3
+    logits[:, 7] = -INF
+    wanted = TypicalLogitsWarper(mass)(torch.empty(6, 0), logits)
+    assert torch.equal(sample.filtered_reference(logits, typical_p=mass), wanted)
 
 
 def test_sample_reaches_what_equals_the_last(device: str) -> None:
@@ -642,6 +655,7 @@ ZEROS = torch.zeros
         (lambda: sample.sample(ZEROS(2, 3), temperature=0.0), r"temperature = 0\.0"),
         (lambda: sample.sample(ZEROS(2, 3), top_p=0.0), r"top_p = 0\.0"),
         (lambda: sample.sample(ZEROS(2, 3), top_k=-1), "top_k = -1"),
+        (lambda: sample.sample(ZEROS(2, 3), typical_p=0.0), r"typical_p = 0\.0"),
         (lambda: cache.write_slots_(ZEROS(2, 3, 4, 5), ZEROS(2, 3, 4, 5), *[ZEROS(4, 3, 1, 5)] * 2, 3), "slot 3"),
         (lambda: cache.reorder_rows_(ZEROS(2, 3, 4), ZEROS(2, 4)), r"parents \(2, 4\)"),
         (lambda: cache.move_sentences_(ZEROS(2, 3), ZEROS(1), ZEROS(1)), r"buffer \(2, 3\)"),
@@ -736,6 +750,10 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
     "sample: mass": (
         sample, "_ordered(value) >= middle, tl.exp(value - highest)", "_ordered(value) >= middle, tl.exp(value)",
         lambda ops: _check_sample(ops, "cpu", {"top_p": 0.9}),
+    ),
+    "sample: entropy": (
+        sample, "highest + weighted / whole", "highest - weighted / whole",
+        lambda ops: _check_sample(ops, "cpu", {"typical_p": 0.3}),
     ),
     "cache: slots": (cache, "start + row % beams", "start + row // beams", lambda ops: _check_cache(ops, "cpu")),
     "cache: parents": (cache, "(parents * table_m)", "(beam * table_m)", lambda ops: _check_cache(ops, "cpu")),

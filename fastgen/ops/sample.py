@@ -1,10 +1,11 @@
-"""Drawing a token from the distribution that temperature, top-k, top-p and min-p leave.
+"""Drawing a token from the distribution that temperature, top-k, top-p, min-p and typical-p leave.
 
-Nothing is sorted. Each filter keeps the tokens at or above some logit, and that threshold is found by bisection over
-the order of floating-point numbers: 32 passes over a row that the device's cache holds. The draw is a maximum over
-logits plus Gumbel noise, so that no probability is written either.
+Nothing is sorted. Each filter keeps the tokens at or above some logit, or within some distance of one, and that
+threshold is found by bisection over the order of floating-point numbers: 32 passes over a row that the device's cache
+holds. The draw is a maximum over logits plus Gumbel noise, so that no probability is written either.
 
-Sources: Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Gumbel 1954 and Maddison et al. 2014 (the draw).
+Sources: Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Meister et al. 2023 (typical-p), Gumbel 1954 and
+Maddison et al. 2014 (the draw).
 """
 
 import torch
@@ -20,7 +21,12 @@ _ROUNDING = 3e-6
 
 
 def filtered_reference(
-    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    typical_p: float = 1.0,
 ) -> Tensor:
     """Return logits / temperature, -inf where a filter leaves a token out; in this order, each on what is left.
 
@@ -30,6 +36,8 @@ def filtered_reference(
         top_k: keep the k highest and what equals the last of them; 0 for all.
         top_p: keep the most probable ones up to a mass of top_p in all, and what equals the last of them; 1 for all.
         min_p: keep those with at least min_p times the highest probability; 0 for all.
+        typical_p: keep those whose negative log-probability is nearest to the entropy, up to a mass of typical_p in
+            all, and what is as near as the last of them; 1 for all.
     Returns:
         (R, V) fp32, or fp64 for fp64.
     """
@@ -44,6 +52,13 @@ def filtered_reference(
         wide = wide.masked_fill(wide < last, -torch.inf)
     if min_p > 0.0:
         wide = wide.masked_fill(wide.softmax(-1) < min_p * wide.softmax(-1).amax(1, keepdim=True), -torch.inf)
+    if typical_p < 1.0:
+        log_probs = wide.log_softmax(-1)
+        distance = (log_probs - (log_probs * log_probs.exp()).nansum(-1, keepdim=True)).abs()
+        ordered, order = distance.sort(-1)
+        short = log_probs.exp().gather(1, order).cumsum(-1) < typical_p
+        last = ordered.gather(1, short.sum(1, keepdim=True).clamp(max=wide.shape[1] - 1))
+        wide = wide.masked_fill(distance > last, -torch.inf)
     return wide
 
 
@@ -82,6 +97,7 @@ def sample(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    typical_p: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Return a token (R,) int64 per row, drawn from the softmax of `filtered_reference`; arguments as there.
@@ -100,11 +116,12 @@ def sample(
         ("top_k", top_k, top_k >= 0),
         ("top_p", top_p, 0 < top_p <= 1),
         ("min_p", min_p, 0 <= min_p <= 1),
+        ("typical_p", typical_p, 0 < typical_p <= 1),
     ):
         if not fine:
             raise ValueError(f"{name} = {value} is out of range")
     if not use_triton("sample", lambda: logits.dtype != torch.float64 and logits.stride(1) == 1, logits):
-        probabilities = filtered_reference(logits, temperature, top_k, top_p, min_p).softmax(-1)
+        probabilities = filtered_reference(logits, temperature, top_k, top_p, min_p, typical_p).softmax(-1)
         noise = torch.empty_like(probabilities).exponential_(generator=generator)
         return (probabilities / noise).argmax(-1)
     rows, v = logits.shape
@@ -112,7 +129,8 @@ def sample(
     seed = torch.randint(0, 2**31 - 1, (1,), generator=generator, device=logits.device)
     launch(
         _sample_kernel, (rows,), logits, tokens, seed, v, logits.stride(0), 1.0 / temperature, top_k, top_p, min_p,
-        TOP_K=0 < top_k < v, TOP_P=top_p < 1.0, MIN_P=min_p > 0.0, BLOCK=min(BLOCK, power_of_two(v)), num_warps=8,
+        typical_p, TOP_K=0 < top_k < v, TOP_P=top_p < 1.0, MIN_P=min_p > 0.0, TYPICAL_P=typical_p < 1.0,
+        BLOCK=min(BLOCK, power_of_two(v)), num_warps=8,
     )  # fmt: skip
     return tokens
 
@@ -133,9 +151,18 @@ def _block(row_ptr, start, vocabulary, sharpness, BLOCK: constexpr):
 
 
 @jit
+def _is_left(value, least, highest, min_p, MIN_P: constexpr):
+    """Whether tokens are left by top-k, top-p and min-p."""
+    left = (_ordered(value) >= least) & (value > float("-inf"))
+    if MIN_P:
+        left = left & (tl.exp(value - highest) >= min_p)
+    return left
+
+
+@jit
 def _sample_kernel(
-    logits_ptr, tokens_ptr, seed_ptr, vocabulary, row_stride, sharpness, top_k, top_p, min_p, TOP_K: constexpr,
-    TOP_P: constexpr, MIN_P: constexpr, BLOCK: constexpr,
+    logits_ptr, tokens_ptr, seed_ptr, vocabulary, row_stride, sharpness, top_k, top_p, min_p, typical_p,
+    TOP_K: constexpr, TOP_P: constexpr, MIN_P: constexpr, TYPICAL_P: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
@@ -172,13 +199,35 @@ def _sample_kernel(
             low = tl.where(mass >= top_p * whole, middle, low)
             high = tl.where(mass >= top_p * whole, high, middle - 1)
         least = low
+    typical, within = highest, tl.full([], 0x7F800000, tl.int64)  # a logit, and how far one may be from it, as _ordered
+    if TYPICAL_P:
+        whole, weighted = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
+        for start in range(0, vocabulary, BLOCK):
+            token, value = _block(row_ptr, start, vocabulary, sharpness, BLOCK)
+            left = _is_left(value, least, highest, min_p, MIN_P)
+            share = tl.where(left, tl.exp(value - highest), 0.0)
+            whole += tl.sum(share, 0)
+            weighted += tl.sum(share * tl.where(left, value - highest, 0.0), 0)
+        typical = highest + weighted / whole  # its negative log-probability is the entropy
+        # The smallest distance within which tokens have a mass of typical_p.
+        low, high = tl.full([], 0, tl.int64), within
+        for _ in range(32):
+            middle = (low + high) >> 1
+            mass = tl.full([], 0.0, tl.float32)
+            for start in range(0, vocabulary, BLOCK):
+                token, value = _block(row_ptr, start, vocabulary, sharpness, BLOCK)
+                near = _is_left(value, least, highest, min_p, MIN_P) & (_ordered(tl.abs(value - typical)) <= middle)
+                mass += tl.sum(tl.where(near, tl.exp(value - highest), 0.0), 0)
+            high = tl.where(mass >= typical_p * whole, middle, high)
+            low = tl.where(mass >= typical_p * whole, low, middle + 1)
+        within = high
     best, drawn = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
     seed = tl.load(seed_ptr)
     for start in range(0, vocabulary, BLOCK):
         token, value = _block(row_ptr, start, vocabulary, sharpness, BLOCK)
-        left = (_ordered(value) >= least) & (value > float("-inf"))
-        if MIN_P:
-            left = left & (tl.exp(value - highest) >= min_p)
+        left = _is_left(value, least, highest, min_p, MIN_P)
+        if TYPICAL_P:
+            left = left & (_ordered(tl.abs(value - typical)) <= within)
         uniform = tl.maximum(tl.rand(seed, row * vocabulary + token), 1e-20)
         noisy = tl.where(left, value - tl.log(-tl.log(uniform)), float("-inf"))
         top = tl.max(noisy, 0)
