@@ -68,6 +68,7 @@ class Graphs:
     """Stands in for `models.graph` on a CPU; counts what is captured and replayed, by the name of the function."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.replaying = False
         self.captured: Counter[str] = Counter()
         self.replayed: Counter[str] = Counter()
         self._recording: Recorder | None = None
@@ -89,7 +90,8 @@ class Graphs:
     def _launching(self, original: Callable[..., None]) -> Callable[..., None]:
         def launch(*args: Any, **constants: Any) -> None:
             if self._recording is None:
-                original(*args, **constants)
+                with _disable_current_modes():
+                    original(*args, **constants)
             else:
                 self._recording.launch(original, *args, **constants)
 
@@ -113,6 +115,8 @@ class Graphs:
 
         def launch() -> None:
             self.replayed[name] += 1
+            self.replaying = True
             recorder.replay()
+            self.replaying = False
 
         return launch, result

@@ -156,7 +156,7 @@ class BeamSearch:
 
     @property
     def text(self) -> Text:
-        return Text(self.ids[:, :, : self.length].flatten(0, 1), self.prompt.shape[1])
+        return Text(self.ids.flatten(0, 1)[:, : self.length], self.prompt.shape[1])
 
     def advance(self, model: Stepper, logits: Tensor) -> bool:
         """Choose the next token of every beam; False when the search is over."""

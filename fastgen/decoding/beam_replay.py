@@ -35,6 +35,7 @@ class ReplayedBeamSearch(BeamSearch):
         self._over = torch.zeros(1, dtype=torch.bool, device=self.prompt.device)
         self._repeated = graph.Repeated()
         self._newest: graph.Late | None = None  # the flags of the step before
+        self._spare: graph.Late | None = None
 
     def advance(self, model: Stepper, logits: Tensor) -> bool:
         if self.refused is not None:
@@ -53,16 +54,18 @@ class ReplayedBeamSearch(BeamSearch):
             return self.advance(model, logits)
         model.reorder(parents)
         self.length += 1
-        before, self._newest = self._newest, graph.Late(flags)
         if last:
             return False
+        newest = graph.Late(flags) if self._spare is None else self._spare
+        newest.send(flags)
+        before, self._newest, self._spare = self._newest, newest, self._newest
         if before is None:
             return True
         _, improvable, done, over = read(before.read())
         if over[0]:
             return False
         if self.may_drop and self._drop(model, improvable, done):
-            self._newest = None  # it is of sentences that have left, too
+            self._newest = self._spare = None  # they are of sentences that have left, too
         return True
 
     def _choose(self, logits: Tensor, text: Text, last: bool) -> tuple[Tensor, Tensor]:

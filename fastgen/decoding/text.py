@@ -259,7 +259,7 @@ class Call:
         return False
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
-        return self.function(text.ids, scores)
+        return self.function(text.ids.contiguous(), scores)
 
 
 def sparse(edits: Sequence[Edit], text: Text, vocabulary: int) -> SparseEdits | None:

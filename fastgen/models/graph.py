@@ -84,20 +84,20 @@ def _same(new: object, old: object) -> bool:
 
 
 class Late:
-    """Values on their way from the device, which goes on meanwhile."""
+    """Values on their way from a device, which goes on meanwhile; in memory that serves again and again."""
 
-    def __init__(self, values: Tensor) -> None:
-        self._arrived: Any = None
-        if values.device.type == "cuda":
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
+    def __init__(self, like: Tensor) -> None:
+        on_device = like.device.type == "cuda"
+        self._values = torch.empty(like.shape, dtype=like.dtype, pin_memory=on_device)
+        self._arrived = torch.cuda.Event() if on_device else None
+
+    def send(self, values: Tensor) -> None:
+        self._values.copy_(values, non_blocking=True)
+        if self._arrived is not None:
             self._arrived.record(torch.cuda.current_stream(values.device))
-        else:
-            self._values = values.clone()
 
     def read(self) -> Tensor:
-        """Wait for the values, and return them on the CPU."""
+        """Wait for the values sent last; return them, on the CPU."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values
