@@ -35,9 +35,30 @@ class KeysAndValues(Protocol):
         ...
 
 
+class Surroundings(Protocol):
+    """What a step reads beside the weights: a context, or several of them with their rows one behind the other."""
+
+    rotation: tuple[Tensor, Tensor] | None
+
+    @property
+    def position(self) -> int | Tensor:
+        """Of the newest token, the first being 0; (R,) int64 where rows differ."""
+        ...
+
+    def over_text(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: "RelativeBias | None", scale: float
+    ) -> Tensor:
+        """Keep key and value (R, Hkv, D) of the newest token; return what query (R, H, D) finds there, (R, H * D)."""
+        ...
+
+    def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
+        """Return what query (R, H, D) finds in the source, (R, H * D)."""
+        ...
+
+
 @dataclass
 class Context:
-    """What a step reads beside the weights.
+    """What a step reads beside the weights: `Surroundings` of the sentences of one call.
 
     Attributes:
         sentences: B, of R = B * M rows.
@@ -71,6 +92,25 @@ class Context:
             found = bias.over(self)
             self.biased[id(bias)] = found if self.text_mask is None else found + self.text_mask
         return self.biased[id(bias)]
+
+    def over_text(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: "RelativeBias | None", scale: float
+    ) -> Tensor:
+        kept = self.text[layer]
+        kept.append(key[:, :, None], value[:, :, None])
+        rows, mask = query.shape[0], self.text_mask_with(bias)
+        query = query.reshape(self.sentences, -1, *query.shape[1:])
+        return beam_attention(query, kept.keys, kept.values, mask, scale).reshape(rows, -1)
+
+    def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
+        kept, rows = self.source[layer], query.shape[0]
+        query = query.view(self.sentences, -1, *query.shape[1:])
+        if self.watched == layer:
+            mixed, weights = beam_attention_with_weights(query, kept.keys, kept.values, self.source_mask, scale)
+            self.weights = weights.flatten(0, 1)
+        else:
+            mixed = beam_attention(query, kept.keys, kept.values, self.source_mask, scale)
+        return mixed.reshape(rows, -1)
 
 
 @dataclass(frozen=True)
@@ -148,7 +188,7 @@ class TextAttention:
     key_norm: NormLike | None = None
     bias: RelativeBias | None = None
 
-    def __call__(self, x: Tensor, layer: int, context: Context) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, context: Surroundings) -> Tensor:
         made = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.parts]
         if len(made) == 1:
             kv_heads = (made[0].shape[1] - self.heads) // 2
@@ -158,11 +198,7 @@ class TextAttention:
             query, key = self.query_norm(query)[0], self.key_norm(key)[0]
         if context.rotation is not None:
             query, key = (_rotated(part, *context.rotation) for part in (query, key))
-        kept = context.text[layer]
-        kept.append(key[:, :, None], value[:, :, None])
-        query = query.reshape(context.sentences, -1, self.heads, self.dims)
-        mask = context.text_mask_with(self.bias)
-        return beam_attention(query, kept.keys, kept.values, mask, self.scale).reshape(x.shape[0], -1)
+        return context.over_text(layer, query, key, value, self.bias, self.scale)
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -182,15 +218,8 @@ class SourceAttention:
     dims: int
     scale: float
 
-    def __call__(self, x: Tensor, layer: int, context: Context) -> Tensor:
-        query = self.query.apply(x).view(context.sentences, -1, self.heads, self.dims)
-        kept = context.source[layer]
-        if context.watched == layer:
-            mixed, weights = beam_attention_with_weights(query, kept.keys, kept.values, context.source_mask, self.scale)
-            context.weights = weights.flatten(0, 1)
-        else:
-            mixed = beam_attention(query, kept.keys, kept.values, context.source_mask, self.scale)
-        return mixed.reshape(x.shape[0], -1)
+    def __call__(self, x: Tensor, layer: int, context: Surroundings) -> Tensor:
+        return context.over_source(layer, self.query.apply(x).view(-1, self.heads, self.dims), self.scale)
 
 
 @dataclass(frozen=True)
@@ -201,7 +230,7 @@ class FeedForward:
     activation: str
     gated: Product | None = None
 
-    def __call__(self, x: Tensor, layer: int, context: Context) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, context: Surroundings) -> Tensor:
         if self.gated is None:
             return self.wide.apply(x, self.activation)
         if self.wide.fuses:
@@ -214,11 +243,11 @@ class Sublayer:
     """`mix` of the input, its projection, the sum with the residual stream, and the norm behind it, None for none."""
 
     layer: int
-    mix: Callable[[Tensor, int, Context], Tensor]
+    mix: Callable[[Tensor, int, Surroundings], Tensor]
     out: Product
     norm: NormLike | None
 
-    def __call__(self, x: Tensor, stream: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, stream: Tensor, context: Surroundings) -> tuple[Tensor, Tensor]:
         """Return the normed sum and the sum, (R, C) each."""
         mixed = self.mix(x, self.layer, context)
         if self.norm is not None and not self.out.fuses:
@@ -289,7 +318,7 @@ class DecoderStep:
     def dtype(self) -> torch.dtype:
         return self.embedding.tokens.dtype
 
-    def __call__(self, ids: Tensor, context: Context) -> Tensor:
+    def __call__(self, ids: Tensor, context: Surroundings) -> Tensor:
         """Return the logits (R, V) of what follows ids (R,) int64, the newest token of each row."""
         stream = self.embedding(ids, context.position)
         if self.rotary is not None:

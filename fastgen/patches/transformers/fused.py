@@ -71,6 +71,7 @@ class FusedDecoder:
         if (len(cache.text), len(cache.source)) != step.layers:
             raise NotFused(f"its cache has {len(cache.text)} layers")
         self.step, self.cache, self.prefix = step, cache, cache.text[0].prefix
+        self.longest = self.prefix + cache.longest
         self.ready = bool(proven.get(step.module))  # else the next step is made both ways
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         names = ("decoder_attention_mask", "attention_mask") if self.encoder_decoder else ("attention_mask", "")
@@ -81,15 +82,18 @@ class FusedDecoder:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return logits (R, V) fp32 of what follows ids (R, L), of which the cache holds all but the newest."""
+        return self.step(ids[:, -1], self.context()).float()
+
+    def context(self) -> Context:
+        """What the next step reads."""
         cache, steps = self.cache, self.cache.text[0].steps
         position = self.first + steps
         if isinstance(position, Tensor):
             position = position.repeat_interleave(cache.beams)
-        context = Context(
+        return Context(
             cache.sentences, self.prefix + steps + 1, self.prefix, position, cache.text, cache.source,
             self._text_mask(), self.source_mask, None if cache.ancestry is None else cache.ancestry.times,
         )  # fmt: skip
-        return self.step(ids[:, -1], context).float()
 
     def keep(self, sentences: Tensor) -> None:
         """Keep these sentences, int64 indices."""
