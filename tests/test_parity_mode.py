@@ -174,11 +174,11 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, int], None]:
     """plant(row, position, token): have fastgen's way return another token there."""
 
     def change(row: int, position: int, token: int) -> None:
-        for name in ("_sample", "_beam_search"):
+        for name in ("_of_samples", "_of_beams"):
             original = getattr(generate, name)
 
-            def planted(call: Any, plan: Any, original: Any = original) -> Any:
-                output = original(call, plan)
+            def planted(*args: Any, original: Any = original) -> Any:
+                output = original(*args)
                 (output if isinstance(output, torch.Tensor) else output.sequences)[row, position] = token
                 return output
 
@@ -279,21 +279,21 @@ def test_a_near_tie_is_told_from_a_difference(beams: int, plant: Any, monkeypatc
 def test_other_scores_and_other_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.build("gpt2")
     kwargs = zoo.batch(model, 2, 6, "none") | {"max_new_tokens": 4}
-    original = generate._sample
+    original = generate._of_samples
 
-    def shifted(call: Any, plan: Any) -> Any:
-        output = original(call, plan)
+    def shifted(*args: Any) -> Any:
+        output = original(*args)
         output.scores[2].add_(0.25)
         return output
 
-    monkeypatch.setattr(generate, "_sample", shifted)
+    monkeypatch.setattr(generate, "_of_samples", shifted)
     with pytest.warns(ParityWarning, match="equal tokens, but scores of step 2 differ by up to 2.5e-01"):
         model.generate(**kwargs, return_dict_in_generate=True, output_scores=True)
 
-    def broken(call: Any, plan: Any) -> Any:
+    def broken(*args: Any) -> Any:
         raise IndexError("out of range")
 
-    monkeypatch.setattr(generate, "_sample", broken)
+    monkeypatch.setattr(generate, "_of_samples", broken)
     with pytest.warns(ParityWarning, match=r"fastgen raised IndexError\('out of range'\), transformers None"):
         assert model.generate(**kwargs).shape == (2, 10)
     assert _outcomes() == {"different": 2}

@@ -145,14 +145,17 @@ class BeamSearch:
         self.sentences = torch.arange(b, device=device)  # which of all sentences the running rows are
         self.result = self.finished  # all sentences; another table once some have left
 
-    def run(self, model: Stepper) -> Hypotheses:
-        """Decode to the end; return the finished hypotheses of all sentences."""
-        logits = model.prefill()
-        while self.advance(model, logits):
-            logits = model.step(self.text.ids)
+    @property
+    def outcome(self) -> Hypotheses:
+        """The finished hypotheses of all sentences, once the search is over."""
         if self.result is not self.finished:
             self.result.put(self.sentences, self.finished)
         return self.result
+
+    @property
+    def present(self) -> int:
+        """Sentences that have not left."""
+        return self.prompt.shape[0]
 
     @property
     def text(self) -> Text:

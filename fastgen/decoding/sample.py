@@ -34,38 +34,47 @@ class Sampling:
     trace: Trace = field(default_factory=Trace)
     on_tokens: Callable[[Tensor], None] | None = None
 
-    def run(self, model: Stepper) -> Tensor:
-        """Decode to the end; return ids (R, P + T)."""
-        prompt = self.ids.shape[1]
-        running = torch.ones(self.ids.shape[0], dtype=torch.bool, device=self.ids.device)
-        rows: Tensor | None = None  # which of all rows are running, once some have left
-        whole = self.ids
-        logits = model.prefill()
-        while True:
-            tokens = self._choose(logits, Text(self.ids, prompt))
-            if self.pad is not None:
-                tokens = torch.where(running, tokens, self.pad)
-            self.ids = torch.cat([self.ids, tokens[:, None]], 1)
-            if rows is not None and self.pad is not None:
-                column = self.pad.expand(whole.shape[0]).clone()
-                column[rows] = tokens
-                whole = torch.cat([whole, column[:, None]], 1)
-            else:
-                whole = self.ids
-            ended = self.stop(tokens, self.ids.shape[1], lambda: self.ids, self._scores_so_far())
-            running = running & ~ended
-            if self.on_tokens is not None:
-                self.on_tokens(tokens)
-            alive: list[bool] = cast(Any, running).tolist()
-            if not any(alive):
-                return whole
-            if self.may_drop and may_leave(alive.count(False), len(alive), self.captured):
-                leaving = [row for row, runs in enumerate(alive) if not runs]
-                stay = torch.tensor(closed_up(len(alive), leaving), device=self.ids.device)
-                rows = stay if rows is None else rows[stay]
-                self.ids, running = self.ids[stay], running[stay]
-                model.keep(stay)
-            logits = model.step(self.ids)
+    def __post_init__(self) -> None:
+        self.prompt_length = self.ids.shape[1]
+        self.running = torch.ones(self.ids.shape[0], dtype=torch.bool, device=self.ids.device)
+        self.rows: Tensor | None = None  # which of all rows are running, once some have left
+        self.outcome = self.ids  # (R, P + T), those that have left included
+
+    @property
+    def present(self) -> int:
+        """Rows that have not left."""
+        return self.ids.shape[0]
+
+    @property
+    def text(self) -> Text:
+        return Text(self.ids, self.prompt_length)
+
+    def advance(self, model: Stepper, logits: Tensor) -> bool:
+        """Choose the next token of every row; False when all have ended."""
+        tokens = self._choose(logits, self.text)
+        if self.pad is not None:
+            tokens = torch.where(self.running, tokens, self.pad)
+        self.ids = torch.cat([self.ids, tokens[:, None]], 1)
+        if self.rows is not None and self.pad is not None:
+            column = self.pad.expand(self.outcome.shape[0]).clone()
+            column[self.rows] = tokens
+            self.outcome = torch.cat([self.outcome, column[:, None]], 1)
+        else:
+            self.outcome = self.ids
+        ended = self.stop(tokens, self.ids.shape[1], lambda: self.ids, self._scores_so_far())
+        self.running = self.running & ~ended
+        if self.on_tokens is not None:
+            self.on_tokens(tokens)
+        alive: list[bool] = cast(Any, self.running).tolist()
+        if not any(alive):
+            return False
+        if self.may_drop and may_leave(alive.count(False), len(alive), self.captured):
+            leaving = [row for row, runs in enumerate(alive) if not runs]
+            stay = torch.tensor(closed_up(len(alive), leaving), device=self.ids.device)
+            self.rows = stay if self.rows is None else self.rows[stay]
+            self.ids, self.running = self.ids[stay], self.running[stay]
+            model.keep(stay)
+        return True
 
     def _choose(self, logits: Tensor, text: Text) -> Tensor:
         kept = self.trace.logits is not None

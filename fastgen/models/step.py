@@ -37,9 +37,33 @@ class KeysAndValues(Protocol):
         ...
 
 
+class Surroundings(Protocol):
+    """What a step reads beside the weights: a context, or several of them with their rows one behind the other."""
+
+    @property
+    def position(self) -> int | Tensor:
+        """Of the newest token, the first being 0; (R,) int64 where rows differ."""
+        ...
+
+    def rotation(self, rotary: "Rotary", x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the newest token's position, of the dtype and on the device of x."""
+        ...
+
+    def over_text(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: "RelativeBias | None", scale: float,
+        softcap: float | None,
+    ) -> Tensor:  # fmt: skip
+        """Keep key and value (R, Hkv, D) of the newest token; return what query (R, H, D) finds there, (R, H * D)."""
+        ...
+
+    def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
+        """Return what query (R, H, D) finds in the source, (R, H * D)."""
+        ...
+
+
 @dataclass
 class Context:
-    """What a step reads beside the weights.
+    """What a step reads beside the weights: `Surroundings` of the sentences of one call.
 
     Attributes:
         sentences: B, of R = B * M rows.
@@ -81,14 +105,37 @@ class Context:
     def rotation(self, rotary: "Rotary", x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the newest token's position, made once for all layers; x: of their dtype and device."""
         if id(rotary) not in self.rotations:
-            at = self.position
-            position = at[:, None] if isinstance(at, Tensor) else torch.full((1, 1), at, device=x.device)
-            self.rotations[id(rotary)] = rotary(x, position)
+            self.rotations[id(rotary)] = turn(rotary, self.position, x)
         return self.rotations[id(rotary)]
+
+    def over_text(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: "RelativeBias | None", scale: float,
+        softcap: float | None,
+    ) -> Tensor:  # fmt: skip
+        kept = self.text[layer]
+        kept.append(key[:, :, None], value[:, :, None])
+        rows, mask = query.shape[0], self.text_mask_with(bias)
+        query = query.reshape(self.sentences, -1, *query.shape[1:])
+        return beam_attention(query, kept.keys, kept.values, mask, scale, softcap, self.seen).reshape(rows, -1)
+
+    def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
+        kept, rows = self.source[layer], query.shape[0]
+        query = query.view(self.sentences, -1, *query.shape[1:])
+        if self.watched == layer:
+            mixed, weights = beam_attention_with_weights(query, kept.keys, kept.values, self.source_mask, scale)
+            self.weights = weights.flatten(0, 1)
+        else:
+            mixed = beam_attention(query, kept.keys, kept.values, self.source_mask, scale)
+        return mixed.reshape(rows, -1)
 
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Gives cosine and sine (1 or R, 1, E), of the dtype and device of a tensor, for positions (1 or R, 1)."""
+
+
+def turn(rotary: Rotary, at: int | Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine for positions `at`, as `Context` has them."""
+    return rotary(x, at[:, None] if isinstance(at, Tensor) else torch.full((1, 1), at, device=x.device))
 
 
 @dataclass(frozen=True)
@@ -180,7 +227,7 @@ class TextAttention:
     softcap: float | None = None
     by_head: bool = False
 
-    def __call__(self, x: Tensor, layer: int, context: Context) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, context: Surroundings) -> Tensor:
         made = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.parts]
         if self.by_head:
             made = made[0].unflatten(1, (self.heads, 3)).unbind(2)
@@ -191,14 +238,9 @@ class TextAttention:
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query)[0], self.key_norm(key)[0]
         if self.rotary is not None:
-            turn = context.rotation(self.rotary, x)
-            query, key = _rotated(query, *turn), _rotated(key, *turn)
-        kept = context.text[layer]
-        kept.append(key[:, :, None], value[:, :, None])
-        query = query.reshape(context.sentences, -1, self.heads, self.dims)
-        mask = context.text_mask_with(self.bias)
-        mixed = beam_attention(query, kept.keys, kept.values, mask, self.scale, self.softcap, context.seen)
-        return mixed.reshape(x.shape[0], -1)
+            turned = context.rotation(self.rotary, x)
+            query, key = _rotated(query, *turned), _rotated(key, *turned)
+        return context.over_text(layer, query, key, value, self.bias, self.scale, self.softcap)
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -218,15 +260,8 @@ class SourceAttention:
     dims: int
     scale: float
 
-    def __call__(self, x: Tensor, layer: int, context: Context) -> Tensor:
-        query = self.query.apply(x).view(context.sentences, -1, self.heads, self.dims)
-        kept = context.source[layer]
-        if context.watched == layer:
-            mixed, weights = beam_attention_with_weights(query, kept.keys, kept.values, context.source_mask, self.scale)
-            context.weights = weights.flatten(0, 1)
-        else:
-            mixed = beam_attention(query, kept.keys, kept.values, context.source_mask, self.scale)
-        return mixed.reshape(x.shape[0], -1)
+    def __call__(self, x: Tensor, layer: int, context: Surroundings) -> Tensor:
+        return context.over_source(layer, self.query.apply(x).view(-1, self.heads, self.dims), self.scale)
 
 
 @dataclass(frozen=True)
@@ -241,7 +276,7 @@ class FeedForward:
     gated: Product | None = None
     halves: bool = False
 
-    def __call__(self, x: Tensor, layer: int, context: Context) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, context: Surroundings) -> Tensor:
         if self.halves:
             active, gate = self.wide.apply(x).chunk(2, 1)
             return fused_activation(active, self.activation, gate=gate)
@@ -261,13 +296,13 @@ class Sublayer:
     """
 
     layer: int
-    mix: Callable[[Tensor, int, Context], Tensor]
+    mix: Callable[[Tensor, int, Surroundings], Tensor]
     out: Product
     norm: NormLike = unnormed
     own: NormLike | None = None
     parallel: bool = False
 
-    def __call__(self, x: Tensor, stream: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, stream: Tensor, context: Surroundings) -> tuple[Tensor, Tensor]:
         """Return what the next sublayer reads, the normed sum, and the sum, (R, C) each."""
         mixed = self.mix(x, self.layer, context)
         if self.parallel:
@@ -343,7 +378,7 @@ class DecoderStep:
     def dtype(self) -> torch.dtype:
         return self.embedding.tokens.dtype
 
-    def __call__(self, ids: Tensor, context: Context) -> Tensor:
+    def __call__(self, ids: Tensor, context: Surroundings) -> Tensor:
         """Return the logits (R, V) of what follows ids (R,) int64, the newest token of each row."""
         stream = self.embedding(ids, context.position)
         x = stream if self.first is None else self.first(stream)[0]

@@ -5,8 +5,8 @@ no toolkit and not torch. An import hook puts a plain function into the target's
 replacement's own module is imported at the first call that needs it, so that nothing is imported while a toolkit is.
 
 A toolkit's author of patches needs `Toolkit`, `Patch` and, in replacements, `hit`, `fallback`, `compared`, `running`,
-`current_plan`, `asking`, `is_applied`, `is_disabled`, `on_disable` and `on_release`; users need `enable`, `disable`,
-`disabled`, `status` and `release`.
+`current_plan`, `asking`, `is_applied`, `is_on_top`, `is_disabled`, `on_disable` and `on_release`; users need `enable`,
+`disable`, `disabled`, `status` and `release`.
 
 Locks: `_lock` guards the tables and is never held while something is imported or a replacement or canary runs.
 """
@@ -33,6 +33,7 @@ from fastgen.patches._slot import Function, Layer, function_in
 from fastgen.patches._status import Entry, Status, report
 
 __all__ = [
+    "DisabledMeanwhile",
     "FallbackError",
     "Patch",
     "PatchError",
@@ -48,6 +49,7 @@ __all__ = [
     "hit",
     "is_applied",
     "is_disabled",
+    "is_on_top",
     "on_disable",
     "on_release",
     "release",
@@ -59,7 +61,7 @@ _Plan = TypeVar("_Plan")
 _Callback = TypeVar("_Callback", bound=Callable[[], object])
 
 
-class _DisabledMeanwhile(Exception):
+class DisabledMeanwhile(Exception):
     """`disable` came between the start of a patched call and the start of its plan."""
 
 
@@ -181,17 +183,26 @@ def release() -> None:
         callback()
 
 
+def is_on_top(name: str) -> bool:
+    """Whether a patch is in place, and nobody has patched over it since."""
+    entry = _entry(name)
+    return entry.state == "applied" and entry.layer is not None and entry.layer.on_top
+
+
 @contextmanager
 def running(plan: _Plan) -> Generator[_Plan]:
     """Make ``plan`` the context's `current_plan`. While any plan runs, `disable` raises.
 
     To be entered before the call has any side effect: should `disable` have come first, this leaves the replacement by
     an exception that is the engine's own, and the original runs.
+
+    Raises:
+        DisabledMeanwhile: nothing is patched.
     """
     global _plans_running
     with _lock:
         if not _enabled:
-            raise _DisabledMeanwhile
+            raise DisabledMeanwhile
         _plans_running += 1
     token = current_plan.set(plan)
     try:
@@ -332,7 +343,7 @@ def _call(entry: Entry, original: Function, /, *args: Any, **kwargs: Any) -> Any
         return original(*args, **kwargs)
     try:
         return replacement(original, *args, **kwargs)
-    except _DisabledMeanwhile:
+    except DisabledMeanwhile:
         return original(*args, **kwargs)
 
 

@@ -77,6 +77,7 @@ class FusedDecoder:
         if (len(cache.text), len(cache.source)) != step.layers:
             raise NotFused(f"its cache has {len(cache.text)} layers")
         self.step, self.cache, self.prefix = step, cache, cache.text[0].prefix
+        self.longest = self.prefix + cache.longest
         self.ready = bool(outcome(step))  # else the next step is made both ways
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         names = ("decoder_attention_mask", "attention_mask") if self.encoder_decoder else ("attention_mask", "")
@@ -88,16 +89,19 @@ class FusedDecoder:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return logits (R, V) fp32 of what follows ids (R, L), of which the cache holds all but the newest."""
-        cache, ancestry = self.cache, self.cache.ancestry
         if self.replay is not None and self.ready and self.replay.able:
+            ancestry = self.cache.ancestry
             visible = None if ancestry is None else ancestry.room
             make = functools.partial(self._context, visible=visible, whole=True)
             return self.replay(ids[:, -1], make, visible, self.prefix_mask, self.source_mask)[0]
-        visible = None if ancestry is None else ancestry.visible
-        steps = cache.text[0].steps
-        context = self._context(steps, visible)
+        return self.step(ids[:, -1], self.context()).float()
+
+    def context(self) -> Context:
+        """What the next step reads."""
+        ancestry = self.cache.ancestry
+        context = self._context(self.cache.text[0].steps, None if ancestry is None else ancestry.visible)
         context.times = None if ancestry is None else ancestry.times
-        return self.step(ids[:, -1], context).float()
+        return context
 
     def _context(self, steps: int | Tensor, visible: Tensor | None, whole: bool = False) -> Context:
         """What a step reads that is `steps` behind the prompt, with all the room of the cache or what is filled.

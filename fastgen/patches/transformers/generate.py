@@ -1,7 +1,7 @@
 """transformers' `generate` and its two decoding loops, on the engine of `decoding`."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -10,6 +10,7 @@ from transformers.generation import utils as gu
 
 from fastgen.decoding.beam import BeamSearch, Trace
 from fastgen.decoding.beam_replay import ReplayedBeamSearch
+from fastgen.decoding.cohorts import Search, run
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.rules import TransformersRule
 from fastgen.decoding.sample import Sampling
@@ -19,10 +20,10 @@ from fastgen.models.families import family_of
 from fastgen.models.routes import routed
 from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
-from fastgen.patches.transformers import parity, split
+from fastgen.patches.transformers import parity, pausing, split
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import edits_of, fill_of, stop_of
-from fastgen.patches.transformers.report import note
+from fastgen.patches.transformers.pausing import Begun
 from fastgen.patches.transformers.shared import SharedStepper
 from fastgen.patches.transformers.stepper import Stepper
 
@@ -35,6 +36,7 @@ _engine.on_release(graph.release)
 
 def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`GenerationMixin.generate` with the model's linear layers on their fastest route; in parity mode, both ways."""
+    pausing.note_call(self)
     if parity.wanted():
         return parity.both_ways(_accelerated, original, self, *args, **kwargs)
     return _accelerated(original, self, *args, **kwargs)
@@ -92,7 +94,7 @@ def beam_search(
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
     )
-    return _run("beam", call, _beam_search, stock)
+    return _run("beam", call, stock)
 
 
 def sample(
@@ -113,13 +115,14 @@ def sample(
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
     )
-    return _run("sample", call, _sample, stock)
+    return _run("sample", call, stock)
 
 
-def _run(
-    loop: Literal["beam", "sample"], call: _Call, decode: Callable[[_Call, Stepper], Any], stock: Callable[[], Any]
-) -> Any:
-    """Decide, then decode here or leave the call to the toolkit; the reason is counted."""
+def _run(loop: Literal["beam", "sample"], call: _Call, stock: Callable[[], Any]) -> Any:
+    """Decide, then decode here or leave the call to the toolkit; the reason is counted.
+
+    Returns what `generate` returns; where it was asked to pause and can, the `Begun` loop.
+    """
     name = {"beam": "transformers.beam_search", "sample": "transformers.sample"}[loop]
     try:
         plan, step = decide(
@@ -134,15 +137,26 @@ def _run(
     except Unsupported as unsupported:
         _engine.fallback(name, unsupported.reason)
         return stock()
+    pauses, reason = pausing.decide(call.model, plan, call.stopping_criteria)
     with _engine.running(plan):
         model = call.stepper(plan, step)
-        result = decode(call, model)
-    note(model.report())
-    _engine.hit(name, model.plan.left_off)
-    return result
+        decoding = _beam_search(call, model) if loop == "beam" else _sample(call, model)
+        with decoding.around():
+            over = run(decoding.search, model, lambda: pauses and model.joinable)
+    begun = Begun(name, model, decoding.search, decoding.output, () if reason is None else (reason,))
+    return begun.finish() if over else begun
 
 
-def _beam_search(call: _Call, model: Stepper) -> Any:
+@dataclass
+class _Decoding:
+    """A loop: its search, what makes `generate`'s output of it, and what transformers runs it in."""
+
+    search: Search
+    output: Callable[[], Any]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def _beam_search(call: _Call, model: Stepper) -> _Decoding:
     config, m = call.config, model.plan.beams
     eos = config._eos_token_tensor
     rule = TransformersRule(
@@ -167,7 +181,11 @@ def _beam_search(call: _Call, model: Stepper) -> Any:
         captured=model.plan.graphs,
         trace=call.trace,
     )
-    best = search.run(model)
+    return _Decoding(search, lambda: _of_beams(call, model, search))
+
+
+def _of_beams(call: _Call, model: Stepper, search: BeamSearch) -> Any:
+    config, best = call.config, search.outcome
     if isinstance(search, ReplayedBeamSearch) and search.refused is not None:
         model.plan = replace(model.plan, left_off=(*model.plan.left_off, search.refused))
     kept = config.num_return_sequences
@@ -190,8 +208,8 @@ def _beam_search(call: _Call, model: Stepper) -> Any:
     return kind(**fields)
 
 
-def _sample(call: _Call, model: Stepper) -> Any:
-    config = call.config
+def _sample(call: _Call, model: Stepper) -> _Decoding:
+    config, streamer = call.config, call.streamer
     pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
     pad = config._pad_token_tensor
     sampling = Sampling(
@@ -203,15 +221,18 @@ def _sample(call: _Call, model: Stepper) -> Any:
         may_drop=model.plan.drop and pads,
         captured=model.plan.graphs,
         trace=call.trace,
-        on_tokens=None if call.streamer is None else lambda tokens: call.streamer.put(tokens.cpu()),
+        on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
     )
-    with getattr(call.model, "_optimize_model_for_decode", nullcontext)():
-        sequences = sampling.run(model)
+    around = getattr(call.model, "_optimize_model_for_decode", nullcontext)
+    return _Decoding(sampling, lambda: _of_samples(call, model, sampling), around)
+
+
+def _of_samples(call: _Call, model: Stepper, sampling: Sampling) -> Any:
     if call.streamer is not None:
         call.streamer.end()
-    if not config.return_dict_in_generate:
-        return sequences
-    fields = _fields(call, model, sampling.trace) | {"sequences": sequences}
+    if not call.config.return_dict_in_generate:
+        return sampling.outcome
+    fields = _fields(call, model, sampling.trace) | {"sequences": sampling.outcome}
     kind = gu.GenerateEncoderDecoderOutput if call.model.config.is_encoder_decoder else gu.GenerateDecoderOnlyOutput
     return cast(Any, kind)(**fields)
 

@@ -13,12 +13,14 @@ class CallReport:
         plan: what it ran.
         kv_bytes: peak bytes of keys and values in use; stock_kv_bytes: what the toolkit's cache would have used.
         steps: (rows in the batch, seconds) of each decode step.
+        joined: how many of the steps were made together with those of other batches.
     """
 
     plan: Plan
     kv_bytes: int = 0
     stock_kv_bytes: int = 0
     steps: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    joined: int = 0
 
 
 _last: CallReport | None = None

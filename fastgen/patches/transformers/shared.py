@@ -12,7 +12,7 @@ from fastgen.models.attention import BeamAttention
 from fastgen.models.memory import memory_of
 from fastgen.models.proof import by_modules, trial, verdict
 from fastgen.models.reader import NotFused
-from fastgen.models.step import DecoderStep
+from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import SharedCache
 from fastgen.patches.transformers.decide import computes_alone, not_shared, refused
@@ -82,6 +82,29 @@ class SharedStepper(Stepper):
         if replay is not None and replay.refused is not None:
             self.plan = replace(self.plan, graphs=False, left_off=(*self.plan.left_off, replay.refused))
         return super().report()
+
+    @property
+    def joinable(self) -> bool:
+        return self.fused is not None and self.fused.ready
+
+    @property
+    def decoder(self) -> DecoderStep:
+        assert self.fused is not None
+        return self.fused.step
+
+    @property
+    def longest(self) -> int:
+        assert self.fused is not None
+        return self.fused.longest
+
+    def begin_step(self, ids: Tensor) -> Context:
+        """Open a step of the newest token of ids (R, L), which is made together with those of others."""
+        assert self.cache is not None
+        assert self.fused is not None
+        self._note_step(ids)
+        self._joined += 1
+        self.cache.begin_step()
+        return self.fused.context()
 
     def reorder(self, parents: Tensor) -> None:
         if self.cache is None:

@@ -14,6 +14,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 from fastgen.decoding.plan import Unsupported
 from fastgen.models import memory
 from fastgen.patches import _engine
+from fastgen.patches.transformers import pausing
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import fill_of
 from fastgen.patches.transformers.explain import Prepared, prepare, without_wrappers
@@ -28,7 +29,7 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return original(model, *args, **kwargs)
     except (torch.OutOfMemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         kwargs = kwargs | untouched
         if args:
@@ -39,13 +40,11 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
     # Out of the handler, so that nothing holds on to what the call had made.
     sentences = prepared.sentences
     _logger.warning("not enough memory for a batch of %d sentences: it is generated in halves", sentences)
-    _engine.hit("transformers.generate", ["a batch at once: there was not enough memory"])
+    _engine.hit("transformers.generate", [f"a batch at once: {NO_MEMORY}"])
     fill = fill_of(prepared.loop, prepared.config)
     del prepared
-    memory.release()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    pausing.refuse(NO_MEMORY)
+    make_room()
     half = sentences // 2
     parts = [
         generate(original, model, **{name: _part(name, value, at) for name, value in kwargs.items()})
@@ -54,12 +53,22 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
     return _joined(parts, fill)
 
 
+NO_MEMORY = "there was not enough memory"
+
 _logger = logging.getLogger("fastgen")
 _MESSAGES = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in _MESSAGES)
+
+
+def make_room() -> None:
+    """Give back what nobody uses any more."""
+    memory.release()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _separable(model: Any, kwargs: dict[str, Any]) -> Prepared | None:

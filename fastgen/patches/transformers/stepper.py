@@ -26,7 +26,13 @@ class Stepper:
         self.input_ids, self.kwargs = input_ids, model_kwargs
         self.outputs: list[Any] | None = None
         self._began: list[tuple[int, float]] = []  # rows and time at the start of each step
+        self._joined = 0  # of them, those made together with steps of other calls
         self._rows, self._peak = plan.rows, 0  # present rows; bytes of the cache before rows left
+
+    @property
+    def joinable(self) -> bool:
+        """Whether steps can be made together with those of others by now."""
+        return False
 
     @property
     def past_key_values(self) -> Any:
@@ -61,7 +67,7 @@ class Stepper:
         """What this call did; to be asked when it has ended."""
         times = [began for _, began in self._began] + [time.perf_counter()]
         steps = [(rows, times[i + 1] - times[i]) for i, (rows, _) in enumerate(self._began)]
-        return CallReport(self.plan, *self._kv_bytes(), steps)
+        return CallReport(self.plan, *self._kv_bytes(), steps, self._joined)
 
     def _note_step(self, ids: Tensor) -> None:
         self._began.append((ids.shape[0], time.perf_counter()))

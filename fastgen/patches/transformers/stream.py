@@ -7,6 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fastgen.patches.transformers.refill import Batch, Refill
+
 MAX_TOKENS = 4096
 """Tokens of a batch, padding counted, unless the caller says otherwise."""
 
@@ -71,39 +73,34 @@ class _Stream:
         self.fill = int(self.ends[0] if fill is None and len(self.ends) else fill or 0)
         self.copies = config.num_return_sequences or 1
 
+        self.refill = Refill(model, max_tokens, self._generate, config, kwargs)
+
     def run(self, inputs: Iterator[Sequence[int] | Tensor]) -> Iterator[Tensor]:
         while sentences := [_ids(sentence) for sentence in islice(inputs, self.window)]:
-            order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]), reverse=True)
+            waiting = _Waiting(sentences, self.max_tokens, self.alike)
             found: dict[int, Tensor] = {}
-            for batch in self._batches(sentences, order):
-                found.update(zip(batch, self._generate([sentences[i] for i in batch]), strict=True))
+            for batch, output in self.refill.run(waiting.take):
+                found.update(zip(batch.places, self._cut(batch, output.cpu()), strict=True))
             for i in range(len(sentences)):
                 yield found.pop(i)
 
-    def _batches(self, sentences: list[Tensor], order: list[int]) -> Iterator[list[int]]:
-        """Indices, the longest first: as many as fit beside the first of them; where padding is seen, as are alike."""
-        while order:
-            longest = len(sentences[order[0]])
-            count = max(1, self.max_tokens // longest)
-            if self.alike:
-                count = min(count, sum(len(sentences[i]) == longest for i in order))
-            batch, order = order[:count], order[count:]
-            yield batch
-
-    def _generate(self, sentences: list[Tensor]) -> Iterator[Tensor]:
-        longest = len(sentences[0])
-        ids = torch.full((len(sentences), longest), self.fill)
+    def _generate(self, batch: Batch) -> Any:
+        ids = torch.full((len(batch.sentences), batch.width), self.fill)
         mask = torch.zeros_like(ids)
-        for row, sentence in enumerate(sentences):
-            at = slice(0, len(sentence)) if self.encoder_decoder else slice(longest - len(sentence), longest)
+        for row, sentence in enumerate(batch.sentences):
+            padding = batch.width - len(sentence)
+            at = slice(0, len(sentence)) if self.encoder_decoder else slice(padding, batch.width)
             ids[row, at], mask[row, at] = sentence, 1
         device = self.model.device
-        found = self.model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **self.kwargs).cpu()
-        for row, sentence in enumerate(sentences):
+        return self.model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **self.kwargs)
+
+    def _cut(self, batch: Batch, found: Tensor) -> Iterator[Tensor]:
+        """The sequences of each sentence, from those of all, without their padding."""
+        for row, sentence in enumerate(batch.sentences):
             own = found[row * self.copies : (row + 1) * self.copies]
             prompt = 1
-            if not self.encoder_decoder:  # without its padding
-                own, prompt = own[:, longest - len(sentence) :], len(sentence)
+            if not self.encoder_decoder:
+                own, prompt = own[:, batch.width - len(sentence) :], len(sentence)
             yield own[:, : self._length(own, prompt)].clone()
 
     def _length(self, sequences: Tensor, prompt: int) -> int:
@@ -112,6 +109,33 @@ class _Stream:
         ended = torch.isin(generated, self.ends).to(torch.int8)
         first = torch.where(ended.any(1), ended.argmax(1) + 1, generated.shape[1])
         return prompt + int(first.max()) if len(first) else prompt
+
+
+class _Waiting:
+    """The sentences of a window that have not begun, the longest first.
+
+    alike: a batch has sentences of one length alone.
+    """
+
+    def __init__(self, sentences: list[Tensor], max_tokens: int, alike: bool) -> None:
+        self.sentences, self.max_tokens, self.alike = sentences, max_tokens, alike
+        self.order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]), reverse=True)
+
+    def take(self, room: int) -> Batch | None:
+        """The next batch, of as many as fit into `room` tokens beside the first of them; None where that does not.
+
+        In a room of `max_tokens` a sentence always fits.
+        """
+        if not self.order:
+            return None
+        longest = len(self.sentences[self.order[0]])
+        count = room // longest
+        if room == self.max_tokens:
+            count = max(1, count)
+        if self.alike:
+            count = min(count, sum(len(self.sentences[i]) == longest for i in self.order))
+        places, self.order = self.order[:count], self.order[count:]
+        return Batch(places, [self.sentences[i] for i in places]) if places else None
 
 
 _REFUSED = {

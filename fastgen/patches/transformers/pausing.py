@@ -1,0 +1,98 @@
+"""Calls of `generate` that hand back their loop when it has begun, so that it goes on beside those of other calls."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.generation.stopping_criteria import MaxTimeCriteria
+
+from fastgen.decoding.cohorts import Search
+from fastgen.decoding.plan import Plan
+from fastgen.patches import _engine
+from fastgen.patches.transformers.report import note
+from fastgen.patches.transformers.stepper import Stepper
+
+
+@dataclass
+class Request:
+    """That a model's `generate`, called here, may pause.
+
+    Attributes:
+        refused: why it may not after all, which the call counts.
+        calls: of `generate` so far; the loop of a second one is not what the caller gets.
+    """
+
+    model: Any
+    refused: str | None = None
+    calls: int = 0
+
+
+@dataclass
+class Begun:
+    """A loop that has begun, or is over.
+
+    Attributes:
+        name: the patch that runs it. output: makes what `generate` returns of it.
+        left_off: what it does without beside what its plan says, each with the reason.
+    """
+
+    name: str
+    model: Stepper
+    search: Search
+    output: Callable[[], Any]
+    left_off: tuple[str, ...] = ()
+
+    def finish(self) -> Any:
+        """Return what `generate` returns, once the loop is over."""
+        output = self.output()
+        note(self.model.report())
+        _engine.hit(self.name, (*self.model.plan.left_off, *self.left_off))
+        return output
+
+
+_request: ContextVar[Request | None] = ContextVar("fastgen_request", default=None)
+
+
+@contextmanager
+def asked(request: Request) -> Generator[None]:
+    """Within it, the request holds."""
+    token = _request.set(request)
+    try:
+        yield
+    finally:
+        _request.reset(token)
+
+
+def note_call(model: Any) -> None:
+    """Note that a model's `generate` is called."""
+    request = _request.get()
+    if request is not None and request.model is model:
+        request.calls += 1
+
+
+def refuse(reason: str) -> None:
+    """Let no loop pause any more, if one was asked to."""
+    request = _request.get()
+    if request is not None:
+        request.refused = request.refused or reason
+
+
+def decide(model: Any, plan: Plan, criteria: Sequence[Any]) -> tuple[bool, str | None]:
+    """Whether a loop pauses; if it was asked to and does not, what to count."""
+    request = _request.get()
+    if request is None or request.model is not model:
+        return False, None
+    reason = request.refused or _reason_not_to_pause(request, plan, criteria)
+    return reason is None, None if reason is None else f"rows that are freed stay empty: {reason}"
+
+
+def _reason_not_to_pause(request: Request, plan: Plan, criteria: Sequence[Any]) -> str | None:
+    if not plan.fused:
+        return "decode steps are not made from the weights"
+    if not plan.drop:
+        return "finished sentences stay in the batch"
+    if any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria):
+        return "max_time"
+    return "generate has called itself" if request.calls > 1 else None

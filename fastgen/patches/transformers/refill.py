@@ -1,0 +1,175 @@
+"""Batches that refill: when sentences have left, the next ones start beside those that are still running.
+
+A batch begins as a call of `generate`, which hands back its loop after the first tokens (`pausing`). From then on its
+steps are made together with those of the other running batches (`decoding.cohorts`).
+
+Source: Hoang et al. 2018 (Amun), section 2.1.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+
+from fastgen.decoding.cohorts import Cohort, step
+from fastgen.models.families import family_of
+from fastgen.models.routes import routed
+from fastgen.patches import _engine
+from fastgen.patches.transformers import parity, pausing
+from fastgen.patches.transformers.pausing import Begun, Request
+from fastgen.patches.transformers.shared import SharedStepper
+from fastgen.patches.transformers.split import NO_MEMORY, is_out_of_memory, make_room
+
+COHORTS = 3
+"""Batches that run side by side at most."""
+
+FREED = 0.75
+"""The share of a batch's tokens that must have been freed before others start."""
+
+OCCUPIED = 0.5
+"""The share of places taken, over the steps of batches that are done, below which others start."""
+
+_logger = logging.getLogger("fastgen")
+
+
+@dataclass(eq=False)
+class Batch:
+    """Sentences, the longest first, and their places in the window."""
+
+    places: list[int]
+    sentences: list[Tensor]
+
+    @property
+    def width(self) -> int:
+        """Tokens that each takes, padding counted."""
+        return len(self.sentences[0])
+
+
+@dataclass(eq=False)
+class _Running(Cohort):
+    batch: Batch
+    begun: Begun
+    steps: int = 0
+    decoded: int = 0  # sentences, all steps together
+
+    @property
+    def tokens(self) -> int:
+        return self.search.present * self.batch.width
+
+
+class Refill:
+    """Generates batches of at most `tokens` tokens, beside each other where that is possible.
+
+    Args:
+        generate: calls the model's `generate` with a batch. config, kwargs: what it is given beside the batch.
+    """
+
+    def __init__(
+        self, model: Any, tokens: int, generate: Callable[[Batch], Any], config: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self.model, self.tokens, self.generate, self.config, self.kwargs = model, tokens, generate, config, kwargs
+        self.refused: str | None = None  # why batches run one after the other, from now on
+        self.decoded = self.places = 0  # sentences in the steps of batches that are done, and places for them
+
+    def run(self, take: Callable[[int], Batch | None]) -> list[tuple[Batch, Tensor]]:
+        """Generate all batches; return each with what `generate` returns for it.
+
+        Args:
+            take: the next batch, which fits into so many tokens; None when there is none.
+        """
+        done: list[tuple[Batch, Tensor]] = []
+        begun: list[Batch] = []
+        self.refused = self.refused or _reason_not_to_refill(self.model, self.config, self.kwargs)
+        if self.refused is None and not _engine.is_disabled():
+            try:
+                family = family_of(getattr(self.model.config, "model_type", ""))
+                with _engine.running("generate_stream"), routed(self.model, family), torch.no_grad():
+                    self._side_by_side(take, begun, done)
+            except _engine.DisabledMeanwhile:
+                pass
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.refused = NO_MEMORY
+        if begun:  # out of the handler, so that nothing holds on to what the batches had made
+            count = sum(len(batch.places) for batch in begun)
+            _logger.warning("not enough memory for batches side by side: %d sentences begin anew", count)
+            make_room()
+        while (batch := begun.pop(0) if begun else take(self.tokens)) is not None:
+            done.append((batch, self._call(batch)))
+        return done
+
+    def _side_by_side(
+        self, take: Callable[[int], Batch | None], begun: list[Batch], done: list[tuple[Batch, Tensor]]
+    ) -> None:
+        """Generate batches until there are no more, or `refused` says why no more may start.
+
+        begun: those that were taken and are not done.
+        """
+        running: list[_Running] = []
+        while True:
+            while (room := self._room(running)) and (batch := take(room)) is not None:
+                begun.append(batch)
+                found = self._call(batch)
+                if isinstance(found, Begun):
+                    assert isinstance(found.model, SharedStepper)
+                    running.append(_Running(found.search, found.model, batch, found))
+                else:
+                    begun.remove(batch)
+                    done.append((batch, found))
+            if not running:
+                return
+            for cohort, logits in zip(list(running), step(running), strict=True):
+                cohort.steps, cohort.decoded = cohort.steps + 1, cohort.decoded + cohort.search.present
+                if not cohort.search.advance(cohort.model, logits):
+                    running.remove(cohort)
+                    self.decoded += cohort.decoded
+                    self.places += cohort.steps * len(cohort.batch.places)
+                    begun.remove(cohort.batch)
+                    done.append((cohort.batch, cohort.begun.finish()))
+
+    def _room(self, running: list[_Running]) -> int:
+        """Tokens of a batch that may start now, 0 for none."""
+        if self.refused is not None:
+            return 0
+        if not running:
+            return self.tokens
+        if len(running) == COHORTS or self.decoded >= OCCUPIED * self.places:
+            return 0
+        free = self.tokens - sum(cohort.tokens for cohort in running)
+        return free if free >= FREED * self.tokens else 0
+
+    def _call(self, batch: Batch) -> Any:
+        request = Request(self.model, self.refused)
+        with pausing.asked(request):
+            found = self.generate(batch)
+        self.refused = self.refused or request.refused
+        return found
+
+
+def _reason_not_to_refill(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
+    """Why a model's `generate` with these arguments must run to its end, as far as it can be told before it runs."""
+    for name, patch in _METHODS.items():
+        if name in vars(model) or getattr(cast(Any, type(model)), name, None) is not getattr(GenerationMixin, name):
+            return f"{type(model).__name__} has its own {name}"
+        if not _engine.is_on_top(patch):
+            return f"{patch} is not in place"
+    if model.device.type != "cpu":
+        return "on a device it has not been measured"
+    if parity.wanted():
+        return "FASTGEN_PARITY=1"
+    if config.token_healing or kwargs.get("custom_generate") is not None:
+        return "generate is given a loop of its own"
+    return None
+
+
+_METHODS = {
+    "generate": "transformers.generate",
+    "_beam_search": "transformers.beam_search",
+    "_sample": "transformers.sample",
+}
+"""What a batch passes, each with its patch: nobody else may stand there, who would see a loop in place of an output."""
