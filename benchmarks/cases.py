@@ -93,7 +93,7 @@ class Case:
     """One row of the table.
 
     Attributes:
-        kind: which runner measures it: generate, text, grid, memory, fairseq or command.
+        kind: which runner measures it: generate, text, grid, step_time, memory, fairseq or command.
         help: one line for the reader.
         shape: the model; None where `models` or a trained model is used.
         batch, source, beams, new_tokens: sentences, tokens of each source or prompt, beams, tokens generated.
@@ -101,7 +101,7 @@ class Case:
         target: speed-up over the unpatched toolkit to reach; None where there is none.
         peer_target: speed-up over CTranslate2 to reach.
         models: for a table over several models, their names in SHAPES (grid) or in CASES (memory).
-        grid: for a grid, the values of batch, beams and source.
+        grid: for a grid, the values of batch, beams and source; for step times, of what is changed, one at a time.
         sentences: of a text, at most.
         rounds: rounds unless the command line says otherwise; the most rounds of a grid's cell.
     """
@@ -161,7 +161,8 @@ class Case:
             source=min(self.source, 12),
             new_tokens=min(self.new_tokens, 6),
             grid={
-                name: tuple(sorted({min(v, 12 if name == "source" else 2) for v in g})) for name, g in self.grid.items()
+                name: tuple(sorted({min(v, {"source": 12, "new_tokens": 9}.get(name, 2)) for v in g}))
+                for name, g in self.grid.items()
             },
             options={k: [[60]] if k == "bad_words_ids" else v for k, v in self.options.items()},
             rounds=2,
@@ -327,6 +328,23 @@ CASES = {
             models=("small", "bart_large"),
             grid={"batch": (1, 4, 16), "beams": (1, 2, 4), "source": (16, 128, 512)},
             rounds=40,
+        ),
+        Case(
+            "step_time",
+            "step_time",
+            "time of a decode step against text, sentences, beams and source, beside its floor",
+            SHAPES["marian_base"],
+            batch=8,
+            source=128,
+            beams=4,
+            new_tokens=24,
+            grid={
+                "new_tokens": (160,),
+                "batch": (1, 2, 4, 8, 16, 32),
+                "beams": (1, 2, 4, 8),
+                "source": (16, 64, 128, 256, 500),
+            },
+            rounds=2,
         ),
         Case(
             "fairseq_iwslt",

@@ -197,6 +197,35 @@ def trained_steps(data: Data) -> Any:
     return figure
 
 
+def step_time(data: Data) -> Any:
+    """Time of a decode step against what it depends on, one at a time, and the least that the machine needs for it."""
+    rows = {name: d for name, d in data.items() if d["kind"] == "step_time"}
+    if not rows:
+        return None
+    result = next(iter(rows.values()))["result"]
+    cells = [cell for cell in result["cells"].values() if cell["equal"]]
+    names = {"new_tokens": "generated tokens", "batch": "sentences", "beams": "beams", "source": "source tokens"}
+    sizes = ", ".join(f"{result['sizes'][key]} {text}" for key, text in names.items() if key != "new_tokens")
+    figure, axes = _axes(f"Time of a decode step; else {sizes}\n{_where(rows)}", (13, 3.4), len(names))
+    sides = (("stock", STOCK, "transformers"), ("fastgen", FASTGEN, "fastgen"), ("floor", GOAL, "floor"))
+    for ax, (axis, text) in zip(axes, names.items(), strict=True):
+        mine = sorted((cell for cell in cells if cell["axis"] == axis), key=lambda cell: cell["value"])
+        for side, colour, label in sides:
+            steps = [cell["floor"] if side == "floor" else cell["steps"][side] for cell in mine]
+            if axis == "new_tokens":
+                values = [1000 * seconds for seconds in steps[-1]] if steps else []
+                places = list(range(1, len(values) + 1))
+            else:
+                places, values = [cell["value"] for cell in mine], [1000 * statistics.median(times) for times in steps]
+            style = {"linestyle": "--"} if side == "floor" else {} if axis == "new_tokens" else {"marker": "o"}
+            ax.plot(places, values, color=colour, label=label, markersize=3, linewidth=1.2, **style)
+        ax.set_xlabel(text)
+        ax.set_ylim(bottom=0)
+    axes[0].set_ylabel("milliseconds (median)")
+    axes[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
 def ops(data: Data) -> Any:
     """Speed-up of each operation at each shape over what runs without it; on a GPU also its share of a copy's speed."""
     tables = {name: d for name, d in data.items() if d["kind"] == "ops"}
@@ -233,6 +262,7 @@ PLOTS: dict[str, Callable[[Data], Any]] = {
     "never-worse": grid,
     "kv-memory": memory,
     "trained-steps": trained_steps,
+    "step-time": step_time,
     "ops": ops,
 }
 

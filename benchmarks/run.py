@@ -74,8 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             result = peer_ctranslate2.run(case, session)
         else:
+            from benchmarks.step_time import run_step_time
+
             try:
-                result = runners.RUNNERS[case.kind](case, session)
+                result = (runners.RUNNERS | {"step_time": run_step_time})[case.kind](case, session)
             except FileNotFoundError as error:
                 raise SystemExit(f"{case.name}: {error}") from error
         save(result)

@@ -286,6 +286,20 @@ def test_a_grid_is_measured_in_pieces(tmp_path):
     assert plot.main(["--results", str(tmp_path), "--out", str(tmp_path)]) == 0
 
 
+def test_step_times_and_their_floor(tmp_path):
+    assert bench("--case", "step_time", "--out", tmp_path) == 0
+    cells = result_of(tmp_path, "step_time")["result"]["cells"]
+    assert {cell["axis"] for cell in cells.values()} == {"new_tokens", "batch", "beams", "source"}
+    for cell in cells.values():
+        count = len(cell["floor"])
+        assert len(cell["steps"]["fastgen"]) == len(cell["steps"]["stock"]) == count
+        assert all(seconds > 0 for seconds in (*cell["floor"], *cell["steps"]["fastgen"], *cell["steps"]["stock"]))
+    first, last = cells["batch1"]["floor"], cells["batch2"]["floor"]
+    assert last[0] > first[0], "more sentences read more"
+    assert first[-1] > first[0], "a longer text reads more"
+    assert plot.main(["--results", str(tmp_path), "--out", str(tmp_path / "plots")]) == 0
+
+
 def test_memory_counts_keys_and_values(tmp_path):
     assert bench("--case", "kv_memory", "--out", tmp_path) == 0
     for model in result_of(tmp_path, "kv_memory")["result"]["models"].values():

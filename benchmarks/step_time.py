@@ -1,0 +1,92 @@
+"""How long a decode step takes, against the length of the text, sentences, beams and the source, beside its floor.
+
+The floor of a step is what the machine cannot avoid: the products of the decoder's linear layers at the rate of a large
+matrix product, or the reading of their weights at the speed of a copy, whichever is longer, plus the reading of the
+keys and values that the step attends to, each once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.kv import last_report
+from benchmarks.ops import copy_bandwidth
+from benchmarks.runners import Session, outcome_text, pair, stock_steps
+from fastgen.ops import linear
+
+if TYPE_CHECKING:
+    from benchmarks.cases import Case
+
+PASSES = 3
+
+
+def run_step_time(case: Case, session: Session) -> dict[str, Any]:
+    """The time of a decode step of both, and its floor: one cell for every value that is changed in the case."""
+    assert case.shape is not None
+    model: Any = case.shape.build(session.dtype, session.device)
+    bandwidth, rate = copy_bandwidth(session.device), product_rate(session)
+    cells: dict[str, Any] = {}
+    for name, values in case.grid.items():
+        for value in values:
+            cell = replace(case, **{name: value})
+            found = pair(cell, model, session, precision=1.0, budget=1.0)  # no speed without the same output
+            if found["equal"]:
+                found["steps"] = _steps(cell, model, session)
+                found["floor"] = [floor(model, cell, t, bandwidth, rate) for t in range(1, cell.new_tokens - 1)]
+            key = f"{name}{value}"
+            cells[key] = found | {"axis": name, "value": value}
+            session.say(f"{key:<16}{outcome_text(found)}")
+    sizes = {name: getattr(case, name) for name in ("batch", "beams", "source", "new_tokens")}
+    return {"cells": cells, "copy_bytes_per_s": bandwidth, "flop_per_s": rate, "sizes": sizes}
+
+
+def _steps(case: Case, model: Any, session: Session) -> dict[str, list[float]]:
+    """The seconds of every decode step but the last, whose end the toolkit does not show; the median of some passes."""
+    inputs, options = case.inputs(model), case.generate_options
+    ours, stock = [], []
+    for _ in range(PASSES):
+        model.generate(**inputs, **options)
+        session.synchronize()
+        report = last_report()
+        assert report is not None
+        ours.append([seconds for _, seconds in report.steps[:-1]])
+        stock.append([seconds for _, seconds in stock_steps(model, [inputs], options, session)[0][1:]])
+    return {
+        name: [statistics.median(step) for step in zip(*passes, strict=True)]
+        for name, passes in (("fastgen", ours), ("stock", stock))
+    }
+
+
+def floor(model: Any, case: Case, generated: int, bandwidth: float, rate: float) -> float:
+    """Return the least seconds of the step behind so many generated tokens."""
+    decoder = model.get_decoder()
+    element = next(model.parameters()).element_size()
+    linears = {name: m for name, m in decoder.named_modules() if isinstance(m, torch.nn.Linear)}
+    read = [m for name, m in linears.items() if not name.endswith(("encoder_attn.k_proj", "encoder_attn.v_proj"))]
+    weights = sum(m.weight.numel() for m in (*read, model.get_output_embeddings()))
+    products = 2 * case.batch * case.beams * weights / rate
+    slots = case.source + case.beams * generated
+    entries = 2 * len(decoder.layers) * case.batch * slots * model.config.d_model
+    return max(products, weights * element / bandwidth) + entries * element / bandwidth
+
+
+def product_rate(session: Session, size: int = 2048, passes: int = 5) -> float:
+    """Return the floating point operations per second of a large matrix product, the fastest there is."""
+    if session.tiny:
+        size = 64
+    x = torch.randn(size, size, dtype=session.dtype, device=session.device)
+    packed = session.device == "cpu" and session.dtype == torch.float32 and linear.available()
+    weight = linear.pack(x) if packed else x
+    seconds = []
+    for _ in range(passes):
+        session.synchronize()
+        began = time.perf_counter()
+        linear.linear(x, weight, None) if packed else torch.nn.functional.linear(x, weight)
+        session.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / min(seconds)
