@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = old.get("result", {}).get("cells", {})
 
         def save(result: dict[str, Any], case=case, file=file, cells=cells) -> None:
-            whole = {"cells": cells | result["cells"]} if "cells" in result else result
+            whole = result | {"cells": cells | result["cells"]} if "cells" in result else result
             write(file, case, args, whole)
 
         session = runners.Session(
