@@ -19,7 +19,7 @@ from fastgen.decoding import cache
 from fastgen.models import graph
 
 _T = TypeVar("_T")
-_ASKS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "item")
+_ASKS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "item", "isin")
 
 
 class Recorder(TorchDispatchMode):
@@ -97,7 +97,9 @@ class Graphs:
 
         return launch
 
-    def _capture(self, function: Callable[[], _T], device: torch.device) -> tuple[Callable[[], object], _T]:
+    def _capture(
+        self, function: Callable[[], _T], device: torch.device, place: None
+    ) -> tuple[Callable[[], object], _T]:
         self._recording = recorder = Recorder()
         try:
             with recorder:

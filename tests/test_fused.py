@@ -10,11 +10,13 @@ import torch
 import transformers as tf
 from torch import nn
 from transformers.models.bart import modeling_bart
+from transformers.models.llama import modeling_llama
 
 from fastgen import config
 from fastgen.models import layouts, linear, proof
 from fastgen.models.layouts import LAYOUTS
 from fastgen.models.proof import OTHERWISE, by_modules
+from fastgen.models.step import DecoderStep
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.parity import assert_same
@@ -245,6 +247,76 @@ def test_soft_caps(family: str) -> None:
         assert _fused()
         changed = not torch.equal(before.logits[1], model.generate(**kwargs).logits[1])
         assert changed == (family == "gemma2" or name == "final_logit_softcapping")
+
+
+def test_layers_that_are_not_alike() -> None:
+    """What a record says of all layers is looked up in each."""
+    model = _build("gpt_neox")
+    kwargs = zoo.batch(model, 3, 7) | {"max_new_tokens": 8} | FIELDS
+    for _ in range(2):
+        assert _left_off(model, kwargs) == ()
+    model.gpt_neox.layers[1].use_parallel_residual = False
+    reason = by_modules("use_parallel_residual of its layers is [True, False]")
+    assert _left_off(model, kwargs) == (reason,)
+
+
+def test_an_activation_function_that_changes() -> None:
+    """A module is not known for good by what it once computed."""
+    model = _build("gpt2")
+    kwargs = zoo.batch(model, 3, 7) | {"max_new_tokens": 8} | FIELDS
+    for block in model.transformer.h:
+        block.mlp.act = tf.activations.GELUActivation().eval()
+    for _ in range(2):
+        assert _left_off(model, kwargs) == ()
+    for block in model.transformer.h:
+        block.mlp.act.act = nn.functional.silu
+    assert _left_off(model, kwargs) == ()
+    for block in model.transformer.h:
+        block.mlp.act.act = nn.functional.softplus
+    assert _left_off(model, kwargs) == (by_modules("an activation function GELUActivation"),)
+
+
+def test_a_norm_whose_class_is_given_another_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _build("llama", torch.float32)
+    kwargs = zoo.batch(model, 3, 7) | {"max_new_tokens": 8} | FIELDS
+    assert assert_same(model, kwargs, tolerance=1e-4).error is None
+    kind = type(model.model.norm)
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: 1.5 * forward(self, x))
+    assert assert_same(model, kwargs, tolerance=1e-4).error is None
+    assert not _fused()
+
+
+def test_functions_of_a_module_that_somebody_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _build("llama")
+    kwargs = zoo.batch(model, 3, 7) | {"max_new_tokens": 8} | FIELDS
+    assert _left_off(model, kwargs) == ()
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_, **__: (q, k))
+    assert _left_off(model, kwargs) == (by_modules(OTHERWISE),)
+
+
+def test_positions_that_change_with_the_length() -> None:
+    config = _build("llama").config
+    config.max_position_embeddings = 16
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    model = tf.LlamaForCausalLM(config).eval().double()
+    reason = by_modules("rotary positions of type 'dynamic', which change with the length of the text")
+    assert _left_off(model, zoo.batch(model, 3, 9) | {"num_beams": 3, "max_new_tokens": 14}) == (reason,)
+
+
+def test_memory_that_runs_out_in_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not taken for another computation: halves of the batch are proven."""
+    model = _build("bart")
+    kwargs = zoo.batch(model, 4, 9) | {"num_beams": 3, "max_new_tokens": 9}
+    call, failures = DecoderStep.__call__, [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def failing(self: Any, *args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return call(self, *args)
+
+    monkeypatch.setattr(DecoderStep, "__call__", failing)
+    assert _left_off(model, kwargs) == ()
 
 
 @pytest.fixture

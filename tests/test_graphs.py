@@ -134,6 +134,15 @@ def test_choices(family: str, options: dict[str, Any], graphs: Graphs) -> None:
         assert graphs.replayed["_choose"] >= 5
 
 
+def test_scores_alone_are_those_of_their_steps(graphs: Graphs) -> None:
+    """A replayed step overwrites its logits: what is kept is a copy."""
+    model = _build("gpt2")
+    kwargs = zoo.batch(model, 3, 9) | {"max_new_tokens": 20, "return_dict_in_generate": True, "output_scores": True}
+    for _ in range(2):
+        _same(model, kwargs)
+    assert graphs.replays >= 20
+
+
 class _Allocations(TorchDispatchMode):
     """The operators that have made a tensor of new memory, but for those of a replay."""
 

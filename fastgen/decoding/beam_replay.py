@@ -19,6 +19,9 @@ from fastgen.models import graph
 from fastgen.ops.cache import reorder_rows_
 from fastgen.ops.kbest import kbest
 
+OTHERS = 8
+"""Steps in succession whose logits lie elsewhere: nothing replays them. A capture brings two, a call's start four."""
+
 
 @dataclass
 class ReplayedBeamSearch(BeamSearch):
@@ -34,10 +37,16 @@ class ReplayedBeamSearch(BeamSearch):
         self._end = torch.empty(1, dtype=torch.int64, device=self.prompt.device)  # the text's length
         self._over = torch.zeros(1, dtype=torch.bool, device=self.prompt.device)
         self._repeated = graph.Repeated()
+        self._logits: Tensor | None = None
+        self._others = 0  # steps in succession whose logits did not lie where they did
         self._newest: graph.Late | None = None  # the flags of the step before
         self._spare: graph.Late | None = None
 
     def advance(self, model: Stepper, logits: Tensor) -> bool:
+        self._others = 0 if logits is self._logits else self._others + 1
+        self._logits = logits
+        if self._others > OTHERS and self.refused is None:
+            self.refused = "choices are not captured as CUDA graphs: decode steps are not"
         if self.refused is not None:
             before, self._newest = self._newest, None
             return (before is None or not read(before.read())[3][0]) and super().advance(model, logits)
@@ -98,4 +107,5 @@ class ReplayedBeamSearch(BeamSearch):
         self.scores.copy_(chosen.scores)
         self.improvable.copy_(chosen.improvable)
         over.logical_or_(chosen.flags[3, :1])
+        chosen.flags[3].copy_(over.expand(b))
         return chosen.parents, chosen.flags

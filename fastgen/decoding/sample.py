@@ -78,7 +78,7 @@ class Sampling:
 
     def _choose(self, logits: Tensor, text: Text) -> Tensor:
         kept = self.trace.logits is not None
-        if self.edits or kept:
+        if self.edits or self.trace.wanted:  # the model's next step may overwrite its logits
             logits = logits.clone()
         if self.trace.logits is not None:
             self.trace.logits.append(logits)

@@ -348,4 +348,5 @@ class Stop:
             return torch.ones_like(tokens, dtype=torch.bool)
         if self.eos is None:
             return torch.zeros_like(tokens, dtype=torch.bool)
-        return torch.isin(tokens, self.eos)
+        self.eos = self.eos.to(tokens.device)
+        return (tokens[..., None] == self.eos).any(-1)  # `isin` of many may wait for the device

@@ -1,7 +1,8 @@
 """Activation functions of a live model that work in the memory of the linear layer before them."""
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -30,7 +31,28 @@ class Activation(Routed):
         return type(self.module).forward(self.module, x)
 
 
-_kinds: "WeakKeyDictionary[nn.Module, str | None]" = WeakKeyDictionary()
+_kinds: dict[object, str | None] = {}
+
+
+def kind(function: Any) -> str | None:
+    """The kind of an activation function, or of a module that is one; None where it is none of those known.
+
+    It is known by its values, which are looked at again when a module's class or what it holds has changed.
+    """
+    if not isinstance(function, nn.Module):
+        key, call = function, function
+    else:
+        if function._parameters or function._buffers or function._modules:
+            return None
+        own = type(function).forward
+        held = tuple((name, value) for name, value in vars(function).items() if name[0] != "_" and name != "forward")
+        key, call = (type(function), own, held), functools.partial(own, function)
+    try:
+        if key not in _kinds:
+            _kinds[key] = kind_of(call)
+        return _kinds[key]
+    except TypeError:  # it holds what cannot be looked up
+        return kind_of(call)
 
 
 def pairs(modules: Iterable[nn.Module], names: Sequence[tuple[str, str]]) -> Iterator[tuple[nn.Module, nn.Module, str]]:
@@ -45,9 +67,6 @@ def pairs(modules: Iterable[nn.Module], names: Sequence[tuple[str, str]]) -> Ite
             layer, function = parent._modules.get(before), parent._modules.get(behind)
             if layer is None or function is None or not untouched(function):
                 continue
-            if function not in _kinds:
-                stateless = not any(True for _ in function.parameters()) and not any(True for _ in function.buffers())
-                _kinds[function] = kind_of(function) if stateless else None
-            kind = _kinds[function]
-            if kind is not None:
-                yield layer, function, kind
+            found = kind(function)
+            if found is not None:
+                yield layer, function, found

@@ -6,9 +6,10 @@ running them.
 Source: NVIDIA, CUDA C++ Programming Guide, CUDA graphs; PyTorch, `torch.cuda.CUDAGraph`.
 """
 
-import functools
+import contextlib
+import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,28 +28,54 @@ class NotCaptured(Exception):
     """A function cannot be captured; it has not run."""
 
 
-def capture(function: Callable[[], _T], device: torch.device) -> tuple[Callable[[], object], _T]:
+class Place:
+    """A pool of memory and a stream for the graphs of one function: of those only the newest is ever replayed.
+
+    Functions that are replayed in turn must not share a pool: what one leaves in it for others to read may lie where
+    another computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self._first = torch.cuda.CUDAGraph()  # as long as it lives, the pool does
+        with torch.cuda.stream(self.stream):
+            self._first.capture_begin(capture_error_mode="thread_local")
+            try:
+                torch.zeros(1, device=device)
+            finally:
+                self._first.capture_end()
+        self.pool: Any = self._first.pool()
+
+    def give_up(self) -> None:
+        """Let the allocator forget a capture that has failed: it goes on as if there was one."""
+        with contextlib.suppress(Exception):  # where PyTorch has cleaned up by itself
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            cast(Any, torch._C)._cuda_endAllocateToPool(index, self.pool)
+
+
+def capture(function: Callable[[], _T], device: torch.device, place: Place | None) -> tuple[Callable[[], object], _T]:
     """Capture a function that has run before, with the same shapes; it does not run.
 
     Returns:
         What runs it, and its result: tensors that every run writes anew.
     Raises:
-        NotCaptured: it waits for the device, or does something else that a graph cannot hold.
+        NotCaptured: it waits for the device, or does something else that a graph cannot hold; the place is lost.
     """
-    graph, stream = torch.cuda.CUDAGraph(), _stream(device)
-    present = torch.cuda.current_stream(device)
-    stream.wait_stream(present)
+    assert place is not None
+    graph = torch.cuda.CUDAGraph()
+    place.stream.wait_stream(torch.cuda.current_stream(device))
     try:
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=_anchor(device).pool(), capture_error_mode="thread_local")
+        with torch.cuda.stream(place.stream):
+            graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")
             try:
                 result = function()
             finally:
                 graph.capture_end()
-    except RuntimeError as error:
+    except BaseException as error:
+        place.give_up()
+        if not isinstance(error, Exception):
+            raise
         raise NotCaptured(str(error).partition("\n")[0]) from error
-    finally:
-        present.wait_stream(stream)
     return graph.replay, result
 
 
@@ -59,6 +86,7 @@ class Repeated:
         self._inputs: tuple[object, ...] = ()
         self._launch: Callable[[], object] | None = None
         self._result: Any = None
+        self._lent: tuple[Any, Place] | None = None
 
     def __call__(self, function: Callable[[], _T], device: torch.device, *inputs: object) -> _T:
         """Return the function's result, which the next run may write anew.
@@ -70,13 +98,50 @@ class Repeated:
         """
         if len(inputs) == len(self._inputs) and all(map(_same, inputs, self._inputs)):
             if self._launch is None:
-                self._launch, self._result = capture(function, device)
+                self._launch, self._result = self._captured(function, device)
             self._launch()
             return self._result
         self._launch = self._result = None
         result = function()
         self._inputs = inputs
         return result
+
+    def _captured(self, function: Callable[[], _T], device: torch.device) -> tuple[Callable[[], object], _T]:
+        if self._lent is None and device.type == "cuda":
+            self._lent = _borrowed(device)
+        place = None if self._lent is None else self._lent[1]
+        try:
+            return capture(function, device, place)
+        except BaseException:
+            self._lent = None
+            raise
+
+    def __del__(self) -> None:
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            self._launch = self._result = None
+            with _lock:
+                _free.setdefault(lent[0], []).append(lent[1])
+
+
+_lock = threading.Lock()
+_free: dict[Any, list[Place]] = {}  # by device and the stream that graphs are launched on, which brings them in order
+
+
+def _borrowed(device: torch.device) -> tuple[Any, Place]:
+    """A place that nobody has, and where to give it back."""
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    with _lock:
+        places = _free.get(key)
+        if places:
+            return key, places.pop()
+    return key, Place(device)
+
+
+def release() -> None:
+    """Give back the memory of places that nobody has."""
+    with _lock:
+        _free.clear()
 
 
 def _same(new: object, old: object) -> bool:
@@ -101,24 +166,3 @@ class Late:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values
-
-
-@functools.cache
-def _stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)
-
-
-@functools.cache
-def _anchor(device: torch.device) -> Any:
-    """A graph that lives on, so that the memory that all of a device's graphs share does."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(_stream(device)):
-        graph.capture_begin(capture_error_mode="thread_local")
-        torch.zeros(1, device=device)
-        graph.capture_end()
-    return graph
-
-
-def release() -> None:
-    """Give back the memory that graphs share, once none is left."""
-    _anchor.cache_clear()

@@ -94,3 +94,11 @@ def release() -> None:
     """Give back to the system what nobody uses."""
     for memory in list(_memories.values()):
         memory.drop_free()
+
+
+_MESSAGES = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was not enough memory."""
+    return isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in _MESSAGES)

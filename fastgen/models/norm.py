@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ class RMSNorm(Routed):
         return norm(hidden_states, weight, eps=self.eps, rms=True, offset=self.offset)[0]
 
 
-_offsets: "WeakKeyDictionary[type, float | None]" = WeakKeyDictionary()
+_offsets: dict[tuple[type, object], float | None] = {}  # by class and its forward, which somebody may replace
 
 
 def applies(model: nn.Module) -> bool:
@@ -55,9 +54,10 @@ def rms_norm(module: nn.Module) -> RMSNorm | None:
     eps = next((value for name in _EPS if isinstance(value := getattr(module, name, None), float)), None)
     if eps is None or not _is_plain(module):
         return None
-    if kind not in _offsets:
-        _offsets[kind] = _offset(module, eps)
-    offset = _offsets[kind]
+    key = kind, kind.forward
+    if key not in _offsets:
+        _offsets[key] = _offset(module, eps)
+    offset = _offsets[key]
     return None if offset is None else RMSNorm(module, eps, offset)
 
 

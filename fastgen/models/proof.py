@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fastgen.models import memory
 from fastgen.models.step import DecoderStep
 
 OTHERWISE = "they compute something else than its family's"
@@ -44,7 +45,9 @@ def trial(step: Callable[[], Tensor], text: Sequence[Written]) -> Tensor | None:
     before = [(layer.steps, layer.filled) for layer in text]
     try:
         return step()
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if memory.is_out_of_memory(error):
+            raise
         return None
     finally:
         for layer, (steps, filled) in zip(text, before, strict=True):

@@ -5,12 +5,13 @@ has added, or training mode: then the model makes its steps through its own forw
 """
 
 import functools
+import sys
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from fastgen.models import activation
 from fastgen.models import norm as norms
 from fastgen.models.instance import Routed, runs_its_class
 from fastgen.models.layouts import Attention, Layout
@@ -30,7 +31,6 @@ from fastgen.models.step import (
     TextAttention,
     unnormed,
 )
-from fastgen.ops.activation import kind_of
 
 
 class NotFused(Exception):
@@ -71,7 +71,8 @@ class _Reader:
         self.layers: list[Any] = list(_at(self.decoder, layout.layers).children())
         self.dtype: torch.dtype = _at(self.decoder, layout.tokens).weight.dtype
         self.read: set[nn.Module] = set()
-        self.facts: list[object] = [repr(vars(model.config))] if hasattr(model, "config") else []
+        device: str = _at(self.decoder, layout.tokens).weight.device.type
+        self.facts: list[object] = [repr(vars(model.config)) if hasattr(model, "config") else "", self.dtype, device]
         self.bias: RelativeBias | None = None
         self.rotations: dict[str | None, Rotary] = {}
 
@@ -109,8 +110,13 @@ class _Reader:
         return step
 
     def says(self, fact: bool | str) -> bool:
-        """What a record says of all layers, or the first layer in an attribute of that name."""
-        return bool(getattr(self.layers[0], fact)) if isinstance(fact, str) else fact
+        """What a record says of all layers, or the layers in an attribute of that name."""
+        if not isinstance(fact, str):
+            return fact
+        said = [bool(getattr(layer, fact)) for layer in self.layers]
+        if len(set(said)) > 1:
+            raise NotFused(f"{fact} of its layers is {said}")
+        return said[0]
 
     def sublayers(self, index: int, layer: Any) -> list[_Part]:
         layout, found = self.layout, list[_Part]()
@@ -144,6 +150,8 @@ class _Reader:
         heads = (out.nx if hasattr(out, "nx") else out.in_features) // dims
         if getattr(module, "reorder_and_upcast_attn", False) or getattr(module, "is_cross_attention", False):
             raise NotFused("attention in a precision or form of its own")
+        functions = vars(sys.modules[type(module).__module__])
+        self.facts += (functions.get(name) for name in ("apply_rotary_pos_emb", "eager_attention_forward"))
         query_norm, key_norm = (self.norm(module._modules.get(name)) for name in ("q_norm", "k_norm"))
         for part in parts:
             self.product(part)
@@ -199,9 +207,7 @@ class _Reader:
     def activation(self, function: Any) -> str:
         if isinstance(function, nn.Module):
             self.read.update(function.modules())
-        if function not in _kinds:
-            _kinds[function] = kind_of(function.forward if isinstance(function, nn.Module) else function)
-        kind = _kinds[function]
+        kind = activation.kind(function)
         if kind is None:
             raise NotFused(f"an activation function {getattr(function, '__name__', None) or _name(function)}")
         self.facts.append(kind)
@@ -236,6 +242,10 @@ class _Reader:
         if module is None:
             return None
         self.read.add(module)
+        rope = getattr(module, "rope_type", None)
+        kinds: list[str | None] = list(rope.values()) if isinstance(rope, dict) else [rope]
+        if any(name in ("dynamic", "longrope") for name in kinds):
+            raise NotFused(f"rotary positions of type {rope!r}, which change with the length of the text")
         which = None if kind is None else getattr(attention, kind)
         self.facts += (type(module), which)
         if which not in self.rotations:
@@ -322,9 +332,6 @@ def _at(module: nn.Module, path: str) -> Any:
         if found is None:
             raise NotFused(f"its decoder has no {path}")
     return found
-
-
-_kinds: "WeakKeyDictionary[Any, str | None]" = WeakKeyDictionary()
 
 
 def _bias(model: nn.Module, name: str | None) -> Tensor | None:

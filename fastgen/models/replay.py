@@ -70,10 +70,10 @@ class Replay:
         self._tokens: Tensor | None = None
         self._start: Tensor | None = None
 
-    @property
-    def able(self) -> bool:
-        """Whether the next step can be run here."""
-        return self.refused is None and (self._tokens is not None or self.longest - self.text[0].steps >= WORTH)
+    def able(self, rows: int) -> bool:
+        """Whether the next step, of so many rows, is to be run here."""
+        known = self._tokens is not None and len(self._tokens) == rows
+        return self.refused is None and (known or self.longest - self.text[0].steps >= WORTH)
 
     def __call__(self, tokens: Tensor, make: Callable[[Tensor], Context], *inputs: Tensor | None) -> Result:
         """Return logits (R, V) and attention over the source (R, S) or None, for the newest tokens (R,) int64.

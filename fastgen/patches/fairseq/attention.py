@@ -58,7 +58,8 @@ class Layers(Attending):
         }
         self.source_mask: Tensor | None = None  # (B, 1, 1, S) additive
         self.ancestry: Ancestry | None = None  # of the present step
-        self.text_mask: Tensor | None = None  # (B, 1, M, N) additive
+        self._dtype = torch.float32
+        self._text_mask: Tensor | None = None
 
     def attend(self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]) -> Any:
         """The attention of a layer, over the shared cache."""
@@ -73,10 +74,17 @@ class Layers(Attending):
     def begin_step(self, ancestry: Ancestry | None, dtype: torch.dtype) -> None:
         """The next token of every text comes; ancestry: None where it is one for all beams of a sentence."""
         self.ancestry = ancestry
-        self.text_mask = None if ancestry is None else self.masked(ancestry.visible, dtype)
+        self._dtype, self._text_mask = dtype, None
         if ancestry is not None:
             for layer in self.of.values():
                 layer.beams = self.beams
+
+    @property
+    def text_mask(self) -> Tensor | None:
+        """(B, 1, M, N) additive, made when it is first asked for in a step; None where there is one beam."""
+        if self._text_mask is None and self.ancestry is not None:
+            self._text_mask = self.masked(self.ancestry.visible, self._dtype)
+        return self._text_mask
 
     def masked(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
         """The mask of the text (B, 1, M, N), from that of the slots behind the prefix, (B, M, F)."""

@@ -39,7 +39,7 @@ class FusedDecoder:
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return logits (R, V), and the last layer's attention over the source (R, S) or None, for texts (R, L)."""
         layers, ancestry = self.layers, self.layers.ancestry
-        if self.replay is not None and self.ready and self.replay.able and ancestry is not None:
+        if self.replay is not None and self.ready and self.replay.able(len(tokens)) and ancestry is not None:
             make = functools.partial(self._context, visible=ancestry.room)
             logits, weights = self.replay(tokens[:, -1], make, ancestry.room, layers.source_mask)
         else:

@@ -35,7 +35,11 @@ class Beam:
             Ban(torch.tensor([generator.eos], device=device), lambda length: length <= generator.min_len)
         ]
         if generator.token_indices_to_suppress is not None:
-            self.free.append(Ban(generator.token_indices_to_suppress.to(device), lambda _: True))
+            self.free.append(
+                Ban(
+                    _in_vocabulary(generator.token_indices_to_suppress, generator.vocab_size).to(device), lambda _: True
+                )
+            )
         self.last: list[Edit] = [NGramBlock(self.ngram)] if self.ngram > 1 else []  # fairseq never finds single tokens
 
     def __call__(self, prediction: Prediction, state: FirstFinished) -> Candidates:
@@ -146,3 +150,10 @@ def _without_nan(log_probs: Tensor) -> None:
             log_probs[bad] = torch.where(log_probs[bad].isnan(), -torch.inf, log_probs[bad])
     else:
         log_probs.masked_fill_(log_probs.isnan(), -torch.inf)
+
+
+def _in_vocabulary(tokens: Tensor, count: int) -> Tensor:
+    """Indices into a vocabulary as indexing takes them: negative ones from its end, none beyond it."""
+    if len(tokens) and not -count <= int(tokens.min()) <= int(tokens.max()) < count:
+        raise IndexError(f"token_indices_to_suppress {tokens.tolist()}: the vocabulary has {count} tokens")
+    return tokens % count

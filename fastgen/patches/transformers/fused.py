@@ -89,7 +89,7 @@ class FusedDecoder:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return logits (R, V) fp32 of what follows ids (R, L), of which the cache holds all but the newest."""
-        if self.replay is not None and self.ready and self.replay.able:
+        if self.replay is not None and self.ready and self.replay.able(len(ids)):
             ancestry = self.cache.ancestry
             visible = None if ancestry is None else ancestry.room
             make = functools.partial(self._context, visible=visible, whole=True)

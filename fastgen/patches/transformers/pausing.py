@@ -72,10 +72,10 @@ def note_call(model: Any) -> None:
         request.calls += 1
 
 
-def refuse(reason: str) -> None:
-    """Let no loop pause any more, if one was asked to."""
+def refuse(model: Any, reason: str) -> None:
+    """Let no loop of a model pause any more, if one was asked to."""
     request = _request.get()
-    if request is not None:
+    if request is not None and request.model is model:
         request.refused = request.refused or reason
 
 

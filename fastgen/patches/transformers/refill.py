@@ -17,12 +17,13 @@ from transformers import GenerationMixin
 
 from fastgen.decoding.cohorts import Cohort, step
 from fastgen.models.families import family_of
+from fastgen.models.memory import is_out_of_memory
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
 from fastgen.patches.transformers import parity, pausing
 from fastgen.patches.transformers.pausing import Begun, Request
 from fastgen.patches.transformers.shared import SharedStepper
-from fastgen.patches.transformers.split import NO_MEMORY, is_out_of_memory, make_room
+from fastgen.patches.transformers.split import NO_MEMORY, make_room
 
 COHORTS = 3
 """Batches that run side by side at most."""
@@ -72,7 +73,7 @@ class Refill:
         self, model: Any, tokens: int, generate: Callable[[Batch], Any], config: Any, kwargs: dict[str, Any]
     ) -> None:
         self.model, self.tokens, self.generate, self.config, self.kwargs = model, tokens, generate, config, kwargs
-        self.refused: str | None = None  # why batches run one after the other, from now on
+        self.refused: str | None = None  # why batches run one after the other, as far as it is known
         self.decoded = self.places = 0  # sentences in the steps of batches that are done, and places for them
 
     def run(self, take: Callable[[int], Batch | None]) -> list[tuple[Batch, Tensor]]:
@@ -83,8 +84,10 @@ class Refill:
         """
         done: list[tuple[Batch, Tensor]] = []
         begun: list[Batch] = []
-        self.refused = self.refused or _reason_not_to_refill(self.model, self.config, self.kwargs)
-        if self.refused is None and not _engine.is_disabled():
+        disabled = _engine.is_disabled()
+        if not disabled and self.refused != NO_MEMORY:  # the one that stays
+            self.refused = _reason_not_to_refill(self.model, self.config, self.kwargs)
+        if not disabled and self.refused is None:
             try:
                 family = family_of(getattr(self.model.config, "model_type", ""))
                 with _engine.running("generate_stream"), routed(self.model, family), torch.no_grad():
@@ -92,7 +95,7 @@ class Refill:
             except _engine.DisabledMeanwhile:
                 pass
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
+                if not begun or not is_out_of_memory(error):
                     raise
                 self.refused = NO_MEMORY
         if begun:  # out of the handler, so that nothing holds on to what the batches had made
@@ -100,7 +103,7 @@ class Refill:
             _logger.warning("not enough memory for batches side by side: %d sentences begin anew", count)
             make_room()
         while (batch := begun.pop(0) if begun else take(self.tokens)) is not None:
-            done.append((batch, self._call(batch)))
+            done.append((batch, self._call(batch, self.refused or "batches run one after the other")))
         return done
 
     def _side_by_side(
@@ -108,29 +111,39 @@ class Refill:
     ) -> None:
         """Generate batches until there are no more, or `refused` says why no more may start.
 
-        begun: those that were taken and are not done.
+        begun: those that have paused and are not done, and one that starts beside them.
         """
         running: list[_Running] = []
         while True:
+            # Nothing here holds on to a batch that is done, so that the next one has its memory.
             while (room := self._room(running)) and (batch := take(room)) is not None:
-                begun.append(batch)
-                found = self._call(batch)
-                if isinstance(found, Begun):
-                    assert isinstance(found.model, SharedStepper)
-                    running.append(_Running(found.search, found.model, batch, found))
-                else:
-                    begun.remove(batch)
-                    done.append((batch, found))
+                if running:
+                    begun.append(batch)
+                self._start(batch, running, done)
+                begun[:] = [cohort.batch for cohort in running]
             if not running:
                 return
-            for cohort, logits in zip(list(running), step(running), strict=True):
-                cohort.steps, cohort.decoded = cohort.steps + 1, cohort.decoded + cohort.search.present
-                if not cohort.search.advance(cohort.model, logits):
-                    running.remove(cohort)
-                    self.decoded += cohort.decoded
-                    self.places += cohort.steps * len(cohort.batch.places)
-                    begun.remove(cohort.batch)
-                    done.append((cohort.batch, cohort.begun.finish()))
+            self._advance(running, done)
+            begun[:] = [cohort.batch for cohort in running]
+
+    def _start(self, batch: Batch, running: list[_Running], done: list[tuple[Batch, Tensor]]) -> None:
+        """Begin a batch; where it does not pause, it is done."""
+        found = self._call(batch, self.refused)
+        if isinstance(found, Begun):
+            assert isinstance(found.model, SharedStepper)
+            running.append(_Running(found.search, found.model, batch, found))
+        else:
+            done.append((batch, found))
+
+    def _advance(self, running: list[_Running], done: list[tuple[Batch, Tensor]]) -> None:
+        """Make a step of all that run."""
+        for cohort, logits in zip(list(running), step(running), strict=True):
+            cohort.steps, cohort.decoded = cohort.steps + 1, cohort.decoded + cohort.search.present
+            if not cohort.search.advance(cohort.model, logits):
+                running.remove(cohort)
+                self.decoded += cohort.decoded
+                self.places += cohort.steps * len(cohort.batch.places)
+                done.append((cohort.batch, cohort.begun.finish()))
 
     def _room(self, running: list[_Running]) -> int:
         """Tokens of a batch that may start now, 0 for none."""
@@ -143,11 +156,12 @@ class Refill:
         free = self.tokens - sum(cohort.tokens for cohort in running)
         return free if free >= FREED * self.tokens else 0
 
-    def _call(self, batch: Batch) -> Any:
-        request = Request(self.model, self.refused)
+    def _call(self, batch: Batch, refused: str | None) -> Any:
+        request = Request(self.model, refused)
         with pausing.asked(request):
             found = self.generate(batch)
-        self.refused = self.refused or request.refused
+        if refused is None:
+            self.refused = request.refused
         return found
 
 
@@ -159,7 +173,7 @@ def _reason_not_to_refill(model: Any, config: Any, kwargs: dict[str, Any]) -> st
         if not _engine.is_on_top(patch):
             return f"{patch} is not in place"
     if model.device.type != "cpu":
-        return "on a device it has not been measured"
+        return f"on {model.device.type} it has not been measured"
     if parity.wanted():
         return "FASTGEN_PARITY=1"
     if config.token_healing or kwargs.get("custom_generate") is not None:

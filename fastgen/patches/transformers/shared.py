@@ -132,7 +132,7 @@ class SharedStepper(Stepper):
 
     def _leave_fused(self, reason: str) -> None:
         self.fused = None
-        self.plan = replace(self.plan, fused=False, left_off=(*self.plan.left_off, by_modules(reason)))
+        self.plan = replace(self.plan, fused=False, graphs=False, left_off=(*self.plan.left_off, by_modules(reason)))
 
     def _of_module(self, cache: SharedCache, ids: Tensor, given: dict[str, Any], first: bool) -> Any:
         """The outputs of the model's own forward."""

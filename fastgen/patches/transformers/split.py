@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from fastgen.decoding.plan import Unsupported
-from fastgen.models import memory
+from fastgen.models import graph, memory
 from fastgen.patches import _engine
 from fastgen.patches.transformers import pausing
 from fastgen.patches.transformers.decide import decide
@@ -29,7 +29,7 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return original(model, *args, **kwargs)
     except (torch.OutOfMemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if not memory.is_out_of_memory(error):
             raise
         kwargs = kwargs | untouched
         if args:
@@ -43,7 +43,7 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
     _engine.hit("transformers.generate", [f"a batch at once: {NO_MEMORY}"])
     fill = fill_of(prepared.loop, prepared.config)
     del prepared
-    pausing.refuse(NO_MEMORY)
+    pausing.refuse(model, NO_MEMORY)
     make_room()
     half = sentences // 2
     parts = [
@@ -56,16 +56,12 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
 NO_MEMORY = "there was not enough memory"
 
 _logger = logging.getLogger("fastgen")
-_MESSAGES = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in _MESSAGES)
 
 
 def make_room() -> None:
     """Give back what nobody uses any more."""
     memory.release()
+    graph.release()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
