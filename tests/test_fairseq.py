@@ -302,8 +302,8 @@ def test_replayed_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that are captured once, and replayed while sentences leave."""
     graphs = Graphs(monkeypatch)
     models = [zoo.build(name, torch.float64)]
-    for options in ({"beam_size": 4, "max_len_b": 30}, {"beam_size": 2, "max_len_b": 30, "temperature": 0.7}):
-        _served(models, zoo.batch(9, 9), options, 1e-4)
+    for options in ({"beam_size": 4, "min_len": 20}, {"beam_size": 2, "min_len": 9, "temperature": 0.7}):
+        _served(models, zoo.batch(9, 9), options | {"max_len_b": 30}, 1e-4)
     assert graphs.captures >= 1
     assert graphs.replays >= 10
 

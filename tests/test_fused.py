@@ -273,7 +273,7 @@ def test_an_activation_function_that_changes() -> None:
     assert _left_off(model, kwargs) == ()
     for block in model.transformer.h:
         block.mlp.act.act = nn.functional.softplus
-    assert _left_off(model, kwargs) == (by_modules("an activation function GELUActivation"),)
+    assert _left_off(model, kwargs) == (by_modules("an activation function transformers.GELUActivation"),)
 
 
 def test_a_norm_whose_class_is_given_another_forward(monkeypatch: pytest.MonkeyPatch) -> None:
