@@ -108,6 +108,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "words": {"bad_words_ids": [[5], [6, 7], [8, 9, 10]], "no_repeat_ngram_size": 3},
     "penalty": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 1},
     "bias": {"sequence_bias": {(5,): 4.0, (9,): -3.0}},
+    "sequences": {"sequence_bias": {(5,): 4.0, (9, 5): -3.0, (7, 8, 5): 2.5, (11, 12): 6.0, (30, 31, 32, 33): 9.0}},
     "lengths": {"min_new_tokens": 12, "forced_eos_token_id": 2, "eos_token_id": [2, 7, 9, 11]},
     "suppressed": {"suppress_tokens": [4, 5, 6], "begin_suppress_tokens": [7, 8]},
     "together": {"repetition_penalty": 1.2, "sequence_bias": {(5,): 4.0}},

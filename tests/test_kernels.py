@@ -802,9 +802,10 @@ def test_mutant(name: str, tmp_path: Path) -> None:
             {"kbest", "token_mask", "ngram_block"},
         ),
         ({"num_beams": 3, "sequence_bias": {(5,): 4.0, (9,): -3.0}}, {"kbest", "token_mask"}),
+        ({"num_beams": 3, "sequence_bias": {(5,): 4.0, (9, 5): 3.0, (7, 8, 6): 5.0}}, {"kbest"}),
         ({"no_repeat_ngram_size": 2}, {"argmax", "ngram_block"}),
     ],
-    ids=["beams", "sequences", "processors", "changes", "bias", "greedy"],
+    ids=["beams", "sequences", "processors", "changes", "bias", "biases", "greedy"],
 )  # fmt: skip
 def test_generate(family: str, options: dict[str, Any], ran: set[str], device: str) -> None:
     """The same tokens as transformers', by the kernels."""

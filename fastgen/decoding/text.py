@@ -1,6 +1,6 @@
 """The tokens of the running rows, and the edits and stops that look at them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -165,6 +165,71 @@ class Shift:
 
 
 @dataclass
+class SequenceShift:
+    """Add to the scores of tokens that would complete sequences.
+
+    offsets: of each sequence of tokens of the vocabulary; those with the same last token add up.
+    beyond: how many tokens a text must have at least, beside a sequence's tokens before the last.
+    """
+
+    offsets: Mapping[tuple[int, ...], float]
+    beyond: int
+    _tokens: Tensor | None = field(default=None, init=False)  # (N,) int64, the different last ones
+    _alone: Tensor | None = field(default=None, init=False)  # (N,) fp32, offsets of sequences of one token
+    _behind: list[tuple[Tensor, Tensor, Tensor]] = field(  # by length: tokens before (G, L), column (G,), offset (G,)
+        default_factory=list[tuple[Tensor, Tensor, Tensor]], init=False
+    )
+
+    def idle(self, text: Text) -> bool:
+        return False
+
+    def reach(self, length: int) -> int:
+        """How many tokens of a text of this length are looked at."""
+        lengths = (len(sequence) - 1 for sequence in self.offsets)
+        return max((before for before in lengths if before + self.beyond <= length), default=0)
+
+    def __call__(self, scores: Tensor, text: Text) -> Tensor:
+        tokens, _, offsets = self.changes(text, scores.shape[1])
+        return scores.index_add_(1, tokens[0], offsets.to(scores.dtype))
+
+    def changes(self, text: Text, vocabulary: int) -> Changes:
+        """What this does to log-probabilities."""
+        tokens, alone = self._made(text.ids.device)
+        ids, offsets = text.ids, alone.expand(text.ids.shape[0], -1).clone()
+        for before, column, offset in self._behind:
+            count = before.shape[1]
+            if text.length < count + self.beyond:
+                continue
+            if text.filled is None:
+                last = ids[:, text.length - count : text.length]
+            else:
+                last = ids.index_select(1, torch.arange(count, device=ids.device) + (text.filled - count))
+            found = (last[:, None] == before).all(-1)
+            offsets.index_add_(1, column, torch.where(found, offset, 0.0))
+        return Changes(tokens.expand(len(ids), -1), torch.ones_like(offsets), offsets)
+
+    def _made(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._tokens is None or self._alone is None or self._tokens.device != device:
+            tokens = list(dict.fromkeys(sequence[-1] for sequence in self.offsets))
+            alone = [self.offsets.get((token,), 0.0) for token in tokens]
+            self._tokens = torch.tensor(tokens, dtype=torch.int64, device=device)
+            self._alone = torch.tensor(alone, dtype=torch.float32, device=device)
+            by_length: dict[int, list[tuple[int, ...]]] = {}
+            for sequence in self.offsets:
+                if len(sequence) > 1:
+                    by_length.setdefault(len(sequence), []).append(sequence)
+            self._behind = [
+                (
+                    torch.tensor([sequence[:-1] for sequence in alike], device=device),
+                    torch.tensor([tokens.index(sequence[-1]) for sequence in alike], device=device),
+                    torch.tensor([self.offsets[sequence] for sequence in alike], dtype=torch.float32, device=device),
+                )
+                for alike in by_length.values()
+            ]
+        return self._tokens, self._alone
+
+
+@dataclass
 class Penalty:
     """Make the tokens of a row's own text less likely: a negative score times `factor`.
 
@@ -266,7 +331,7 @@ def sparse(edits: Sequence[Edit], text: Text, vocabulary: int) -> SparseEdits | 
     """Return what the edits do in this step to few tokens, or None when they do anything else."""
     active = [edit for edit in edits if not edit.idle(text)]
     bans = [edit for edit in active if isinstance(edit, NGramBlock | Ban | Only)]
-    changing = [edit for edit in active if isinstance(edit, Shift | Penalty)]
+    changing = [edit for edit in active if isinstance(edit, Shift | SequenceShift | Penalty)]
     forcing = [edit for edit in active if isinstance(edit, Force) and edit.tokens.numel() == 1]
     if len(bans) + len(changing) + len(forcing) < len(active) or len(changing) > 1 or len(forcing) > 1:
         return None
@@ -288,14 +353,19 @@ def sparse(edits: Sequence[Edit], text: Text, vocabulary: int) -> SparseEdits | 
 def all_sparse(edits: Sequence[Edit]) -> bool:
     """Whether each of the edits is of few tokens."""
     return all(
-        isinstance(edit, NGramBlock | Ban | Shift | Penalty) or (isinstance(edit, Force) and edit.tokens.numel() == 1)
+        isinstance(edit, NGramBlock | Ban | Shift | SequenceShift | Penalty)
+        or (isinstance(edit, Force) and edit.tokens.numel() == 1)
         for edit in edits
     )
 
 
-def phases(edits: Sequence[Edit], length: int) -> tuple[bool, ...]:
-    """Which of the edits do anything at a length; where the same ones do, they do the same."""
-    return tuple(edit.active(length) for edit in edits if isinstance(edit, NGramBlock | Ban | Force))
+def phases(edits: Sequence[Edit], length: int) -> tuple[int, ...]:
+    """What the edits make of a length; where it is the same, they do the same."""
+    return tuple(
+        edit.reach(length) if isinstance(edit, SequenceShift) else edit.active(length)
+        for edit in edits
+        if isinstance(edit, NGramBlock | Ban | Force | SequenceShift)
+    )
 
 
 def edited(scores: Tensor, text: Text, edits: Sequence[Edit], kept: bool = False) -> Tensor:

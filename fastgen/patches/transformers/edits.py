@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria as sc
 
-from fastgen.decoding.text import Ban, Call, Edit, Force, NGramBlock, Penalty, Shift, Stop, TopP
+from fastgen.decoding.text import Ban, Call, Edit, Force, NGramBlock, Penalty, SequenceShift, Shift, Stop, TopP
 
 # Processors that treat every row alike and by its own text alone, so that rows may leave the batch.
 _ROWWISE = (
@@ -82,8 +82,8 @@ def _biases(processor: Any, vocabulary: int) -> list[Edit]:
     if any(token >= vocabulary for sequence in biases for token in sequence):
         return [Call(_called(processor))]  # it raises
     if type(processor) is lp.SequenceBiasLogitsProcessor:
-        if any(len(sequence) > 1 for sequence in biases):
-            return [Call(_called(processor))]
+        if any(len(sequence) > 1 for sequence in biases):  # versions before this attribute need a token more
+            return [SequenceShift(biases, 0 if hasattr(processor, "multi_token_biases") else 1)]
         tokens = torch.tensor([sequence[0] for sequence in biases], dtype=torch.int64)
         return [Shift(tokens, torch.tensor(list(biases.values()), dtype=torch.float32))]
     by_length: dict[int, list[tuple[int, ...]]] = {}
