@@ -31,6 +31,8 @@ def run_step_time(case: Case, session: Session) -> dict[str, Any]:
     model: Any = case.shape.build(session.dtype, session.device)
     bandwidth, rate = copy_bandwidth(session.device), product_rate(session)
     cells: dict[str, Any] = {}
+    sizes = {name: getattr(case, name) for name in ("batch", "beams", "source", "new_tokens")}
+    result = {"cells": cells, "copy_bytes_per_s": bandwidth, "flop_per_s": rate, "sizes": sizes}
     for name, values in case.grid.items():
         for value in values:
             cell = replace(case, **{name: value})
@@ -41,8 +43,8 @@ def run_step_time(case: Case, session: Session) -> dict[str, Any]:
             key = f"{name}{value}"
             cells[key] = found | {"axis": name, "value": value}
             session.say(f"{key:<16}{outcome_text(found)}")
-    sizes = {name: getattr(case, name) for name in ("batch", "beams", "source", "new_tokens")}
-    return {"cells": cells, "copy_bytes_per_s": bandwidth, "flop_per_s": rate, "sizes": sizes}
+            session.save(result)
+    return result
 
 
 def _steps(case: Case, model: Any, session: Session) -> dict[str, list[float]]:
