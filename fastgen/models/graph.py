@@ -124,7 +124,7 @@ class Repeated:
                 _free.setdefault(lent[0], []).append(lent[1])
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # as what is collected meanwhile may give its place back
 _free: dict[Any, list[Place]] = {}  # by device and the stream that graphs are launched on, which brings them in order
 
 
