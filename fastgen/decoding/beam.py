@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.rules import BeamRule, Merged
-from fastgen.decoding.text import Edit, Stop, Text, closed_up, edited, may_leave, sparse
+from fastgen.decoding.stop import Stop
+from fastgen.decoding.text import Edit, Text, closed_up, edited, may_leave, sparse
 from fastgen.models.memory import Memory
 from fastgen.ops.cache import reorder_rows_
 from fastgen.ops.dispatch import runs_kernels
