@@ -193,6 +193,19 @@ def test_a_replayed_step_takes_no_memory(
     assert all(counted <= of_a_criterion for counted in made[8:-1]), made[8:-1]
 
 
+def test_kernels_of_a_choice(setting: Callable[[str, str], None], graphs: Graphs) -> None:
+    """Two launches move all tables: those of tokens, of rows, and of what each beam sees."""
+    setting("FASTGEN_OPS", "triton")
+    model = _build("bart", torch.float32)
+    kwargs = zoo.batch(model, 2, 7) | {"num_beams": 4, "max_new_tokens": 16, "no_repeat_ngram_size": 3}
+    for _ in range(2):
+        model.generate(**kwargs)
+    kernels = graphs.kernels["_choose"]
+    assert kernels["_extend_rows_kernel"] == kernels["_finish_rows_kernel"] == 1
+    assert kernels["_reorder_rows_kernel"] == kernels["index_copy_"] == kernels["index_copy"] == 0
+    assert kernels.total() <= 80, kernels
+
+
 def test_few_steps_are_not_worth_it(graphs: Graphs) -> None:
     model = _build("bart")
     for _ in range(2):
