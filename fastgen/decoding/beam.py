@@ -190,9 +190,8 @@ class BeamSearch:
 
     def _chosen(self, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor, new_tokens: int | Tensor) -> Choice:
         """What becomes of the candidates (B, K), of so many new tokens; `hits` says which of them end."""
-        order = self.rule.running(values, hits)
+        scores, order = self.rule.running(values, hits)
         merged = self.rule.merged(self.finished.scores, self.finished.done, values, hits, self.improvable, new_tokens)
-        scores = self.rule.running_scores(values, hits).gather(1, order)
         improvable = self.improvable & self.rule.improvable(scores[:, 0], merged, new_tokens)
         changed = merged.order.ne(torch.arange(self.rule.beams, device=order.device)).any(1)
         done = merged.done.all(1)
