@@ -137,6 +137,10 @@ def rows() -> Iterator[Row]:
             "cache", f"reorder {b}x{m}x{t}x{h}x{d}", "index_select of K/V",
             lambda rig, b=b, m=m, t=t, h=h, d=d: _reorder(rig, b, m, t, h, d), lambda _: 0, {},
         )  # fmt: skip
+        yield Row(
+            "tables", f"{b}x{m}, {t} of {2 * t} tokens", "transformers' gathers",
+            lambda rig, b=b, m=m, t=t: _tables(rig, b, m, t), lambda _: 0, {},
+        )  # fmt: skip
 
 
 def _kbest(rig: Rig, b: int, m: int, v: int, k: int) -> tuple[Call, Call]:
@@ -294,6 +298,25 @@ def _reorder(rig: Rig, b: int, m: int, t: int, h: int, d: int) -> tuple[Call, Ca
     return lambda: (keys.index_select(0, index), values.index_select(0, index)), lambda: reorder_rows_(table, parents)
 
 
+def _tables(rig: Rig, b: int, m: int, t: int) -> tuple[Call, Call]:
+    """The tables of tokens and of rows, half full."""
+    import torch
+
+    from fastgen.ops.tables import Table, extend_rows_
+
+    ids, rows = rig.integers(50_000, b, m, 2 * t), rig.integers(m, b, m, 2 * t).to(torch.int32)
+    parents, tokens = rig.integers(m, b, m), rig.integers(50_000, b, m)
+    growing = [Table(ids.clone(), tokens[:, :, None]), Table(rows.clone(), parents[:, :, None])]
+
+    def gathers() -> tuple[Any, Any]:
+        index = parents[:, :, None].expand(-1, -1, 2 * t)
+        moved = ids.gather(1, index), rows.gather(1, index)
+        moved[0][:, :, t], moved[1][:, :, t] = tokens, parents.to(torch.int32)
+        return moved
+
+    return gathers, lambda: extend_rows_(growing, parents, t)
+
+
 def same(op: str, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
     """Return the comparison of an operation's outputs with its baseline's."""
     import torch
@@ -303,7 +326,7 @@ def same(op: str, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
 
     def agree(a: Any, b: Any) -> Verdict:
-        if op in ("sample", "cache"):  # random numbers of its own; another form of the same information
+        if op in ("sample", "cache", "tables"):  # random numbers of its own; another form, or other times, of the same
             return Verdict(True)
         pairs = zip(a, b, strict=True) if isinstance(a, tuple) else [(a, b)]
         for one, other in pairs:

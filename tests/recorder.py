@@ -52,6 +52,17 @@ class Recorder(TorchDispatchMode):
                 storage = leaf.untyped_storage()
                 self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
 
+    @property
+    def kernels(self) -> Counter[str]:
+        """What a device would run, by name: the kernels, and operators that write memory."""
+        found: Counter[str] = Counter()
+        for run, args, kwargs, result in self.runs:
+            if not isinstance(run, torch._ops.OpOverload):
+                found[args[0].__name__] += 1
+            elif run._schema.is_mutable or not _views(result, (args, kwargs)):
+                found[run.overloadpacket.__name__] += 1
+        return found - Counter({name: found[name] for name in ("empty", "empty_like", "new_empty", "empty_strided")})
+
     def undo(self) -> None:
         for storage, before in self._before.values():
             storage.copy_(before)
@@ -64,13 +75,26 @@ class Recorder(TorchDispatchMode):
                     old.copy_(new)
 
 
+def _views(result: Any, arguments: Any) -> bool:
+    """Whether all tensors of a result lie in memory of the arguments'."""
+    given, made = (
+        {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+        for tree in (arguments, result)
+    )
+    return bool(made) and made <= given
+
+
 class Graphs:
-    """Stands in for `models.graph` on a CPU; counts what is captured and replayed, by the name of the function."""
+    """Stands in for `models.graph` on a CPU; counts what is captured and replayed, by the name of the function.
+
+    kernels: of the newest capture of each.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.replaying = False
         self.captured: Counter[str] = Counter()
         self.replayed: Counter[str] = Counter()
+        self.kernels: dict[str, Counter[str]] = {}
         self._recording: Recorder | None = None
         monkeypatch.setattr(graph, "wanted", lambda _: True)
         monkeypatch.setattr(cache, "SWEEP", 10**9)  # on CPUs only
@@ -111,6 +135,7 @@ class Graphs:
             recorder.undo()
         name = cast(Any, function).func.__name__
         self.captured[name] += 1
+        self.kernels[name] = recorder.kernels
         for leaf in tree_leaves(result):  # a capture computes nothing
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 leaf.fill_(torch.nan)

@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import StoppingCriteria
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers.generation.streamers import BaseStreamer
 
 from fastgen import config
 from fastgen.decoding.beam_replay import ReplayedBeamSearch
@@ -77,7 +80,7 @@ def test_a_text_that_outgrows_its_memory(family: str, beams: int, graphs: Graphs
     model = _build(family)
     kwargs = zoo.batch(model, 2, 5) | {"num_beams": beams, "max_new_tokens": 110, "min_new_tokens": 110}
     _same(model, kwargs)
-    assert graphs.captured == Counter({"_body": 2} | ({"_choose": 2} if beams > 1 else {}))
+    assert graphs.captured == Counter({"_body": 2, "_choose" if beams > 1 else "_choose_next": 2})
     assert (
         graphs.replayed["_body"] == 109 - 1 - 2
     )  # but for the step that is made both ways, and those before a capture
@@ -133,6 +136,113 @@ def test_choices(family: str, options: dict[str, Any], graphs: Graphs) -> None:
         assert graphs.captured["_choose"] == 0
     elif options not in (CHOICES["all_end"], CHOICES["ends"]):  # which are over soon
         assert graphs.replayed["_choose"] >= 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_choices(family: str, graphs: Graphs) -> None:
+    """Greedy search whose choices are captured: the same tokens, though it runs a step too far."""
+    model = _build(family)
+    batch = zoo.batch(model, 5, 9, "none" if family == "gemma2" else "natural")
+    kwargs = batch | {"max_new_tokens": 24, "no_repeat_ngram_size": 3, "pad_token_id": 2}
+    for ends in ([2], list(range(2, zoo.VOCABULARY, 7))):
+        for _ in range(2):
+            call = _same(model, kwargs | {"eos_token_id": ends})
+            assert not [text for text in call.plan.left_off if text.startswith("choices")]
+    assert graphs.replayed["_choose_next"] >= 5
+
+
+GREEDY = {name: options for name, options in CHOICES.items() if name not in ("never", "early", "negative")} | {
+    "dense": {"exponential_decay_length_penalty": (3, 1.1)},
+    "prompt_ignored": {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.4, prompt_ignore_length=9)]},
+    "leave": {"eos_token_id": list(range(2, zoo.VOCABULARY, 9)), "pad_token_id": 2, "min_new_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("options", GREEDY.values(), ids=GREEDY)
+@pytest.mark.parametrize("family", ["pegasus", "gpt2"])
+def test_greedy_edits(family: str, options: dict[str, Any], graphs: Graphs) -> None:
+    model = _build(family)
+    kwargs = zoo.batch(model, 24, 9) | {"max_new_tokens": 33} | options
+    if "length_penalty" in kwargs:
+        del kwargs["length_penalty"]
+    if family == "pegasus" and "no_repeat_ngram_size" in options:
+        kwargs["encoder_no_repeat_ngram_size"] = 3
+    for sentences in (24, 24, 1):
+        batch = {name: value[:sentences] if torch.is_tensor(value) else value for name, value in kwargs.items()}
+        call = _same(model, batch)
+    dense = "choices are not captured as CUDA graphs: a logits processor changes more than a few scores"
+    assert (dense in call.plan.left_off) == (options is GREEDY["dense"])
+    if options is GREEDY["dense"]:
+        assert not graphs.captured["_choose_next"]
+    elif "eos_token_id" not in options or options["eos_token_id"] is None:
+        assert graphs.replayed["_choose_next"] >= 5
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_keys_and_values_are_those_of_the_last_step(beams: int, graphs: Graphs) -> None:
+    """What is returned holds no step that ran too far."""
+    model = _build("gpt2")
+    ends = {"eos_token_id": list(range(2, zoo.VOCABULARY, 6)), "pad_token_id": 2}
+    kwargs = zoo.batch(model, 4, 9) | ends | {"num_beams": beams, "max_new_tokens": 33}
+    for _ in range(2):
+        call = _same(model, kwargs | {"return_dict_in_generate": True})
+    assert "choices are not captured as CUDA graphs: return_dict_in_generate=True" in call.plan.left_off
+    assert graphs.replayed["_body"]
+
+
+class _OneToken(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return input_ids[:, -1] == 5
+
+
+class _Deaf(BaseStreamer):
+    def put(self, value: Any) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"do_sample": True}, "random numbers are drawn"),
+        ({"do_sample": True, "num_beams": 2}, "random numbers are drawn"),
+        ({"stopping_criteria": [_OneToken()]}, "a stopping criterion looks at all tokens"),
+        ({"streamer": _Deaf()}, "a streamer listens"),
+    ],
+    ids=["samples", "beam_samples", "criterion", "streamer"],
+)
+def test_choices_that_are_not_captured(options: dict[str, Any], reason: str, graphs: Graphs) -> None:
+    model = _build("gpt2")
+    for _ in range(2):
+        call = _same(model, zoo.batch(model, 1 if "streamer" in options else 3, 9) | {"max_new_tokens": 20} | options)
+    assert f"choices are not captured as CUDA graphs: {reason}" in call.plan.left_off
+    assert set(graphs.captured) == {"_body"}
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_choices_that_cannot_be_captured(
+    beams: int, allowed: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the step in which a capture fails, with rows gone or not, choices are made one operation at a time."""
+    capture, tried = graph.capture, Counter[str]()
+
+    def refusing(function: Any, *others: Any) -> Any:
+        tried[function.func.__name__] += 1
+        if function.func.__name__ != "_body" and tried[function.func.__name__] > allowed:
+            raise graph.NotCaptured("operation not permitted")
+        return capture(function, *others)
+
+    monkeypatch.setattr(graph, "capture", refusing)
+    model = _build("gpt2")
+    ends = {"eos_token_id": list(range(2, zoo.VOCABULARY, 12)), "pad_token_id": 2, "min_new_tokens": 8}
+    for _ in range(2):
+        tried.clear()
+        call = _same(model, zoo.batch(model, 24, 9) | ends | {"num_beams": beams, "max_new_tokens": 60})
+    assert "choices are not captured as CUDA graphs: operation not permitted" in call.plan.left_off
+    assert call.plan.graphs
 
 
 def test_scores_alone_are_those_of_their_steps(graphs: Graphs) -> None:
@@ -191,6 +301,19 @@ def test_a_replayed_step_takes_no_memory(
     assert made[0]
     of_a_criterion = Counter({"aten.full.default": 1})  # which answers with a tensor, on the CPU always
     assert all(counted <= of_a_criterion for counted in made[8:-1]), made[8:-1]
+
+
+def test_kernels_of_a_choice(setting: Callable[[str, str], None], graphs: Graphs) -> None:
+    """Two launches move all tables: those of tokens, of rows, and of what each beam sees."""
+    setting("FASTGEN_OPS", "triton")
+    model = _build("bart", torch.float32)
+    kwargs = zoo.batch(model, 2, 7) | {"num_beams": 4, "max_new_tokens": 16, "no_repeat_ngram_size": 3}
+    for _ in range(2):
+        model.generate(**kwargs)
+    kernels = graphs.kernels["_choose"]
+    assert kernels["_extend_rows_kernel"] == kernels["_finish_rows_kernel"] == 1
+    assert kernels["_reorder_rows_kernel"] == kernels["index_copy_"] == kernels["index_copy"] == 0
+    assert kernels.total() <= 70, kernels
 
 
 def test_few_steps_are_not_worth_it(graphs: Graphs) -> None:

@@ -30,6 +30,7 @@ from fastgen.ops import (
     ngram_block,
     norm,
     sample,
+    tables,
     token_mask,
 )  # fmt: skip
 from fastgen.ops.counts import calls
@@ -608,6 +609,69 @@ def test_cache(device: str) -> None:
     _check_cache(cache, device)
 
 
+# Tables of a beam search
+
+
+def _beam_tables(b: int, m: int, k: int, steps: int, device: str) -> list[tables.Table]:
+    """Tables of tokens, rows and ancestry, cut from larger ones, with poison in the room behind what is filled."""
+    ids = _integers(b, m + 1, steps + 9, below=99, device=device)[:, 1:, :-1]
+    rows = _integers(b, m, steps + 3, below=99, seed=1, device=device).int()
+    seen = _randn(b, m, (steps + 2) * m, device=device)
+    ids[:, :, 6 + steps :], rows[:, :, steps:], seen[:, :, steps * m :] = -7, -7, torch.nan
+    own = torch.full((m, m), -INF, device=device).fill_diagonal_(0.0).expand(b, m, m)
+    tokens = _integers(k, b, below=99, seed=2, device=device).t()[:, :, None]
+    return [tables.Table(ids, tokens, 6), tables.Table(rows, tokens + 100), tables.Table(seen, own)]
+
+
+def _check_extend(ops: Any, device: str, b: int, m: int, steps: int, counted: bool) -> None:
+    growing = _beam_tables(b, m, m, steps, device)
+    parents = _integers(m, b, below=m, seed=3, device=device).t()
+    wanted = [ops.extend_rows_reference(table, parents, steps) for table in growing]
+    around = growing[0].rows._base
+    assert around is not None
+    before = around[:, 0].clone(), around[:, :, -1].clone()
+    count = torch.tensor([steps], device=device) if counted else steps
+    with _Watched(parents, *(table.newest for table in growing), extend_rows=1):
+        ops.extend_rows_(growing, parents, count)
+    for table, expected in zip(growing, wanted, strict=True):
+        torch.testing.assert_close(table.rows, expected, atol=0, rtol=0, equal_nan=True)
+    assert torch.equal(around[:, 0], before[0])
+    assert torch.equal(around[:, :, -1], before[1])
+
+
+def _check_finish(ops: Any, device: str, b: int, m: int, k: int, steps: int, counted: bool) -> None:
+    growing = _beam_tables(b, m, k, steps, device)[:2]
+    finished = [_integers(*t.rows.shape, below=99, seed=4, device=device).to(t.rows.dtype) for t in growing]
+    order = torch.stack([torch.randperm(m + k, generator=torch.Generator().manual_seed(i))[:m] for i in range(b)])
+    beams, order = _integers(k, b, below=m, seed=5, device=device).t(), order.to(device)
+    wanted = [ops.finish_rows_reference(f, t, order, beams, steps) for f, t in zip(finished, growing, strict=True)]
+    count = torch.tensor([steps], device=device) if counted else steps
+    with _Watched(order, beams, *(part for table in growing for part in table[:2]), finish_rows=1):
+        ops.finish_rows_(finished, growing, order, beams, count)
+    for rows, expected in zip(finished, wanted, strict=True):
+        assert torch.equal(rows, expected)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 13, 300])
+@pytest.mark.parametrize("m", [*range(1, 10), 33])
+def test_tables(m: int, steps: int, counted: bool, device: str) -> None:
+    _check_extend(tables, device, 3, m, steps, counted)
+    _check_finish(tables, device, 3, m, 2 * m, steps, counted)
+
+
+def test_tables_of_one_sentence_and_many_beams(device: str) -> None:
+    """More candidates than twice the beams; more beams than the kernels take."""
+    _check_finish(tables, device, 1, 4, 36, 5, True)
+    growing = _beam_tables(1, 65, 65, 2, device)
+    parents = _integers(1, 65, below=65, device=device)
+    wanted = [tables.extend_rows_reference(table, parents, 2) for table in growing]
+    with _Watched(parents):
+        tables.extend_rows_(growing, parents, 2)
+    for table, expected in zip(growing, wanted, strict=True):
+        torch.testing.assert_close(table.rows, expected, atol=0, rtol=0, equal_nan=True)
+
+
 # What is asked for, and what is wrong
 
 
@@ -628,6 +692,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ZEROS = torch.zeros
+TABLE = tables.Table(ZEROS(2, 3, 5), ZEROS(2, 3, 1), 1)
 
 
 @pytest.mark.parametrize(
@@ -659,6 +724,11 @@ ZEROS = torch.zeros
         (lambda: cache.write_slots_(ZEROS(2, 3, 4, 5), ZEROS(2, 3, 4, 5), *[ZEROS(4, 3, 1, 5)] * 2, 3), "slot 3"),
         (lambda: cache.reorder_rows_(ZEROS(2, 3, 4), ZEROS(2, 4)), r"parents \(2, 4\)"),
         (lambda: cache.move_sentences_(ZEROS(2, 3), ZEROS(1), ZEROS(1)), r"buffer \(2, 3\)"),
+        (lambda: tables.extend_rows_([TABLE], ZEROS(2, 4), 0), r"parents \(2, 4\)"),
+        (lambda: tables.extend_rows_([TABLE], ZEROS(2, 3), 4), "4 steps"),
+        (lambda: tables.extend_rows_([TABLE._replace(newest=ZEROS(2, 3))], ZEROS(2, 3), 0), r"newest \(2, 3\)"),
+        (lambda: tables.finish_rows_([ZEROS(2, 3, 5)], [TABLE], ZEROS(2, 3), ZEROS(2, 6), 0), r"beams \(2, 6\)"),
+        (lambda: tables.finish_rows_([ZEROS(2, 3, 5).int()], [TABLE], *[ZEROS(2, 3)] * 2, 0), r"torch\.int32, order"),
     ],
 )  # fmt: skip
 def test_errors(call: Callable[[], object], shown: str) -> None:
@@ -760,6 +830,26 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
     "cache: moves": (
         cache, "* BLOCK + tl.arange(0, BLOCK) < size", "* BLOCK + tl.arange(0, BLOCK) < BLOCK",
         lambda ops: _check_cache(ops, "cpu"),
+    ),
+    "tables: parents": (
+        tables, "tl.load(table + (parents", "tl.load(table + (beam",
+        lambda ops: _check_extend(ops, "cpu", 3, 4, 13, True),
+    ),
+    "tables: how far they are filled": (
+        tables, "prefixes[i] + steps * counts[i]", "prefixes[i] + steps",
+        lambda ops: _check_extend(ops, "cpu", 3, 4, 13, False),
+    ),
+    "tables: the end of what is new": (
+        tables, "(column < filled + counts[i])", "(column <= filled + counts[i])",
+        lambda ops: _check_extend(ops, "cpu", 3, 4, 13, True),
+    ),
+    "tables: what had finished": (
+        tables, "stays = inside & (candidate < 0)", "stays = inside & (candidate <= 0)",
+        lambda ops: [_check_finish(ops, "cpu", 3, m, 2 * m, 13, True) for m in range(1, 10)],
+    ),
+    "tables: the newest token": (
+        tables, "candidate * newest_strides[i][1]", "parents * newest_strides[i][1]",
+        lambda ops: _check_finish(ops, "cpu", 3, 4, 8, 13, False),
     ),
 }  # fmt: skip
 

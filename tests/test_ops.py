@@ -21,6 +21,7 @@ from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
 from fastgen.ops.kbest import SparseEdits, best_of_log_probs, best_of_log_probs_reference, kbest, kbest_reference
 from fastgen.ops.ngram_block import ngram_block_, ngram_block_reference
 from fastgen.ops.sample import nucleus
+from fastgen.ops.tables import Table, extend_rows_, finish_rows_
 from fastgen.ops.token_mask import packed
 
 INF = torch.inf
@@ -627,3 +628,48 @@ def test_kind_of_other_functions() -> None:
     assert kind_of(lambda x: x.sum()) is None
     assert kind_of(lambda x: x[:, None] @ x) is None
     assert kind_of(lambda x: F.relu(x).double()) is None
+
+
+# Tables of a beam search
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 7])
+@pytest.mark.parametrize(("m", "c"), [(1, 1), (4, 1), (3, 3), (9, 2)])
+def test_extended_rows(m: int, c: int, steps: int, counted: bool) -> None:
+    """Every row is that of its parent, and behind it what it gets itself."""
+    generator = torch.Generator().manual_seed(m)
+    parents = torch.randint(0, m, (2, m), generator=generator)
+    rows, newest = torch.randn(2, m, 5 + (steps + 2) * c, generator=generator), torch.randn(2, m, c)
+    before, end = rows.clone(), 5 + steps * c
+    extend_rows_([Table(rows, newest, 5)], parents, torch.tensor([steps]) if counted else steps)
+    for b in range(2):
+        for beam in range(m):
+            assert torch.equal(rows[b, beam, :5], before[b, beam, :5])
+            assert torch.equal(rows[b, beam, 5:end], before[b, parents[b, beam], 5:end])
+            assert torch.equal(rows[b, beam, end : end + c], newest[b, beam])
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 7])
+@pytest.mark.parametrize(("m", "k"), [(1, 2), (4, 8), (3, 9)])
+def test_finished_rows(m: int, k: int, steps: int, counted: bool) -> None:
+    """A row is one that had finished, or a running one and the token it ends with."""
+    generator = torch.Generator().manual_seed(m)
+    finished, running = (torch.randint(0, 99, (2, m, 5 + steps + 2), generator=generator) for _ in range(2))
+    running[:, :, 5 + steps :] = finished[:, :, 5 + steps :] = 1  # as their tails are filled
+    beams, tokens = (torch.randint(0, m, (2, k), generator=generator) for _ in range(2))
+    order = torch.stack([torch.randperm(m + k, generator=generator)[:m] for _ in range(2)])
+    before, end = finished.clone(), 5 + steps
+    table = Table(running, tokens[:, :, None], 5)
+    finish_rows_([finished], [table], order, beams, torch.tensor([steps]) if counted else steps)
+    for b in range(2):
+        for row in range(m):
+            candidate = int(order[b, row]) - m
+            wanted = before[b, row].clone()
+            if candidate < 0:
+                wanted[5:] = before[b, order[b, row], 5:]
+            else:
+                wanted[5:] = running[b, beams[b, candidate], 5:]
+                wanted[end] = tokens[b, candidate]
+            assert torch.equal(finished[b, row], wanted)

@@ -12,16 +12,23 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from fastgen.decoding.cache import Ancestry
 from fastgen.decoding.rules import BeamRule, Merged
-from fastgen.decoding.text import Edit, Stop, Text, closed_up, edited, may_leave, sparse
+from fastgen.decoding.stop import Stop
+from fastgen.decoding.text import Edit, Text, closed_up, edited, may_leave, sparse
 from fastgen.models.memory import Memory
-from fastgen.ops.cache import reorder_rows_
 from fastgen.ops.dispatch import runs_kernels
 from fastgen.ops.kbest import best_of_log_probs, kbest
+from fastgen.ops.tables import Table, extend_rows_, finish_rows_
 
 
 class Stepper(Protocol):
     """A model that decodes R = B * M rows, one token each at a time."""
+
+    @property
+    def ancestry(self) -> Ancestry | None:
+        """What `reorder` changes, if there is such a table and nothing else."""
+        ...
 
     def prefill(self) -> Tensor:
         """Run the prompt; return the logits (R, V) fp32 of the first new token, which nobody may change."""
@@ -169,9 +176,9 @@ class BeamSearch:
         changed, improvable, done, over = read(chosen.flags)  # the one read of the device in a step
         # What finished is gathered from the tables as they are before the running beams move on.
         if any(changed):
-            self._finish(chosen.merged.order, beam, token)
+            self._finish(chosen.merged.order, beam, token, self._new_tokens())
         self.finished.scores, self.finished.done = chosen.merged.scores, chosen.merged.done
-        self._move_on(chosen.parents, chosen.tokens)
+        extend_rows_(self._tables(chosen.parents, chosen.tokens), chosen.parents, self._new_tokens())
         self.scores, self.improvable = chosen.scores, chosen.improvable
         model.reorder(chosen.parents)
         self.length += 1
@@ -183,9 +190,8 @@ class BeamSearch:
 
     def _chosen(self, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor, new_tokens: int | Tensor) -> Choice:
         """What becomes of the candidates (B, K), of so many new tokens; `hits` says which of them end."""
-        order = self.rule.running(values, hits)
+        scores, order = self.rule.running(values, hits)
         merged = self.rule.merged(self.finished.scores, self.finished.done, values, hits, self.improvable, new_tokens)
-        scores = self.rule.running_scores(values, hits).gather(1, order)
         improvable = self.improvable & self.rule.improvable(scores[:, 0], merged, new_tokens)
         changed = merged.order.ne(torch.arange(self.rule.beams, device=order.device)).any(1)
         done = merged.done.all(1)
@@ -227,26 +233,15 @@ class BeamSearch:
         """The candidates' tokens, (B * K, L + 1)."""
         return torch.cat([gather(ids[:, :, : self.length], beam), token[:, :, None]], 2).flatten(0, 1)
 
-    def _rows(self, beam: Tensor) -> Tensor:
-        """beam (B, K) as the row in the whole batch, int32 as the toolkit's tables have it."""
-        return (beam + self.sentences[:, None] * self.rule.beams).to(torch.int32)
+    def _tables(self, beam: Tensor, token: Tensor) -> list[Table]:
+        """The running beams' tables and what comes next to them: tokens (B, N) behind beams (B, N)."""
+        rows = beam + self.sentences[:, None] * self.rule.beams  # in the whole batch, as the toolkit counts them
+        return [Table(self.ids, token[:, :, None], self.prompt.shape[1]), Table(self.beams, rows[:, :, None])]
 
-    def _finish(self, order: Tensor, beam: Tensor, token: Tensor) -> None:
+    def _finish(self, order: Tensor, beam: Tensor, token: Tensor, steps: int | Tensor) -> None:
         """Rebuild the table of finished hypotheses: `order` (B, M) indexes finished ones, then candidates."""
-        end, new = self.length + 1, self._new_tokens() + 1
-        for table, running, newest, stop in (
-            (self.finished.ids, self.ids, token, end),
-            (self.finished.beams, self.beams, self._rows(beam), new),
-        ):
-            candidates = torch.cat([gather(running[:, :, : stop - 1], beam), newest[:, :, None]], 2)
-            table[:, :, :stop] = gather(torch.cat([table[:, :, :stop], candidates], 1), order)
-
-    def _move_on(self, parents: Tensor, token: Tensor) -> None:
-        start, new = self.prompt.shape[1], self._new_tokens()
-        reorder_rows_(self.ids[:, :, start : self.length], parents)
-        self.ids[:, :, self.length] = token
-        reorder_rows_(self.beams[:, :, :new], parents)
-        self.beams[:, :, new] = self._rows(parents)
+        finished = self.finished.ids, self.finished.beams
+        finish_rows_(finished, self._tables(beam, token), order, beam, steps)
 
     def _drop(self, model: Stepper, improvable: list[bool], done: list[bool]) -> bool:
         """Let finished sentences leave, when enough of them have gathered to pay for moving the others."""

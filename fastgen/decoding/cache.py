@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastgen.models.memory import Memory
 from fastgen.ops.cache import move_sentences_, reorder_rows_, write_slots_
+from fastgen.ops.tables import Table, extend_rows_
 
 SWEEP = 16
 """Decode steps from one sweep to the next, in which slots that no beam sees any more are given up."""
@@ -38,6 +39,7 @@ class Ancestry:
         self.beams, self.longest = beams, longest
         self.steps = self.filled = 0  # tokens of a beam; slots of all
         self.times: Tensor | None = None  # (B, F) int64, behind a sweep: the step that each slot is of
+        self._open = False  # whether the slots of the next token are open already
         self._own = torch.full((beams, beams), -torch.inf, device=device).fill_diagonal_(0.0)
         self._visible = torch.empty(sentences, beams, 0, device=device)
 
@@ -52,21 +54,36 @@ class Ancestry:
 
     def begin_step(self) -> None:
         """Open the slots of one more token: each beam sees its own."""
-        filled, total = self.filled, self.filled + self.beams
-        if self._visible.shape[2] < total:
-            slots = filled + _room(self.steps, self.longest) * self.beams
-            grown = self._visible.new_empty(*self._visible.shape[:2], slots)
-            grown[:, :, :filled] = self._visible[:, :, :filled]
-            self._visible = grown
-        self._visible[:, :, filled:total] = self._own
+        total = self.filled + self.beams
+        rows, own, _ = self.next_slots()
+        if not self._open:
+            rows[:, :, self.filled : total] = own
+        self._open = False
         if self.times is not None:
             now = self.times.new_full((self.times.shape[0], self.beams), self.steps)
             self.times = torch.cat([self.times, now], 1)
         self.steps, self.filled = self.steps + 1, total
 
+    def next_slots(self) -> Table:
+        """`room` as a table that gets the slots of one more token, with room for them."""
+        if self._visible.shape[2] < self.filled + self.beams:
+            slots = self.filled + _room(self.steps, self.longest) * self.beams
+            grown = self._visible.new_empty(*self._visible.shape[:2], slots)
+            grown[:, :, : self.filled] = self.visible
+            self._visible = grown
+        return Table(self._visible, self._own.expand(self._visible.shape[0], -1, -1))
+
     def reorder(self, parents: Tensor) -> None:
         """Let beam m continue beam parents[b, m]; parents: (B, M) int64."""
-        reorder_rows_(self.visible, parents)
+        if self.times is None and self.steps < self.longest:
+            extend_rows_([self.next_slots()], parents, self.steps)
+            self.note_extended()
+        else:
+            reorder_rows_(self.visible, parents)
+
+    def note_extended(self) -> None:
+        """`next_slots` has been reordered and extended."""
+        self._open = True
 
     def sweep(self) -> Tensor | None:
         """Give up slots that no beam sees, if it is time to look for them and they are half of all at least.
@@ -87,7 +104,7 @@ class Ancestry:
             self.times = self.times.expand(slots.shape[0], -1)
         self.times = self.times.gather(1, slots)
         self._visible[:, :, :longest] = self.visible.gather(2, slots[:, None].expand(-1, self.beams, -1))
-        self.filled = longest
+        self.filled, self._open = longest, False
         return slots
 
     @property

@@ -16,6 +16,7 @@ from torch import Tensor
 from fastgen.decoding.text import closed_up, may_leave
 from fastgen.ops.cache import reorder_rows_
 from fastgen.ops.kbest import SparseEdits, best_of_log_probs, kbest
+from fastgen.ops.tables import Table, extend_rows_
 
 
 class Prediction(NamedTuple):
@@ -302,12 +303,9 @@ class FirstFinished:
         lowest, order = rank.topk(m, 1, largest=False)
         self.ignored = lowest >= 2 * m
         parents = found.beams.gather(1, order)
-        table = self.tokens.view(-1, m, self.tokens.shape[1])
-        reorder_rows_(table[:, :, 1 : step + 1], parents)
-        table[:, :, step + 1] = found.tokens.gather(1, order)
-        scores = self.scores.view(-1, m, self.scores.shape[1])
-        reorder_rows_(scores[:, :, :step], parents)
-        scores[:, :, step] = found.scores.gather(1, order)
+        tokens, scores = (table.view(-1, m, table.shape[1]) for table in (self.tokens, self.scores))
+        chosen, reached = (of.gather(1, order)[:, :, None] for of in (found.tokens, found.scores))
+        extend_rows_([Table(tokens, chosen, 1), Table(scores, reached)], parents, step)
         self.search.continued(order)
         if self.attention is not None:
             self.attention.reorder(parents)

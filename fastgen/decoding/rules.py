@@ -24,8 +24,7 @@ class BeamRule(Protocol):
 
     @property
     def candidates(self) -> int: ...
-    def running_scores(self, values: Tensor, hits: Tensor) -> Tensor: ...
-    def running(self, values: Tensor, hits: Tensor) -> Tensor: ...
+    def running(self, values: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]: ...
     def merged(
         self, scores: Tensor, done: Tensor, values: Tensor, hits: Tensor, improvable: Tensor, new_tokens: int | Tensor
     ) -> Merged: ...
@@ -58,12 +57,10 @@ class TransformersRule:
         """K: enough that M candidates live on when every beam ends in every way it can."""
         return max(2, 1 + self.ends) * self.beams
 
-    def running_scores(self, values: Tensor, hits: Tensor) -> Tensor:
-        return values + hits.to(torch.float32) * self.never
-
-    def running(self, values: Tensor, hits: Tensor) -> Tensor:
-        """The candidates (B, M) that live on."""
-        return torch.topk(self.running_scores(values, hits), self.beams)[1]
+    def running(self, values: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores and the indices, (B, M) each, of the candidates that live on."""
+        scores, order = torch.topk(values + hits.to(torch.float32) * self.never, self.beams)
+        return scores, order
 
     def merged(
         self, scores: Tensor, done: Tensor, values: Tensor, hits: Tensor, improvable: Tensor, new_tokens: int | Tensor
@@ -76,12 +73,13 @@ class TransformersRule:
         finishing[:, self.beams :] = False
         ranked = self._per_length(values, new_tokens)
         # Added one after the other, as the sums round that way.
-        ranked = ranked + (done.all(1, keepdim=True) & (self.early_stopping is True)).to(torch.float32) * self.never
+        if self.early_stopping is True:
+            ranked = ranked + done.all(1, keepdim=True).to(torch.float32) * self.never
         ranked = ranked + (~improvable)[:, None].to(torch.float32) * self.never
         ranked = ranked + (~finishing) * self.never
         all_scores = torch.cat([scores, ranked], 1)
-        order = torch.topk(all_scores, self.beams)[1]
-        return Merged(all_scores.gather(1, order), torch.cat([done, finishing], 1).gather(1, order), order)
+        best, order = torch.topk(all_scores, self.beams)
+        return Merged(best, torch.cat([done, finishing], 1).gather(1, order), order)
 
     def _per_length(self, scores: Tensor, length: int | Tensor) -> Tensor:
         """Scores divided by a length to the power of the penalty."""

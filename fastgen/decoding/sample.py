@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.beam import Stepper, Trace
-from fastgen.decoding.text import Edit, Stop, Text, closed_up, edited, may_leave
+from fastgen.decoding.stop import Stop
+from fastgen.decoding.text import Edit, Text, closed_up, edited, may_leave
 from fastgen.ops.kbest import argmax
 
 
@@ -69,12 +70,16 @@ class Sampling:
         if not any(alive):
             return False
         if self.may_drop and may_leave(alive.count(False), len(alive), self.captured):
-            leaving = [row for row, runs in enumerate(alive) if not runs]
-            stay = torch.tensor(closed_up(len(alive), leaving), device=self.ids.device)
-            self.rows = stay if self.rows is None else self.rows[stay]
-            self.ids, self.running = self.ids[stay], self.running[stay]
-            model.keep(stay)
+            self._leave(model, alive)
         return True
+
+    def _leave(self, model: Stepper, alive: list[bool]) -> None:
+        """Let the rows go on that are alive, and no others."""
+        leaving = [row for row, runs in enumerate(alive) if not runs]
+        stay = torch.tensor(closed_up(len(alive), leaving), device=self.ids.device)
+        self.rows = stay if self.rows is None else self.rows[stay]
+        self.ids, self.running = self.ids[stay], self.running[stay]
+        model.keep(stay)
 
     def _choose(self, logits: Tensor, text: Text) -> Tensor:
         kept = self.trace.logits is not None

@@ -1,4 +1,4 @@
-"""The tokens of the running rows, and the edits and stops that look at them."""
+"""The tokens of the running rows, and the edits that look at them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import Tensor
 from fastgen.ops.kbest import Changes, SparseEdits
 from fastgen.ops.ngram_block import ngram_block_, ngram_mask_
 from fastgen.ops.sample import nucleus
-from fastgen.ops.token_mask import add_tokens_, empty_mask, packed
+from fastgen.ops.token_mask import add_tokens_, empty_mask, packed, unpacked
 
 
 @dataclass
@@ -71,6 +71,10 @@ class NGramBlock:
         return self.source is None and text.length < self.n
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
+        if text.filled is not None:  # the text has room behind it, which is no part of it
+            mask = empty_mask(scores.shape[0], scores.shape[1], scores.device)
+            self.add_to(mask, text, scores.shape[1])
+            return scores.masked_fill_(unpacked(mask, scores.shape[1]), -torch.inf)
         if text.length < self.shortest:
             return scores
         return ngram_block_(scores, text.ids, self.n, self._source_on(scores.device))
@@ -153,8 +157,8 @@ class Shift:
         return False
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
-        tokens, offsets = self.tokens.to(scores.device), self.offsets.to(scores.device, scores.dtype)
-        return scores.index_add_(1, tokens, offsets.expand(scores.shape[0], -1))
+        self.tokens, self.offsets = self.tokens.to(scores.device), self.offsets.to(scores.device)
+        return scores.index_add_(1, self.tokens, self.offsets.to(scores.dtype).expand(scores.shape[0], -1))
 
     def changes(self, text: Text, vocabulary: int) -> Changes:
         """What this does to log-probabilities."""
@@ -246,18 +250,27 @@ class Penalty:
         return False
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
-        return self.dense(text.ids, scores)
+        if text.filled is None:
+            return self.dense(text.ids, scores)
+        rows, vocabulary = scores.shape
+        seen = torch.zeros(rows, vocabulary + 1, dtype=torch.bool, device=scores.device)
+        seen = seen.scatter_(1, self._tokens(text, vocabulary), True)[:, :vocabulary]
+        return torch.where(seen, torch.where(scores < 0, scores * self.factor, scores / self.factor), scores)
 
-    def changes(self, text: Text, vocabulary: int) -> Changes:
-        """What this does to log-probabilities, which are never positive."""
+    def _tokens(self, text: Text, outside: int) -> Tensor:
+        """Token ids (R, L), `outside` where they are not of the text that counts."""
         if isinstance(self.start, Tensor):
             self.start = self.start.to(text.ids.device)
         start = self.start[:, None] if isinstance(self.start, Tensor) else self.start
         column = torch.arange(text.ids.shape[1], device=text.ids.device)
-        outside = column < start
+        others = column < start
         if text.filled is not None:
-            outside = outside | (column >= text.filled)
-        tokens = text.ids.masked_fill(outside, vocabulary).sort(1).values
+            others = others | (column >= text.filled)
+        return text.ids.masked_fill(others, outside)
+
+    def changes(self, text: Text, vocabulary: int) -> Changes:
+        """What this does to log-probabilities, which are never positive."""
+        tokens = self._tokens(text, vocabulary).sort(1).values
         again = torch.nn.functional.pad(tokens[:, 1:] == tokens[:, :-1], (1, 0))
         factors = torch.full(tokens.shape, self.factor, device=tokens.device)
         return Changes(tokens.masked_fill(again, vocabulary), factors, torch.zeros_like(factors))
@@ -275,8 +288,9 @@ class Force:
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         if self.active(text.length):
+            self.tokens = self.tokens.to(scores.device)
             scores = torch.full_like(scores, -torch.inf)
-            scores[:, self.tokens.to(scores.device)] = 0
+            scores[:, self.tokens] = 0
         return scores
 
 
@@ -380,43 +394,3 @@ def edited(scores: Tensor, text: Text, edits: Sequence[Edit], kept: bool = False
         own = scores is original and kept and not isinstance(edit, Call)
         scores = edit(scores.clone() if own else scores, text)
     return scores
-
-
-@dataclass
-class Stop:
-    """When a row is at its end.
-
-    Args:
-        eos: token ids (E,) that end a row, or None.
-        at_length: functions of the length that end all rows at once (a maximal length, a time limit).
-        others: functions of (ids (N, L), scores so far) -> bool (N,), such as a user's stopping criteria.
-    """
-
-    eos: Tensor | None = None
-    at_length: Sequence[Callable[[int], bool]] = ()
-    others: Sequence[Callable[[Tensor, object], Tensor]] = field(default_factory=tuple)
-
-    def __call__(self, tokens: Tensor, length: int, ids: Callable[[], Tensor], scores: object) -> Tensor:
-        """Return for each new token, any shape, whether its row ends; `length` counts the new token.
-
-        `ids` builds the rows (N, length) when a function asks for them; `scores` is handed through.
-        """
-        hits = self.hits(tokens, self.ends_all(length))
-        if self.others:
-            rows = ids()
-            for function in self.others:
-                hits = hits | function(rows, scores).view_as(hits)
-        return hits
-
-    def ends_all(self, length: int) -> bool:
-        """Whether all rows end at a length."""
-        return any([ends(length) for ends in self.at_length])  # noqa: C419 every function is asked: a limit may warn
-
-    def hits(self, tokens: Tensor, all_end: bool) -> Tensor:
-        """For each new token, any shape, whether it ends its row."""
-        if all_end:
-            return torch.ones_like(tokens, dtype=torch.bool)
-        if self.eos is None:
-            return torch.zeros_like(tokens, dtype=torch.bool)
-        self.eos = self.eos.to(tokens.device)
-        return (tokens[..., None] == self.eos).any(-1)  # `isin` of many may wait for the device

@@ -1,4 +1,4 @@
-"""transformers' logits processors and stopping criteria as the edits and stops of `decoding.text`."""
+"""transformers' logits processors and stopping criteria as the edits of `decoding.text` and a `decoding.stop`."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria as sc
 
-from fastgen.decoding.text import Ban, Call, Edit, Force, NGramBlock, Penalty, SequenceShift, Shift, Stop, TopP
+from fastgen.decoding.stop import Stop
+from fastgen.decoding.text import Ban, Call, Edit, Force, NGramBlock, Penalty, SequenceShift, Shift, TopP
 
 # Processors that treat every row alike and by its own text alone, so that rows may leave the batch.
 _ROWWISE = (

@@ -1,6 +1,7 @@
 """transformers' `generate` and its two decoding loops, on the engine of `decoding`."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -10,11 +11,14 @@ from transformers.generation import utils as gu
 
 from fastgen.decoding.beam import BeamSearch, Trace
 from fastgen.decoding.beam_replay import ReplayedBeamSearch
+from fastgen.decoding.choices import not_captured
 from fastgen.decoding.cohorts import Search, run
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.rules import TransformersRule
 from fastgen.decoding.sample import Sampling
-from fastgen.decoding.text import all_sparse
+from fastgen.decoding.sample_replay import ReplayedSampling
+from fastgen.decoding.stop import Stop
+from fastgen.decoding.text import Edit, all_sparse
 from fastgen.models import graph, linear, memory
 from fastgen.models.families import family_of
 from fastgen.models.routes import routed
@@ -169,8 +173,7 @@ def _beam_search(call: _Call, model: Stepper) -> _Decoding:
     )
     stop = stop_of(call.stopping_criteria)
     edits = edits_of(call.logits_processor, lambda: _vocabulary(call.model))
-    replayed = model.plan.graphs and all_sparse(edits) and not (config.do_sample or call.trace.wanted or stop.others)
-    search = (ReplayedBeamSearch if replayed else BeamSearch)(
+    search = (ReplayedBeamSearch if _replayed(call, model, edits, stop) else BeamSearch)(
         prompt=call.input_ids[::m],
         rule=rule,
         stop=stop,
@@ -184,10 +187,34 @@ def _beam_search(call: _Call, model: Stepper) -> _Decoding:
     return _Decoding(search, lambda: _of_beams(call, model, search))
 
 
+def _replayed(call: _Call, model: Stepper, edits: Sequence[Edit], stop: Stop) -> bool:
+    """Whether the choices of a search are captured as its steps are; if not, the plan says why."""
+    if not model.plan.graphs:
+        return False
+    reason = None
+    if call.config.do_sample:
+        reason = "random numbers are drawn"
+    elif call.config.return_dict_in_generate:
+        reason = "return_dict_in_generate=True"  # scores are kept, or keys and values of a step that ran too far
+    elif call.streamer is not None:
+        reason = "a streamer listens"
+    elif stop.others:
+        reason = "a stopping criterion looks at all tokens"
+    elif not all_sparse(edits):
+        reason = "a logits processor changes more than a few scores"
+    _note(model, None if reason is None else not_captured(reason))
+    return reason is None
+
+
+def _note(model: Stepper, left_off: str | None) -> None:
+    if left_off is not None:
+        model.plan = replace(model.plan, left_off=(*model.plan.left_off, left_off))
+
+
 def _of_beams(call: _Call, model: Stepper, search: BeamSearch) -> Any:
     config, best = call.config, search.outcome
-    if isinstance(search, ReplayedBeamSearch) and search.refused is not None:
-        model.plan = replace(model.plan, left_off=(*model.plan.left_off, search.refused))
+    if isinstance(search, ReplayedBeamSearch):
+        _note(model, search.choices.refused)
     kept = config.num_return_sequences
     sequences, beams = best.ids[:, :kept].flatten(0, 1), best.beams[:, :kept].flatten(0, 1)
     longest = int((beams >= 0).sum(1).max())
@@ -212,10 +239,13 @@ def _sample(call: _Call, model: Stepper) -> _Decoding:
     config, streamer = call.config, call.streamer
     pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
     pad = config._pad_token_tensor
-    sampling = Sampling(
+    stop = stop_of(call.stopping_criteria)
+    edits = edits_of(call.logits_processor, lambda: _vocabulary(call.model))
+    replayed = _replayed(call, model, edits, stop)
+    sampling = (functools.partial(ReplayedSampling, longest=config.max_length) if replayed else Sampling)(
         ids=call.input_ids,
-        stop=stop_of(call.stopping_criteria),
-        edits=edits_of(call.logits_processor, lambda: _vocabulary(call.model)),
+        stop=stop,
+        edits=edits,
         pad=pad.to(call.input_ids.device) if pads else None,
         sample=config.do_sample,
         may_drop=model.plan.drop and pads,
@@ -228,6 +258,8 @@ def _sample(call: _Call, model: Stepper) -> _Decoding:
 
 
 def _of_samples(call: _Call, model: Stepper, sampling: Sampling) -> Any:
+    if isinstance(sampling, ReplayedSampling):
+        _note(model, sampling.choices.refused)
     if call.streamer is not None:
         call.streamer.end()
     if not call.config.return_dict_in_generate:

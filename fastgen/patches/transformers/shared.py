@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fastgen.decoding.cache import Ancestry
 from fastgen.decoding.plan import Plan
 from fastgen.models.attention import BeamAttention
 from fastgen.models.memory import memory_of
@@ -105,6 +106,10 @@ class SharedStepper(Stepper):
         self._joined += 1
         self.cache.begin_step()
         return self.fused.context()
+
+    @property
+    def ancestry(self) -> Ancestry | None:
+        return None if self.cache is None else self.cache.ancestry
 
     def reorder(self, parents: Tensor) -> None:
         if self.cache is None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fastgen.decoding.cache import Ancestry
 from fastgen.decoding.plan import Plan
 from fastgen.patches.transformers.cache import nbytes
 from fastgen.patches.transformers.report import CallReport
@@ -38,6 +39,11 @@ class Stepper:
     def past_key_values(self) -> Any:
         """What the toolkit's loop would hand back as its cache."""
         return self.kwargs.get("past_key_values")
+
+    @property
+    def ancestry(self) -> Ancestry | None:
+        """What `reorder` changes, if there is such a table and nothing else."""
+        return None
 
     def prefill(self) -> Tensor:
         logits = self._taken(self.model._prefill(self.input_ids, self.config, self.kwargs, is_first_iteration=True))
