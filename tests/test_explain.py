@@ -353,6 +353,7 @@ def test_it_reads_and_is_plain_data() -> None:
     assert text.splitlines()[0] == "BartForConditionalGeneration.generate"
     assert "fastgen's beam search, 4 sentences x 4 rows" in text
     assert "KiB" in text
+    assert "peak memory" in text
     assert json.loads(json.dumps(explanation.to_dict()))["plan"]["beams"] == 4
 
 
@@ -430,14 +431,14 @@ def test_wrapped_models() -> None:
 def test_the_documentation_lists_every_reason() -> None:
     supported, switches = ((ROOT / "docs" / name).read_text("utf-8") for name in ("supported.md", "switches.md"))
     folder = ROOT / "fastgen" / "patches" / "transformers"
-    decide, parity = ((folder / name).read_text("utf-8") for name in ("decide.py", "parity.py"))
+    decide, parity, peak = ((folder / name).read_text("utf-8") for name in ("decide.py", "parity.py", "peak.py"))
     parity = parity.partition("def _reason_not_to_repeat")[2].partition("\ndef ")[0]
     fused = "".join(
         (ROOT / "fastgen" / name).read_text("utf-8")
         for name in ("models/reader.py", "patches/transformers/fused.py", "patches/fairseq/stepper.py")
     )
-    for code, text in ((decide, supported), (parity, switches), (fused, supported)):
-        reasons = re.findall(r'(?:Unsupported\(|NotFused\(|return) *\n? *f?"(.+)"', code)
+    for code, text in ((decide, supported), (parity, switches), (fused, supported), (peak, switches)):
+        reasons = re.findall(r'(?:Unsupported\(|NotFused\(|NotPredicted\(|return) *\n? *f?"(.+)"', code)
         assert len(reasons) >= 4
         for reason in reasons:
             for part in re.split(r"\{.*?\}+", reason):

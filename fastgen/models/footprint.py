@@ -41,7 +41,7 @@ class Footprint(TorchDispatchMode):
 
     Attributes:
         now, peak: bytes of those that somebody holds, and the most there were. Tensors of before are not among them,
-            nor what operators take for themselves while they run.
+            nor is most of what operators take for themselves while they run.
     """
 
     def __init__(self) -> None:
@@ -74,6 +74,8 @@ class Footprint(TorchDispatchMode):
                 result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
             self._note(tensor, tensor.untyped_storage().nbytes())
+        if func in _TEMPORARY:
+            self.peak = max(self.peak, self.now + _TEMPORARY[func](*args, **kwargs))
         return result
 
     def _without_values(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -144,3 +146,13 @@ _SHAPES: dict[Any, Callable[..., Tensor]] = {torch.ops.aten.nonzero.default: _as
 if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
     _pointwise = cast(Any, torch.ops.mkldnn._linear_pointwise)
     _SHAPES |= {_pointwise.default: _linear, _pointwise.binary: _like_residual}
+
+
+def _copy_of_mask(*args: Any, attn_mask: Tensor | None = None, **_: Any) -> int:
+    return 0 if attn_mask is None or attn_mask.stride(-1) in (0, 1) else attn_mask.nbytes
+
+
+_TEMPORARY: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _copy_of_mask
+}
+"""Bytes that operators take for themselves while they run, where it can be as much as what they return."""

@@ -61,16 +61,19 @@ def peak_bytes(bare: Any, prepared: Prepared, plan: Plan, kwargs: dict[str, Any]
     others = runs_code_of_others(prepared.logits_processor) or known(prepared.stopping_criteria)
     if others is not None:
         raise NotPredicted(f"{others} may take any")
-    clone = _clone(bare)
     try:
+        clone = _clone(bare)
         with routed(clone, family_of(clone.config.model_type)), torch.no_grad():
             given = (prepared.logits_processor, prepared.stopping_criteria, config, prepared.kwargs)
             step = decide(clone, prepared.loop, prepared.input_ids, *given)[1] if plan.fused else None
             clone.__class__ = _planned(type(clone), plan, step)
             with Footprint() as footprint:
                 inspect.unwrap(MIXIN.generate)(clone, **kwargs)
+    except NotPredicted:
+        raise
     except Exception as error:  # whatever a model's code says to tensors without values
-        raise NotPredicted(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+        said = str(error).partition("\n")[0]
+        raise NotPredicted(f"{type(error).__name__}: {said}") from error
     return footprint.peak
 
 
