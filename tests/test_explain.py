@@ -17,6 +17,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers as tf
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
@@ -39,19 +41,22 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def _explain(model: Any, kwargs: dict[str, Any]) -> Any:
-    """Explain a call; assert that nothing ran, nothing was counted and nothing was changed."""
+    """Explain a call; assert that no numbers were computed, nothing was counted and nothing was changed."""
     ran: list[Any] = []
     call = torch.nn.Module.__call__
 
     def noted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        ran.append(type(module).__name__)
-        return call(module, *args, **kwargs)
+        result = call(module, *args, **kwargs)
+        found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        if not all(isinstance(leaf, FakeTensor) for leaf in found):
+            ran.append(type(module).__name__)
+        return result
 
     before = fastgen.status().to_dict(), torch.get_rng_state(), last_call(), set(vars(model)), len(kwargs)
     given = copy.deepcopy({name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)})
     with patch.object(torch.nn.Module, "__call__", noted):  # a hook would show in what is explained
         explanation = fastgen.explain(model, **kwargs)
-    assert ran == [], "a forward ran"
+    assert ran == [], "a forward of numbers ran"
     after = fastgen.status().to_dict(), torch.get_rng_state(), last_call(), set(vars(model)), len(kwargs)
     assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(before, after, strict=True))
     assert all(torch.equal(kwargs[name], value) for name, value in given.items())
@@ -71,6 +76,7 @@ def test_the_memory_is_what_the_call_then_takes(family: str, method: str, monkey
     model = zoo.build(family, torch.float32)
     kwargs = zoo.batch(model, 4, 11, "none") | CALLS[method] | {"max_new_tokens": 20, "min_new_tokens": 20}
     explanation = _explain(model, kwargs)
+    assert explanation.peak_bytes > explanation.kv_bytes if explanation.plan.shared else explanation.peak_bytes is None
     model.generate(**kwargs)
     call = last_call()
     assert call is not None
@@ -248,7 +254,7 @@ def test_what_is_left_off_is_said() -> None:
     ):
         explanation = _explain(model, kwargs | more)
         assert explanation.plan is not None
-        assert explanation.notes == (f"finished sentences stay in the batch: {why}",)
+        assert explanation.notes[0] == f"finished sentences stay in the batch: {why}"
         assert why in str(explanation)
 
 
@@ -291,7 +297,10 @@ def test_without_the_attention_patch() -> None:
         kwargs = zoo.batch(model, 2, 6) | {"max_new_tokens": 4}
         assert fastgen.explain(model, **kwargs).plan.shared
         explanation = fastgen.explain(model, **kwargs, num_beams=2)
-        assert explanation.notes == ("keys and values are not shared: transformers.attention is not in place",)
+        assert explanation.notes == (
+            "keys and values are not shared: transformers.attention is not in place",
+            "peak memory is not predicted: the cache is transformers' own",
+        )
         model.generate(**kwargs, num_beams=2)
         row = fastgen.status()["transformers.beam_search"]
         assert (row.hits, row.fallbacks, row.left_off) == (1, {}, {explanation.notes[0]: 1}), row
@@ -344,6 +353,7 @@ def test_it_reads_and_is_plain_data() -> None:
     assert text.splitlines()[0] == "BartForConditionalGeneration.generate"
     assert "fastgen's beam search, 4 sentences x 4 rows" in text
     assert "KiB" in text
+    assert "peak memory" in text
     assert json.loads(json.dumps(explanation.to_dict()))["plan"]["beams"] == 4
 
 
@@ -421,14 +431,14 @@ def test_wrapped_models() -> None:
 def test_the_documentation_lists_every_reason() -> None:
     supported, switches = ((ROOT / "docs" / name).read_text("utf-8") for name in ("supported.md", "switches.md"))
     folder = ROOT / "fastgen" / "patches" / "transformers"
-    decide, parity = ((folder / name).read_text("utf-8") for name in ("decide.py", "parity.py"))
+    decide, parity, peak = ((folder / name).read_text("utf-8") for name in ("decide.py", "parity.py", "peak.py"))
     parity = parity.partition("def _reason_not_to_repeat")[2].partition("\ndef ")[0]
     fused = "".join(
         (ROOT / "fastgen" / name).read_text("utf-8")
         for name in ("models/reader.py", "patches/transformers/fused.py", "patches/fairseq/stepper.py")
     )
-    for code, text in ((decide, supported), (parity, switches), (fused, supported)):
-        reasons = re.findall(r'(?:Unsupported\(|NotFused\(|return) *\n? *f?"(.+)"', code)
+    for code, text in ((decide, supported), (parity, switches), (fused, supported), (peak, switches)):
+        reasons = re.findall(r'(?:Unsupported\(|NotFused\(|NotPredicted\(|return) *\n? *f?"(.+)"', code)
         assert len(reasons) >= 4
         for reason in reasons:
             for part in re.split(r"\{.*?\}+", reason):

@@ -52,25 +52,33 @@ class Ancestry:
         """`visible` with what lies behind it, (B, M, F), up to where it will have to move."""
         return self._visible
 
+    def make_room(self) -> None:
+        """Make room for one more token of every beam."""
+        filled = self.filled
+        if self._visible.shape[2] < filled + self.beams:
+            slots = filled + _room(self.steps, self.longest) * self.beams
+            grown = self._visible.new_empty(*self._visible.shape[:2], slots)
+            grown[:, :, :filled] = self.visible
+            self._visible = grown
+
     def begin_step(self) -> None:
         """Open the slots of one more token: each beam sees its own."""
-        total = self.filled + self.beams
         rows, own, _ = self.next_slots()
         if not self._open:
-            rows[:, :, self.filled : total] = own
+            rows[:, :, self.filled : self.filled + self.beams] = own
         self._open = False
         if self.times is not None:
             now = self.times.new_full((self.times.shape[0], self.beams), self.steps)
             self.times = torch.cat([self.times, now], 1)
-        self.steps, self.filled = self.steps + 1, total
+        self.note_step()
+
+    def note_step(self) -> None:
+        """The slots of one more token are open."""
+        self.steps, self.filled = self.steps + 1, self.filled + self.beams
 
     def next_slots(self) -> Table:
         """`room` as a table that gets the slots of one more token, with room for them."""
-        if self._visible.shape[2] < self.filled + self.beams:
-            slots = self.filled + _room(self.steps, self.longest) * self.beams
-            grown = self._visible.new_empty(*self._visible.shape[:2], slots)
-            grown[:, :, : self.filled] = self.visible
-            self._visible = grown
+        self.make_room()
         return Table(self._visible, self._own.expand(self._visible.shape[0], -1, -1))
 
     def reorder(self, parents: Tensor) -> None:
@@ -170,7 +178,10 @@ class LayerKV:
     def extend(self, keys: Tensor, values: Tensor) -> None:
         """Append tokens that every beam shares: keys, values (B, Hkv, L, D)."""
         added = keys.shape[2]
-        self._reserve(keys, values, self.prefix + added + _room(0, self.longest) * self.expected)
+        prefix = self.prefix + added
+        self._reserve(
+            keys, values, prefix + _room(0, self.longest) * self.expected, prefix + self.longest * self.expected
+        )
         assert self._keys is not None
         assert self._values is not None
         self._keys[:, :, self.prefix : self.prefix + added] = keys
@@ -186,24 +197,28 @@ class LayerKV:
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Write one token of every beam into its slot: keys, values (B*M, Hkv, 1, D)."""
-        self._make_room(keys, values)
+        if self._keys is None:
+            self._grow(keys, values)
+        self.make_room()
         write_slots_(*self.room, keys, values, self.slots)
         self.note_step()
 
-    def make_room(self) -> bool:
-        """Make room for one more token of every beam; say whether keys and values have moved for it."""
-        return self._make_room(*self.room)
+    def make_room(self) -> None:
+        """Make room for one more token of every beam; where there is none, keys and values move."""
+        assert self._keys is not None
+        assert self._values is not None
+        if self._keys.shape[2] < self.slots + self.beams:
+            self._grow(*(buffer.new_empty(*buffer.shape[:2], 0, buffer.shape[3]) for buffer in self.room))
 
     def note_step(self) -> None:
         """One token of every beam has been written."""
         self.steps, self.filled = self.steps + 1, self.filled + self.beams
 
-    def _make_room(self, keys: Tensor, values: Tensor) -> bool:
-        """Make room for one more token of every beam, of the shape of keys and values, if there is none."""
-        full = self._keys is None or self._keys.shape[2] < self.slots + self.beams
-        if full:
-            self._reserve(keys, values, self.slots + _room(self.steps, self.longest) * self.beams)
-        return full
+    def _grow(self, keys: Tensor, values: Tensor) -> None:
+        """Make room for some more steps, of the shape of keys and values."""
+        more = _room(self.steps, self.longest), self.longest - self.steps
+        least, most = (self.slots + steps * self.beams for steps in more)
+        self._reserve(keys, values, least, most)
 
     def sweep(self, slots: Tensor) -> None:
         """Give up all slots of generated tokens but these, (B, L) int64, from `Ancestry.sweep`."""
@@ -249,12 +264,20 @@ class LayerKV:
         )
         return keys, values
 
-    def _reserve(self, keys: Tensor, values: Tensor, slots: int) -> None:
-        """Make room for `slots` in all, of the shape that new keys and values have."""
-        held = self.slots
-        for name, old, new in (("_keys", self._keys, keys), ("_values", self._values, values)):
-            shape = new.shape[0] if old is None else old.shape[0], new.shape[1], slots, new.shape[3]
-            buffer = self.memory.take(new, *shape)
-            if old is not None:
-                buffer[:, :, :held] = old[:, :, :held]
-            setattr(self, name, buffer)
+    def _reserve(self, keys: Tensor, values: Tensor, least: int, most: int) -> None:
+        """Make room for `least` slots in all, of the shape that new keys and values have; up to `most` if it is free.
+
+        What is outgrown is given up: what comes after it is larger, too.
+        """
+        rows = keys.shape[0] if self._keys is None else self._keys.shape[0]
+        slots = self.memory.room(keys, rows * keys.shape[1] * keys.shape[3], least, most)
+        self._keys = self._moved(self._keys, keys, rows, slots)
+        self._values = self._moved(self._values, values, rows, slots)
+
+    def _moved(self, old: Tensor | None, new: Tensor, rows: int, slots: int) -> Tensor:
+        """Return a buffer of so many slots that holds what an old one holds, of the shape of new keys or values."""
+        buffer = self.memory.take(new, rows, new.shape[1], slots, new.shape[3])
+        if old is not None:
+            buffer[:, :, : self.slots] = old[:, :, : self.slots]
+            self.memory.forget(old)
+        return buffer

@@ -124,6 +124,8 @@ class Linear(Routed):
         weight = self.module.weight
         if x.dtype != torch.float32 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return None
+        if self.memory.planned:  # nothing is computed, and a copy would take memory
+            return None if self.transposed and self.mode == "plain" else weight.t() if self.transposed else weight
         entry = self.entry
         if entry is None or entry.is_stale(weight):
             entry = self.entry = _entry(weight)

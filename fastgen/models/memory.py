@@ -24,9 +24,13 @@ _holders = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Memory:
-    """Storages that have been asked for, each with the number of the newest request that it served."""
+    """Storages that have been asked for, each with the number of the newest request that it served.
 
-    def __init__(self) -> None:
+    planned: whether they take no memory, for tensors that are not computed (`models.footprint`).
+    """
+
+    def __init__(self, planned: bool = False) -> None:
+        self.planned = planned
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._requests = 0
         self._lock = threading.Lock()
@@ -51,9 +55,25 @@ class Memory:
                 self._let_go()
                 if self._held + _rounded(size) > LIMIT:
                     return like.new_empty(shape)
-                storage = torch.UntypedStorage(_rounded(size))
+                storage = torch.UntypedStorage(_rounded(size), device="meta" if self.planned else "cpu")
             self._storages[id(storage)] = storage, self._requests
             return cast(Any, like.new_empty(0)).set_(storage, 0, shape)
+
+    def room(self, like: Tensor, elements: int, least: int, most: int) -> int:
+        """Return how many entries to take at once, of so many elements each, between `least` and `most`.
+
+        More than the least only where free memory has room for them, so that it need not be left for more soon.
+        """
+        size = elements * like.element_size()
+        with self._lock:
+            sizes = [storage.nbytes() for storage in self._free()]
+        fitting = [held for held in sizes if least * size <= held <= 2 * _rounded(most * size)]
+        return min(most, min(fitting) // size) if fitting and size else least
+
+    def forget(self, tensor: Tensor) -> None:
+        """Hold the memory of a tensor no longer than its other holders do."""
+        with self._lock:
+            self._storages.pop(id(tensor.untyped_storage()), None)
 
     def _free(self) -> list[torch.UntypedStorage]:
         return [storage for storage, _ in self._storages.values() if cast(Any, _holders)(storage._cdata) == 1]
@@ -88,6 +108,11 @@ _memories: "WeakKeyDictionary[object, Memory]" = WeakKeyDictionary()
 def memory_of(model: object) -> Memory:
     """The memory that calls of a model share, as long as the model lives."""
     return _memories.setdefault(model, Memory())
+
+
+def plan_for(model: object) -> None:
+    """Let a model that has made no call yet make its calls on tensors that take no memory."""
+    _memories[model] = Memory(planned=True)
 
 
 def release() -> None:

@@ -35,7 +35,7 @@ class Growing(KeysAndValues, Protocol):
 
     @property
     def room(self) -> tuple[Tensor, Tensor]: ...
-    def make_room(self) -> bool: ...
+    def make_room(self) -> None: ...
     def note_step(self) -> None: ...
 
 
@@ -94,7 +94,7 @@ class Replay:
         self._start.fill_(self.text[0].keys.shape[2])
         body = functools.partial(self._body, self._tokens, self._start, make)
         try:
-            result = self._repeated(body, tokens.device, self._tokens, self.text[0].room[0], *inputs)
+            result = self._repeated(body, tokens.device, self._tokens, *(layer.room[0] for layer in self.text), *inputs)
         except graph.NotCaptured as reason:
             self.refused = f"decode steps are not captured as CUDA graphs: {reason}"
             result = body()

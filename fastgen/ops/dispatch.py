@@ -9,6 +9,7 @@ built for CPUs alone, kernels are plain functions that nobody calls.
 import importlib
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     constexpr = Any  # what a kernel's constants are declared as
 else:
     constexpr = int if tl is None else tl.constexpr
+
+
+uncounted: ContextVar[bool] = ContextVar("fastgen_uncounted", default=False)
+"""Whether the calls of this context are on tensors without values (`models.footprint`), which are none to count."""
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
@@ -83,7 +88,8 @@ def use_triton(operation: str, able: Callable[[], bool], tensor: Tensor, *others
         and tensor.numel() > 0
         and able()
     )
-    calls[operation, "triton" if chosen else "reference"] += 1
+    if not uncounted.get():
+        calls[operation, "triton" if chosen else "reference"] += 1
     return chosen
 
 

@@ -36,6 +36,12 @@ def rowwise(processors: Sequence[Any]) -> str | None:
     return next((type(p).__name__ for p in processors if type(p) not in _ROWWISE), None)
 
 
+def runs_code_of_others(processors: Sequence[Any]) -> str | None:
+    """The name of a processor that is not one of those known here; None where there is none."""
+    own = (*_ROWWISE, lp.RepetitionPenaltyLogitsProcessor, lp.EncoderNoRepeatNGramLogitsProcessor)
+    return next((type(p).__name__ for p in processors if type(p) not in own), None)
+
+
 def _edits(processor: Any, vocabulary: Callable[[], int]) -> list[Edit]:
     kind = cast(Any, type(processor))
     if kind in (lp.NoBadWordsLogitsProcessor, lp.SequenceBiasLogitsProcessor):

@@ -55,7 +55,7 @@ def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 @dataclass
-class _Call:
+class Call:
     """What `generate` hands to one of its loops."""
 
     model: Any
@@ -94,7 +94,7 @@ def beam_search(
     **model_kwargs: Any,
 ) -> Any:
     """`GenerationMixin._beam_search`, where it can be over one cache per sentence."""
-    call = _Call(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+    call = Call(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs)
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
     )
@@ -113,7 +113,7 @@ def sample(
     **model_kwargs: Any,
 ) -> Any:
     """`GenerationMixin._sample`, where it can be over one cache per sentence."""
-    call = _Call(
+    call = Call(
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer
     )
     stock = lambda: original(  # noqa: E731
@@ -122,7 +122,7 @@ def sample(
     return _run("sample", call, stock)
 
 
-def _run(loop: Literal["beam", "sample"], call: _Call, stock: Callable[[], Any]) -> Any:
+def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) -> Any:
     """Decide, then decode here or leave the call to the toolkit; the reason is counted.
 
     Returns what `generate` returns; where it was asked to pause and can, the `Begun` loop.
@@ -144,7 +144,7 @@ def _run(loop: Literal["beam", "sample"], call: _Call, stock: Callable[[], Any])
     pauses, reason = pausing.decide(call.model, plan, call.stopping_criteria)
     with _engine.running(plan):
         model = call.stepper(plan, step)
-        decoding = _beam_search(call, model) if loop == "beam" else _sample(call, model)
+        decoding = decoding_of(loop, call, model)
         with decoding.around():
             over = run(decoding.search, model, lambda: pauses and model.joinable)
     begun = Begun(name, model, decoding.search, decoding.output, () if reason is None else (reason,))
@@ -152,7 +152,7 @@ def _run(loop: Literal["beam", "sample"], call: _Call, stock: Callable[[], Any])
 
 
 @dataclass
-class _Decoding:
+class Decoding:
     """A loop: its search, what makes `generate`'s output of it, and what transformers runs it in."""
 
     search: Search
@@ -160,7 +160,11 @@ class _Decoding:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def _beam_search(call: _Call, model: Stepper) -> _Decoding:
+def decoding_of(loop: Literal["beam", "sample"], call: Call, model: Stepper) -> Decoding:
+    return _beam_search(call, model) if loop == "beam" else _sample(call, model)
+
+
+def _beam_search(call: Call, model: Stepper) -> Decoding:
     config, m = call.config, model.plan.beams
     eos = config._eos_token_tensor
     rule = TransformersRule(
@@ -184,10 +188,10 @@ def _beam_search(call: _Call, model: Stepper) -> _Decoding:
         captured=model.plan.graphs,
         trace=call.trace,
     )
-    return _Decoding(search, lambda: _of_beams(call, model, search))
+    return Decoding(search, lambda: _of_beams(call, model, search))
 
 
-def _replayed(call: _Call, model: Stepper, edits: Sequence[Edit], stop: Stop) -> bool:
+def _replayed(call: Call, model: Stepper, edits: Sequence[Edit], stop: Stop) -> bool:
     """Whether the choices of a search are captured as its steps are; if not, the plan says why."""
     if not model.plan.graphs:
         return False
@@ -211,7 +215,7 @@ def _note(model: Stepper, left_off: str | None) -> None:
         model.plan = replace(model.plan, left_off=(*model.plan.left_off, left_off))
 
 
-def _of_beams(call: _Call, model: Stepper, search: BeamSearch) -> Any:
+def _of_beams(call: Call, model: Stepper, search: BeamSearch) -> Any:
     config, best = call.config, search.outcome
     if isinstance(search, ReplayedBeamSearch):
         _note(model, search.choices.refused)
@@ -235,7 +239,7 @@ def _of_beams(call: _Call, model: Stepper, search: BeamSearch) -> Any:
     return kind(**fields)
 
 
-def _sample(call: _Call, model: Stepper) -> _Decoding:
+def _sample(call: Call, model: Stepper) -> Decoding:
     config, streamer = call.config, call.streamer
     pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
     pad = config._pad_token_tensor
@@ -254,10 +258,10 @@ def _sample(call: _Call, model: Stepper) -> _Decoding:
         on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
     )
     around = getattr(call.model, "_optimize_model_for_decode", nullcontext)
-    return _Decoding(sampling, lambda: _of_samples(call, model, sampling), around)
+    return Decoding(sampling, lambda: _of_samples(call, model, sampling), around)
 
 
-def _of_samples(call: _Call, model: Stepper, sampling: Sampling) -> Any:
+def _of_samples(call: Call, model: Stepper, sampling: Sampling) -> Any:
     if isinstance(sampling, ReplayedSampling):
         _note(model, sampling.choices.refused)
     if call.streamer is not None:
@@ -269,7 +273,7 @@ def _of_samples(call: _Call, model: Stepper, sampling: Sampling) -> Any:
     return cast(Any, kind)(**fields)
 
 
-def _fields(call: _Call, model: Stepper, trace: Trace) -> dict[str, Any]:
+def _fields(call: Call, model: Stepper, trace: Trace) -> dict[str, Any]:
     """The fields that all of `generate`'s outputs have."""
     config, encoder_decoder = call.config, call.model.config.is_encoder_decoder
 

@@ -17,7 +17,7 @@ from fastgen.patches import _engine
 from fastgen.patches.transformers import pausing
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import fill_of
-from fastgen.patches.transformers.explain import Prepared, prepare, without_wrappers
+from fastgen.patches.transformers.prepared import Prepared, prepare, without_wrappers
 
 _Generate = Callable[..., Any]
 

@@ -1,0 +1,169 @@
+"""The most memory that a call of `generate` takes, found without running it.
+
+transformers' own `generate` runs on a copy of the model that shares its weights, over tensors without values
+(`models.footprint`): the encoder, the prompt, the first decode step, and one at the end of the longest text.
+"""
+
+import copy
+import inspect
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from transformers.utils.generic import ModelOutput
+
+from fastgen.decoding.beam import BeamSearch, Stepper
+from fastgen.decoding.cohorts import run
+from fastgen.decoding.plan import Plan
+from fastgen.decoding.sample import Sampling
+from fastgen.decoding.stop import Stop
+from fastgen.decoding.text import Text
+from fastgen.models.families import family_of
+from fastgen.models.footprint import Footprint
+from fastgen.models.instance import untouched
+from fastgen.models.memory import Memory, plan_for
+from fastgen.models.routes import routed
+from fastgen.models.step import DecoderStep
+from fastgen.ops.dispatch import runs_kernels
+from fastgen.patches import _engine
+from fastgen.patches.transformers import generate as loops
+from fastgen.patches.transformers.cache import SharedCache
+from fastgen.patches.transformers.decide import decide
+from fastgen.patches.transformers.edits import known, runs_code_of_others
+from fastgen.patches.transformers.prepared import MIXIN, Prepared
+from fastgen.patches.transformers.shared import SharedStepper
+
+
+class NotPredicted(Exception):
+    """What a call takes cannot be told beforehand; with the reason."""
+
+
+def peak_bytes(bare: Any, prepared: Prepared, plan: Plan, kwargs: dict[str, Any]) -> int:
+    """Return the most bytes that a call's tensors take beside those of before it.
+
+    Args:
+        bare: the model. prepared: what its `generate` hands to a loop, by which `plan` was made.
+        kwargs: of its `generate`.
+
+    Raises:
+        NotPredicted: with the reason.
+    """
+    config = prepared.config
+    if not plan.shared:
+        raise NotPredicted("the cache is transformers' own")
+    if bare.device.type != "cpu":
+        raise NotPredicted(f"only on a CPU, not on {bare.device.type}")
+    if config.return_dict_in_generate:
+        raise NotPredicted("return_dict_in_generate=True")
+    if torch.is_autocast_enabled("cpu"):  # it would keep casts of weights without values for calls to come
+        raise NotPredicted("autocast keeps casts of weights")
+    if runs_kernels(prepared.input_ids):
+        raise NotPredicted("kernels run")
+    others = runs_code_of_others(prepared.logits_processor) or known(prepared.stopping_criteria)
+    if others is not None:
+        raise NotPredicted(f"{others} may take any")
+    try:
+        clone = _clone(bare)
+        with routed(clone, family_of(clone.config.model_type)), torch.no_grad():
+            given = (prepared.logits_processor, prepared.stopping_criteria, config, prepared.kwargs)
+            step = decide(clone, prepared.loop, prepared.input_ids, *given)[1] if plan.fused else None
+            clone.__class__ = _planned(type(clone), plan, step)
+            with Footprint() as footprint:
+                inspect.unwrap(MIXIN.generate)(clone, **kwargs)
+    except NotPredicted:
+        raise
+    except Exception as error:  # whatever a model's code says to tensors without values
+        said = str(error).partition("\n")[0]
+        raise NotPredicted(f"{type(error).__name__}: {said}") from error
+    return footprint.peak
+
+
+def _clone(model: Any) -> Any:
+    """Return a copy of a model that shares its weights.
+
+    Raises:
+        NotPredicted: parts of it run code that is not known here, and that is not to run for this.
+    """
+    clone = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    for module in clone.modules():
+        kind = cast(Any, type(module))
+        if kind.__module__.partition(".")[0] not in ("torch", "transformers") or not untouched(module):
+            raise NotPredicted(f"{kind.__name__} may take any")
+    plan_for(clone)
+    return clone
+
+
+def _planned(kind: Any, plan: Plan, step: DecoderStep | None) -> type:
+    """Return a model's class with loops that make only the first decode step and one at the longest text."""
+
+    def loop(name: Literal["beam", "sample"]) -> Any:
+        def planned(
+            self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+            synced_gpus: bool = False, streamer: Any = None, **kwargs: Any,
+        ) -> None:  # fmt: skip
+            self.__class__ = kind
+            config = generation_config
+            call = loops.Call(self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, kwargs)
+            model = cast(SharedStepper, call.stepper(plan, step))
+            decoding = loops.decoding_of(name, call, model)
+            with _engine.running(plan), decoding.around():
+                run(_Ends(cast("BeamSearch | Sampling", decoding.search), config.max_length), model)
+
+        return planned
+
+    methods = {"__module__": kind.__module__, "_beam_search": loop("beam"), "_sample": loop("sample")}
+    return type(kind.__name__, (kind,), methods)
+
+
+class _Ends:
+    """A search that has only the first decode step and the last one of the longest text."""
+
+    def __init__(self, search: BeamSearch | Sampling, max_length: int) -> None:
+        self.search, self.max_length = search, max_length
+        search.may_drop = False
+        search.stop = Stop()
+        if isinstance(search, BeamSearch):
+            search.memory = Memory(planned=True)
+
+    @property
+    def text(self) -> Text:
+        return self.search.text
+
+    @property
+    def present(self) -> int:
+        return self.search.present
+
+    def advance(self, model: Stepper, logits: Tensor) -> bool:
+        stepper = cast(SharedStepper, model)
+        cache, length = stepper.cache, self.search.text.length + 1
+        assert cache is not None
+        self.search.advance(model, logits)
+        skipped = 0
+        if stepper.fused is not None:
+            stepper.fused.ready = True  # as it is from a model's second call on
+        if cache.text[0].steps == int(stepper.fused is None):  # a model's own first step does more than the others
+            skipped = max(0, self.max_length - 1 - length)
+        _lengthen(stepper, cache, skipped)
+        self._set_length(length + skipped)
+        return length < self.max_length
+
+    def _set_length(self, length: int) -> None:
+        """Let the text have a length, and tokens with values: edits look at them."""
+        if isinstance(self.search, BeamSearch):
+            self.search.length = length
+        else:
+            rows = self.search.present
+            self.search.ids = self.search.outcome = torch.zeros(rows, length, dtype=torch.int64)
+
+
+def _lengthen(model: SharedStepper, cache: SharedCache, steps: int) -> None:
+    """Leave a call as it would be after so many more steps, with all the memory that keys and values get for them."""
+    grown = [*cache.text, *([] if cache.ancestry is None else [cache.ancestry])]
+    for _ in range(steps):
+        for layer in grown:
+            layer.make_room()
+            layer.note_step()
+        if model.fused is None:
+            model.kwargs = model.model._update_model_kwargs_for_generation(
+                ModelOutput(), model.kwargs, is_encoder_decoder=model.model.config.is_encoder_decoder
+            )

@@ -1,0 +1,172 @@
+"""What `generate` hands to its decoding loop, found without running the model.
+
+transformers' own `generate` prepares the call, on a copy of the model object that shares everything with the model,
+but whose decoding loops hand back what they are given, and whose encoder hands back a stand-in.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
+from transformers.modeling_outputs import BaseModelOutput
+
+from fastgen.decoding.plan import Unsupported
+from fastgen.patches import _engine
+from fastgen.patches.transformers.decide import check_model
+
+
+@dataclass
+class Prepared:
+    """What `generate` hands to one of its loops."""
+
+    loop: Literal["beam", "sample"]
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: Any
+    config: Any
+    kwargs: dict[str, Any]
+
+    @property
+    def sentences(self) -> int:
+        config = self.config
+        return self.input_ids.shape[0] // (config.num_beams if self.loop == "beam" else config.num_return_sequences)
+
+
+def without_wrappers(model: Any) -> Any:
+    """The model whose `generate` runs in the end: without PEFT's and torch.compile's wrappers."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def prepare(bare: Any, model: Any, kwargs: dict[str, Any]) -> Prepared:
+    """Have `generate` prepare the call.
+
+    Raises:
+        Unsupported: it would not come to a loop that is patched.
+    """
+    check_model(bare)
+    if cast(Any, type(bare)).generate is not MIXIN.generate:
+        raise Unsupported(f"{type(bare).__name__} has a generate of its own")
+    if kwargs.get("custom_generate") is not None:
+        raise Unsupported("custom_generate is given")
+    if kwargs.get("cache_implementation") == "paged":
+        raise Unsupported("cache_implementation='paged'")
+    with _engine.disabled():
+        return MIXIN.generate(_probe(bare, model.generation_config), **arguments_of(model, kwargs))
+
+
+def arguments_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate`, of which it may change what it likes."""
+    kwargs = {
+        name: value for name, value in kwargs.items() if name not in getattr(model, "special_peft_forward_args", ())
+    }
+    for name in ("encoder_outputs", "past_key_values"):  # which `generate` changes in place
+        if kwargs.get(name) is not None:
+            kwargs[name] = copy.copy(kwargs[name])
+    if kwargs.get("streamer") is not None:
+        kwargs["streamer"] = _Silent()
+    return kwargs
+
+
+def _probe(model: Any, generation_config: Any) -> Any:
+    """Return a model that shares all of `model`'s attributes, and on which `generate` runs no forward."""
+
+    def get_encoder(_: Any, *args: Any, **kwargs: Any) -> _Encoder:
+        return _Encoder(model.get_encoder(*args, **kwargs))
+
+    kind = cast(Any, type(model))
+    methods: dict[str, Any] = {
+        name: _loop(name) for name in GENERATION_MODES_MAPPING.values() if not _is_repository(name)
+    }
+    methods |= {
+        "__module__": kind.__module__,
+        "get_encoder": get_encoder,
+        "load_custom_generate": _load_custom_generate,
+        # What would compute images' features, extend the prompt by generating, and allocate a static cache's memory.
+        "_prepare_multimodal_encoder_kwargs_for_generation": _without_images,
+        "heal_tokens": _as_they_are,
+        "_get_static_cache_init_shape": _unknown_shape,
+    }
+    probe: Any = object.__new__(type(kind.__name__, (kind,), methods))
+    probe.__dict__ = vars(model) | {"generation_config": generation_config}
+    return probe
+
+
+def _is_repository(method: str) -> bool:
+    return "/" in method
+
+
+def _loop(name: str) -> Callable[..., Prepared]:
+    """Return what takes the place of a loop."""
+
+    def prepared(
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> Prepared:
+        if name not in _LOOPS:
+            raise Unsupported(f"{name} is not patched")
+        kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
+        return Prepared(_LOOPS[name], input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+
+    return prepared
+
+
+MIXIN: Any = GenerationMixin  # whose methods are typed for models that no class of transformers is
+
+_LOOPS: dict[str, Literal["beam", "sample"]] = {"_beam_search": "beam", "_sample": "sample"}
+
+
+def _load_custom_generate(self: Any, repository: str, *args: Any, **kwargs: Any) -> Any:
+    raise Unsupported(f"{repository} runs a loop of its own")
+
+
+def _without_images(self: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    given = any(name.startswith(("pixel_values", "image_patches")) for name in model_kwargs)
+    model_kwargs.setdefault("mm_encoder_outputs", {"image": SimpleNamespace()} if given else {})
+    for modality in ("image", "video"):  # what transformers hands to their encoders goes no further
+        encode = getattr(self.base_model, f"get_{modality}_features", None)
+        for name in () if encode is None else inspect.signature(encode).parameters:
+            model_kwargs.pop(name, None)
+    return model_kwargs
+
+
+def _as_they_are(self: Any, input_ids: Tensor, *args: Any) -> Tensor:
+    return input_ids
+
+
+def _unknown_shape(self: Any) -> None:
+    return None
+
+
+class _Silent(BaseStreamer):
+    """Stands in for a streamer, which must not hear of a call that does not run."""
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class _Encoder:
+    """Stands in for an encoder: outputs of the right length that take no memory."""
+
+    def __init__(self, encoder: Any) -> None:
+        self.forward = encoder.forward  # for its signature
+        self._hf_hook = SimpleNamespace()  # for accelerate, which leaves a mark there
+
+    def __call__(self, **inputs: Any) -> BaseModelOutput:
+        given = next(inputs[name] for name in ("inputs_embeds", "input_ids") if inputs.get(name) is not None)
+        hidden = torch.empty(*given.shape[:2], 1, device="meta")
+        return BaseModelOutput(last_hidden_state=cast(Any, hidden))

@@ -1,0 +1,253 @@
+"""The most memory that a call takes is what `fastgen.explain` predicts; and steps take little besides."""
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import fastgen
+from fastgen import config
+from fastgen.decoding import cache
+from fastgen.models import memory
+from fastgen.models.footprint import Footprint
+from fastgen.models.memory import Memory
+from tests import zoo
+from tests.allocations import allocations
+
+_SIZE: dict[str, Any] = {"vocab_size": 2_000, "d_model": 256}
+_LAYERS: dict[str, Any] = {
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 1024, "decoder_ffn_dim": 1024,
+    "max_position_embeddings": 512, "init_std": 0.1,
+}  # fmt: skip
+_MODELS: dict[str, Callable[..., Any]] = {
+    "bart": lambda **more: tf.BartForConditionalGeneration(
+        tf.BartConfig(**zoo._ENCODER_DECODER | _SIZE | _LAYERS | more)
+    ),
+    "marian": lambda **more: tf.MarianMTModel(tf.MarianConfig(**zoo._ENCODER_DECODER | _SIZE | _LAYERS | more)),
+    "t5": lambda **more: tf.T5ForConditionalGeneration(
+        tf.T5Config(**zoo._T5 | _SIZE | {"d_kv": 64, "d_ff": 1024, "num_heads": 4} | more)
+    ),
+    "gpt2": lambda: tf.GPT2LMHeadModel(
+        tf.GPT2Config(
+            vocab_size=2_000, n_embd=256, n_layer=2, n_head=4, n_positions=512, pad_token_id=zoo.PAD, bos_token_id=1,
+            eos_token_id=zoo.EOS,
+        )
+    ),
+    "llama": lambda **more: tf.LlamaForCausalLM(
+        tf.LlamaConfig(
+            **zoo._DECODER
+            | {"vocab_size": 2_000, "hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
+            | {"max_position_embeddings": 512}
+            | more
+        )
+    ),
+}  # fmt: skip
+
+
+def _build(family: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    return _MODELS[family](**more).eval()
+
+
+def _warm(model: Any, kwargs: dict[str, Any]) -> None:
+    """Have weights packed, as they are at their second use, and steps proven; leave no memory that is kept."""
+    for _ in range(2):
+        model.generate(**kwargs | _length(3))
+    memory.release()
+
+
+def _peak(model: Any, kwargs: dict[str, Any]) -> int:
+    """What a call takes at most."""
+    _warm(model, kwargs)
+    gc.collect()
+    return allocations(lambda: model.generate(**kwargs)).peak
+
+
+def _length(count: int) -> dict[str, int]:
+    return {"max_new_tokens": count, "min_new_tokens": count}
+
+
+_CALLS: dict[str, dict[str, Any]] = {
+    "greedy search": _length(20),
+    "beam search": _length(20) | {"num_beams": 4},
+    "beam search, n-grams": _length(20) | {"num_beams": 4, "no_repeat_ngram_size": 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def _all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many slots are given up, the text decides."""
+    monkeypatch.setattr(cache, "SWEEP", 10**9)
+
+
+@pytest.fixture
+def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    def change(name: str, value: str) -> None:
+        monkeypatch.setenv(name, value)
+        config.reload()
+
+    yield change
+    monkeypatch.undo()
+    config.reload()
+
+
+def _assert_predicted(model: Any, kwargs: dict[str, Any]) -> int:
+    taken, explanation = _peak(model, kwargs), fastgen.explain(model, **kwargs)
+    assert explanation.peak_bytes == pytest.approx(taken, rel=0.05), explanation
+    return taken
+
+
+@pytest.mark.parametrize("call", _CALLS)
+@pytest.mark.parametrize("family", _MODELS)
+def test_a_call_takes_what_is_predicted(family: str, call: str) -> None:
+    model = _build(family)
+    _assert_predicted(model, zoo.batch(model, 4, 128) | _CALLS[call])
+
+
+@pytest.mark.parametrize("family", ["bart", "gpt2"])
+def test_a_text_that_outgrows_its_first_room(family: str) -> None:
+    model = _build(family)
+    kwargs = zoo.batch(model, 4, 32) | {"num_beams": 4, "no_repeat_ngram_size": 3}
+    short, long = (_assert_predicted(model, kwargs | _length(count)) for count in (8, 70))
+    assert long > 1.05 * short, "keys and values make no difference"
+
+
+@pytest.mark.parametrize("family", ["bart", "llama"])
+def test_a_large_vocabulary(family: str) -> None:
+    """The choice of tokens takes more than the layers do."""
+    model = _build(family, vocab_size=30_000)
+    for call in ("greedy search", "beam search"):
+        _assert_predicted(model, zoo.batch(model, 4, 8) | _CALLS[call] | _length(6))
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("family", ["bart", "t5", "llama"])
+def test_steps_by_the_models_own_modules(family: str, beams: int, setting: Callable[[str, str], None]) -> None:
+    setting("FASTGEN_STEP", "module")
+    model = _build(family, vocab_size=12_000)
+    _assert_predicted(model, zoo.batch(model, 4, 16) | _length(6) | {"num_beams": beams})
+
+
+@pytest.mark.parametrize("mode", ["plain", "off"])
+def test_linear_layers_of_other_kinds(mode: str, setting: Callable[[str, str], None]) -> None:
+    setting("FASTGEN_LINEAR", mode)
+    model = _build("gpt2")
+    _assert_predicted(model, zoo.batch(model, 4, 128) | _CALLS["beam search"])
+
+
+def test_outputs_in_memory_that_is_used_again() -> None:
+    """Large outputs of layers lie in the model's memory, which hands out more than it is asked for."""
+    model = _build("bart", encoder_ffn_dim=4_096)
+    _assert_predicted(model, zoo.batch(model, 16, 128) | {"num_beams": 2} | _length(3))
+
+
+def test_sampling() -> None:
+    model = _build("bart")
+    kwargs = zoo.batch(model, 4, 128) | _length(6) | {"do_sample": True}
+    for more in ({}, {"num_return_sequences": 3, "top_p": 0.9, "top_k": 0}, {"num_beams": 3}):
+        _assert_predicted(model, kwargs | more)
+
+
+class _Own(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("ran")
+
+
+def test_what_is_not_predicted_and_why() -> None:
+    model = zoo.build("bart", torch.float32)
+    kwargs = zoo.batch(model, 2, 6) | _length(4)
+    for more, why in (
+        ({"use_cache": False}, "the cache is transformers' own"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate=True"),
+        ({"logits_processor": LogitsProcessorList([_Own()])}, "_Own may take any"),
+    ):
+        explanation = fastgen.explain(model, **kwargs, **more)
+        assert explanation.peak_bytes is None
+        assert f"peak memory is not predicted: {why}" in explanation.notes
+        assert "peak memory  " not in str(explanation)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fastgen.explain(model, **kwargs).peak_bytes is None
+    model.model.encoder.register_forward_hook(lambda *_: pytest.fail("ran"))
+    assert "peak memory is not predicted: BartEncoder may take any" in fastgen.explain(model, **kwargs).notes
+
+
+def test_nothing_is_left_behind() -> None:
+    """Neither the model, nor what is kept between calls, knows of what was not computed."""
+    model = _build("bart")
+    kwargs = zoo.batch(model, 2, 16) | _CALLS["beam search"]
+    expected = model.generate(**kwargs)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    held = memory.memory_of(model).free
+    assert fastgen.explain(model, **kwargs).peak_bytes
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert memory.memory_of(model).free == held
+    assert torch.equal(model.generate(**kwargs), expected)
+
+
+def test_a_footprint() -> None:
+    kept = torch.ones(8, 8)
+    with Footprint() as footprint:
+        x = kept + 1  # 256 bytes, as each of the following
+        y = x.t()
+        for _ in range(3):
+            y = torch.mm(y, x)
+        assert (footprint.now, footprint.peak) == (512, 768)
+        del x, y
+        assert footprint.now == 0
+        index = torch.arange(4)
+        assert index.tolist() == [0, 1, 2, 3], "integers are computed"
+        assert bool(kept.sum() > 10**9), "what has no value is the most that it can be"
+        taken = Memory(planned=True).take(kept, 100)
+        assert footprint.now == 32 + 400 <= taken.untyped_storage().nbytes() + 32
+    assert torch.equal(kept, torch.ones(8, 8))
+
+
+def _buffers(model: Any, kwargs: dict[str, Any], least: int) -> int:
+    """How many tensors of so many bytes at least a call allocates."""
+    return sum(size >= least for size in allocations(lambda: model.generate(**kwargs)).sizes)
+
+
+@pytest.mark.parametrize("family", ["bart", "llama"])
+def test_a_second_call_allocates_no_keys_and_values(family: str) -> None:
+    """It finds the room that the first has come to need, at once, and nothing moves."""
+    model = _build(family)
+    kwargs = zoo.batch(model, 4, 8) | {"num_beams": 4} | _length(80)
+    _warm(model, kwargs)
+    least = fastgen.explain(model, **kwargs).kv_bytes // 8  # of the smaller room of a layer's keys
+    assert _buffers(model, kwargs, least) == 2 * 2 * 2, "room for 64 steps, then for 79, of keys and values of 2 layers"
+    assert _buffers(model, kwargs, least) == 0
+    assert _buffers(model, kwargs | _length(70), least) == 0
+
+
+def test_free_memory_gives_more_room_but_is_no_reason_for_more() -> None:
+    held, like = Memory(), torch.empty(0)
+    assert held.room(like, 10, 5, 50) == 5
+    taken = held.take(like, 30, 10)
+    assert held.room(like, 10, 5, 50) == 5, "somebody has it"
+    del taken
+    assert held.room(like, 10, 5, 50) == 30
+    assert held.room(like, 10, 5, 20) == 20
+    assert held.room(like, 10, 5, 8) == 5, "far too much"
+    assert held.room(like, 10, 31, 50) == 31
+    held.forget(held.take(like, 30, 10))
+    assert held.free == 0
+
+
+STEADY = {("bart", 1): 57 + 11, ("bart", 4): 59 + 97, ("llama", 1): 100 + 11, ("llama", 4): 100 + 97}
+"""Allocations of a steady step of two layers and of the choice of its tokens, all of them small."""
+
+
+@pytest.mark.parametrize(("family", "beams"), STEADY)
+def test_a_steady_step(family: str, beams: int) -> None:
+    model = _build(family)
+    kwargs = zoo.batch(model, 4, 64) | {"num_beams": beams}
+    _warm(model, kwargs)
+    model.generate(**kwargs | _length(20))
+    short, long = (allocations(lambda n=n: model.generate(**kwargs | _length(n))).sizes for n in (10, 20))
+    assert len(long) - len(short) <= 10 * STEADY[family, beams]
+    logits = 4 * beams * 2_000 * 4
+    assert sum(size > logits for size in long) == sum(size > logits for size in short), "only before the steps"
