@@ -14,10 +14,13 @@ import torch
 
 import fastgen
 from fastgen import config
+from fastgen.decoding import cohorts
 
 pytest.importorskip("fairseq")
+import fairseq.options
 from fairseq import checkpoint_utils
 from fairseq.models.transformer import TransformerModel
+from fairseq_cli import generate
 
 from tests.fairseq_commands import GENERATE, STOCK, preprocess, printed, run, train
 
@@ -158,6 +161,52 @@ def test_results_path(corpus: Path, tmp_path: Path) -> None:
     assert _exact((tmp_path / "ours/generate-test.txt").read_text("utf-8")) == wanted
     assert [_exact(text) for text in outputs] == [wanted] * 3
     assert stock.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--beam", "4", "--batch-size", "6", "--nbest", "2", "--remove-bpe", "--scoring", "sacrebleu"),
+        ("--beam", "3", "--batch-size", "6", "--print-alignment", "--no-repeat-ngram-size", "3"),
+        ("--beam", "2", "--batch-size", "6", "--min-len", "4", "--lenpen", "0.6", "--postprocess-workers", "0"),
+    ],
+    ids=["beams", "alignment", "ensemble"],
+)
+def test_batches_that_refill_print_the_same(
+    corpus: Path,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In this process, where batches start as soon as a few sentences have left; an ensemble of one model twice."""
+    together, step = list[int](), cohorts.step
+
+    def noted(running: Any) -> Any:
+        together.append(len(running))
+        return step(running)
+
+    monkeypatch.setattr(cohorts, "step", noted)
+    monkeypatch.setattr(cohorts, "FREED", 0.1)
+    monkeypatch.setattr(cohorts, "OCCUPIED", 2.0)
+    checkpoint = str(corpus / "model/checkpoint_last.pt")
+    paths = f"{checkpoint}:{checkpoint}" if "--min-len" in options else checkpoint
+    arguments = (str(corpus / "data"), "--path", paths, *GENERATE, *options)
+    parser = fairseq.options.get_generation_parser()
+    given = fairseq.options.parse_args_and_arch(parser, [*arguments, "--results-path", str(tmp_path)])
+    with caplog.at_level("INFO"):
+        generate.main(given)
+    assert max(together) > 1
+    ours = (tmp_path / "generate-test.txt").read_text("utf-8")
+    stock = run("fairseq-generate", *arguments, **STOCK).stdout
+    assert printed(ours) == printed(stock)
+    assert _alignments(ours) == _alignments(stock)
+    count = re.compile(r"Translated \d+ sentences \(\d+ tokens\)")
+    assert count.findall(caplog.text) == count.findall(stock)
+
+
+def _alignments(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("A-")]
 
 
 def _exact(output: str) -> list[str]:

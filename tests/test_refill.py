@@ -11,10 +11,10 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 
 import fastgen
 from fastgen import config
+from fastgen.decoding import cohorts
 from fastgen.models.joint import Joint
 from fastgen.models.step import DecoderStep
-from fastgen.patches.transformers import refill
-from fastgen.patches.transformers.split import NO_MEMORY
+from fastgen.patches._room import NO_MEMORY
 from tests import zoo
 from tests.parity import hits, left_off
 
@@ -47,15 +47,15 @@ def _streamed(model: Any, sentences: Any, options: dict[str, Any], **sizes: int)
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many batches each step was of; they start as soon as a few sentences have left."""
-    seen, step = list[int](), refill.step
+    seen, step = list[int](), cohorts.step
 
-    def noted(cohorts: Any) -> Any:
-        seen.append(len(cohorts))
-        return step(cohorts)
+    def noted(running: Any) -> Any:
+        seen.append(len(running))
+        return step(running)
 
-    monkeypatch.setattr(refill, "step", noted)
-    monkeypatch.setattr(refill, "FREED", 0.2)
-    monkeypatch.setattr(refill, "OCCUPIED", 2.0)
+    monkeypatch.setattr(cohorts, "step", noted)
+    monkeypatch.setattr(cohorts, "FREED", 0.2)
+    monkeypatch.setattr(cohorts, "OCCUPIED", 2.0)
     return seen
 
 
@@ -91,7 +91,7 @@ def test_steps_made_together_are_reported(together: list[int], monkeypatch: pyte
 
 def test_not_where_batches_end_at_once(monkeypatch: pytest.MonkeyPatch, together: list[int]) -> None:
     """The rule looks at what is done: here no sentence has left before the others."""
-    monkeypatch.setattr(refill, "OCCUPIED", 0.5)
+    monkeypatch.setattr(cohorts, "OCCUPIED", 0.5)
     _streamed(zoo.build("bart"), _sentences(40), {"max_new_tokens": 9, "min_new_tokens": 9})
     assert set(together) == {1}
 

@@ -9,41 +9,68 @@ Sources: Hoang et al. 2018 (Amun), section 2.1 (rows that are freed are taken by
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from fastgen.decoding.beam import Stepper
 from fastgen.decoding.text import Text
 from fastgen.models.joint import Joint
 from fastgen.models.step import Context, DecoderStep
 
+COHORTS = 3
+"""Cohorts that run side by side at most."""
 
-class Search(Protocol):
-    """A beam search or sampling that has begun."""
+FREED = 0.75
+"""The share of all tokens that must have been freed before others start."""
+
+OCCUPIED = 0.5
+"""The share of places taken, over the steps of cohorts that are done, below which others start."""
+
+_Made = TypeVar("_Made")  # what a step says of the next tokens: logits, or what a search makes of them
+_Made_co = TypeVar("_Made_co", covariant=True)
+_Made_contra = TypeVar("_Made_contra", contravariant=True)
+
+
+class Search(Protocol[_Made_contra]):
+    """A search that has begun."""
 
     @property
     def text(self) -> Text: ...
     @property
-    def present(self) -> int: ...
-    def advance(self, model: Stepper, logits: Tensor) -> bool:
+    def present(self) -> int:
+        """Sentences that have not left."""
+        ...
+
+    def advance(self, model: Any, made: _Made_contra, /) -> bool:
         """Choose the next tokens; False when the search is over."""
         ...
 
 
-class JoinableStepper(Stepper, Protocol):
-    """A stepper whose steps can be made together with those of others."""
+class Stepper(Protocol[_Made_co]):
+    """What makes a search's steps."""
 
-    @property
-    def decoder(self) -> DecoderStep: ...
-    @property
-    def longest(self) -> int:
-        """Tokens of a text at most, for which `decoder` was made."""
+    def step(self, ids: Tensor) -> _Made_co:
+        """Run the newest token of ids (R, L)."""
         ...
 
-    def begin_step(self, ids: Tensor) -> Context:
+
+class JoinableStepper(Stepper[_Made_co], Protocol[_Made_co]):
+    """A stepper whose steps can be made together with those of others: of one model or several."""
+
+    @property
+    def decoders(self) -> Sequence[DecoderStep]: ...
+    @property
+    def longest(self) -> int:
+        """Tokens of a text at most, for which `decoders` were made."""
+        ...
+
+    def begin_step(self, ids: Tensor) -> Sequence[Context]:
         """Open a step of the newest token of ids (R, L), which is made together with those of others."""
+        ...
+
+    def end_step(self, contexts: Sequence[Context], logits: Sequence[Tensor]) -> _Made_co:
+        """Return what `step` does of the logits (R, V) that each of the decoders has made in these contexts."""
         ...
 
 
@@ -51,31 +78,100 @@ def _never() -> bool:
     return False
 
 
-def run(search: Search, model: Stepper, pause: Callable[[], bool] = _never) -> bool:
-    """Decode to the end, or until `pause` says so behind a step; return whether it is the end."""
-    logits = model.prefill()
-    while search.advance(model, logits):
+def run(search: Search[_Made], model: Stepper[_Made], first: _Made, pause: Callable[[], bool] = _never) -> bool:
+    """Decode to the end, or until `pause` says so behind a step; return whether it is the end.
+
+    first: what the model says of the first tokens.
+    """
+    made = first
+    while search.advance(model, made):
         if pause():
             return False
-        logits = model.step(search.text.ids)
+        made = model.step(search.text.ids)
     return True
 
 
 @dataclass(eq=False)
-class Cohort:
-    """A search that has begun, and the model that makes its steps."""
+class Cohort(Generic[_Made]):
+    """A search that has begun, and the model that makes its steps.
 
-    search: Search
-    model: JoinableStepper
+    Attributes:
+        sentences: that it began with.
+        width: tokens that each takes in a batch, padding counted.
+        steps: that were made beside others, or could have been. decoded: sentences in them, all steps together.
+    """
+
+    search: Search[_Made]
+    model: JoinableStepper[_Made]
+    sentences: int
+    width: int
+    steps: int = 0
+    decoded: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of the sentences that are still there."""
+        return self.search.present * self.width
 
 
-def step(cohorts: Sequence[Cohort]) -> list[Tensor]:
-    """Make one step of all; return the logits (R, V) fp32 of each."""
+_Cohort = TypeVar("_Cohort", bound=Cohort[Any])
+
+
+def step(cohorts: Sequence[Cohort[_Made]]) -> list[_Made]:
+    """Make one step of all; return what it says of the next tokens of each."""
     texts = [cohort.search.text.ids for cohort in cohorts]
-    if len(cohorts) == 1:
-        return [cohorts[0].model.step(texts[0])]
+    models = [cohort.model for cohort in cohorts]
+    if len(models) == 1:
+        return [models[0].step(texts[0])]
     rows = [len(ids) for ids in texts]
-    contexts = [cohort.model.begin_step(ids) for cohort, ids in zip(cohorts, texts, strict=True)]
-    decoder = max((cohort.model for cohort in cohorts), key=lambda model: model.longest).decoder
-    logits = decoder(torch.cat([ids[:, -1] for ids in texts]), Joint(contexts, rows)).float()
-    return list(torch.split(logits, rows))
+    contexts = [model.begin_step(ids) for model, ids in zip(models, texts, strict=True)]
+    newest = torch.cat([ids[:, -1] for ids in texts])
+    decoders = max(models, key=lambda model: model.longest).decoders
+    made = [
+        torch.split(decoder(newest, Joint(parts, rows)), rows)
+        for decoder, parts in zip(decoders, zip(*contexts, strict=True), strict=True)
+    ]
+    logits = zip(*made, strict=True)
+    return [model.end_step(own, of_own) for model, own, of_own in zip(models, contexts, logits, strict=True)]
+
+
+def advance(running: list[_Cohort]) -> list[_Cohort]:
+    """Make a step of all that run; take out those whose search is over, and return them."""
+    over: list[_Cohort] = []
+    for cohort, made in zip(list(running), step(running), strict=True):
+        cohort.steps, cohort.decoded = cohort.steps + 1, cohort.decoded + cohort.search.present
+        if not cohort.search.advance(cohort.model, made):
+            running.remove(cohort)
+            over.append(cohort)
+    return over
+
+
+def left_empty(reason: object) -> str:
+    """How a plan says that no others start beside a cohort."""
+    return f"rows that are freed stay empty: {reason}"
+
+
+@dataclass
+class Occupancy:
+    """How many of their places the sentences of cohorts that are done have taken: whether it pays to start others.
+
+    Attributes:
+        decoded: sentences in the steps of those cohorts. places: for sentences in them.
+    """
+
+    decoded: int = 0
+    places: int = 0
+
+    def note(self, cohort: Cohort[Any]) -> None:
+        """A cohort is done."""
+        self.decoded += cohort.decoded
+        self.places += cohort.steps * cohort.sentences
+
+    def room(self, running: Sequence[Cohort[Any]], tokens: int) -> int:
+        """Tokens of a cohort that may start beside those that run, of `tokens` in all; 0 for none."""
+        if not running:
+            return tokens
+        if len(running) == COHORTS or self.decoded >= OCCUPIED * self.places:
+            return 0
+        free = tokens - sum(cohort.tokens for cohort in running)
+        return free if free >= FREED * tokens else 0

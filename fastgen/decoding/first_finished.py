@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.text import closed_up, may_leave
+from fastgen.decoding.text import Text, closed_up, may_leave
 from fastgen.ops.cache import reorder_rows_
 from fastgen.ops.kbest import SparseEdits, best_of_log_probs, kbest
 from fastgen.ops.tables import Table, extend_rows_
@@ -30,16 +30,17 @@ class Prediction(NamedTuple):
     logits: Tensor | None = None
 
 
+Made = tuple[Prediction, Tensor | None]
+"""What a model's step returns: the prediction; attention over the source, (R, S) or (B, S), or None."""
+
+
 class Stepper(Protocol):
     """A model that decodes R = B * M rows, one token each at a time."""
 
-    def step(self, tokens: Tensor) -> tuple[Prediction, Tensor | None]:
+    def step(self, ids: Tensor) -> Made:
         """Run the newest token of each text.
 
-        Args:
-            tokens: (R, L) int64; in the first step (B, 1), what all beams of a sentence begin with.
-        Returns:
-            the prediction; attention over the source, (R, S) or (B, S), or None.
+        ids: (R, L) int64; in the first step (B, 1), what all beams of a sentence begin with.
         """
         ...
 
@@ -195,34 +196,36 @@ class FirstFinished:
         scores[:, 1:] = -torch.inf
         self.step = p
 
-    def run(self, model: Stepper, first: Tensor | None = None) -> list[list[Hypothesis]]:
-        """Decode to the end; return the finished hypotheses of each sentence, best first.
-
-        first: log-probabilities (B, V) of the first choice, where the model has run already.
-        """
-        going_on = self.advance(model, None if first is None else (Prediction(lambda: first), None))
-        while going_on:
-            self.step += 1
-            going_on = self.advance(model)
+    def outcome(self) -> list[list[Hypothesis]]:
+        """Return the finished hypotheses of each sentence, best first, once the search is over."""
         for hypotheses in self.finished:
             scores = torch.tensor([float(hypothesis.score) for hypothesis in hypotheses])
             order: list[int] = cast(Any, torch.sort(scores, descending=True).indices).tolist()
             hypotheses[:] = [hypotheses[i] for i in order]
         return self.finished
 
+    @property
+    def present(self) -> int:
+        """Sentences that have not left."""
+        return len(self.running)
+
+    @property
+    def text(self) -> Text:
+        """The tokens of all beams so far."""
+        return Text(self.tokens[:, : self.step + 1], 1)
+
     def running_scores(self, beams: int) -> Tensor:
         """(B, N) of the first `beams` texts of each sentence; zeros before the first choice."""
         scores = self.scores.view(-1, self.beams, self.scores.shape[1])
         return scores[:, :beams, self.step - 1 if self.step else 0]
 
-    def advance(self, model: Stepper, given: tuple[Prediction, Tensor | None] | None = None) -> bool:
+    def advance(self, model: Stepper, made: Made) -> bool:
         """Choose the next token of every beam; False when the search is over.
 
-        given: what the model's step returns, where it has been made already.
+        made: what the model's step returns.
         """
         step, m = self.step, self.beams
-        newest = self.tokens[:, : step + 1]
-        prediction, attention = given or model.step(newest if step else newest[::m])
+        prediction, attention = made
         if attention is not None:
             if self.attention is None:
                 self.attention = Attention(len(self.running), m, self.longest + 1, self.device)
@@ -242,6 +245,7 @@ class FirstFinished:
         if leaving:
             found, ends = self._drop(model, found, ends)
         self._go_on(model, found, ends)
+        self.step += 1
         return True
 
     def _finish(self, found: Candidates, ending: list[tuple[int, int]]) -> list[int]:

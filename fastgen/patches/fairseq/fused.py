@@ -43,9 +43,13 @@ class FusedDecoder:
             make = functools.partial(self._context, visible=ancestry.room)
             logits, weights = self.replay(tokens[:, -1], make, ancestry.room, layers.source_mask)
         else:
-            context = self._context(self.text[0].steps)
+            context = self.context()
             logits, weights = self.step(tokens[:, -1], context), context.weights
         return logits, None if weights is None else weights.to(logits.dtype)
+
+    def context(self) -> Context:
+        """What the next step reads."""
+        return self._context(self.text[0].steps)
 
     def _context(self, steps: int | Tensor, visible: Tensor | None = None) -> Context:
         """What a step reads that is `steps` behind the prefix; visible (B, M, F): slots, if not those of the step."""

@@ -1,15 +1,18 @@
 """fairseq's `SequenceGenerator._generate` on the engine of `decoding`."""
 
 import inspect
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from fairseq.search import BeamSearch
 from torch import Tensor
 
-from fastgen.decoding.first_finished import FirstFinished, Hypothesis
+from fastgen.decoding.cohorts import run
+from fastgen.decoding.first_finished import FirstFinished, Hypothesis, Prediction
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import graph, linear, memory
 from fastgen.models.routes import routed
@@ -23,6 +26,37 @@ _engine.on_release(linear.release)
 _engine.on_release(memory.release)
 _engine.on_release(graph.release)
 
+Found = list[list[dict[str, Tensor]]]
+"""What `_generate` returns: the hypotheses of each sentence, best first."""
+
+
+@dataclass
+class Begun:
+    """A generator's search that has begun, or is over."""
+
+    plan: Plan
+    search: FirstFinished
+    model: Stepper
+
+    def finish(self) -> Found:
+        """Return what `_generate` returns, once the search is over."""
+        found = [[_as_fairseq(hypothesis) for hypothesis in hypotheses] for hypotheses in self.search.outcome()]
+        _engine.hit("fairseq.generate", (*self.plan.left_off, *self.model.left_off))
+        return found
+
+
+_answer: ContextVar[tuple[Any, Any, Found] | None] = ContextVar("fastgen_fairseq_answer", default=None)
+
+
+@contextmanager
+def answered(generator: Any, sample: Any, found: Found) -> Generator[None]:
+    """Within it, a generator's `_generate` of a sample returns what has been found already."""
+    token = _answer.set((generator, sample, found))
+    try:
+        yield
+    finally:
+        _answer.reset(token)
+
 
 def generate(
     original: Callable[..., Any],
@@ -33,42 +67,63 @@ def generate(
     bos_token: int | None = None,
 ) -> Any:
     """`SequenceGenerator._generate`: decide, then decode here or leave the call to fairseq; the reason is counted."""
+    answer = _answer.get()
+    if answer is not None and answer[0] is self and answer[1] is sample:
+        return answer[2]
     try:
         plan = decide(self, sample, constraints)
     except Unsupported as unsupported:
         _engine.fallback("fairseq.generate", unsupported.reason)
         self.model.set_decoder_beam_size(self.beam_size)  # another generator of the model may have set its own
         return original(self, sample, prefix_tokens, constraints, bos_token)
-    models = [*self.model.models, *([] if self.lm_model is None else [self.lm_model])]
-    with _engine.running(plan), ExitStack() as stack:
-        for model in models:
-            stack.enter_context(routed(model))
+    with _engine.running(plan), routes(self):
         lengths = source_lengths(original, self, sample["net_input"])
-        finished, left_off = _decode(self, plan, sample, lengths, prefix_tokens, constraints, bos_token)
-    _engine.hit("fairseq.generate", left_off)
-    return finished
+        begun, _ = begin(self, plan, sample, lengths, prefix_tokens, constraints, bos_token)
+    return begun.finish()
 
 
-def _decode(
+def models_of(generator: Any) -> list[Any]:
+    """All models that a generator runs, a language model beside them last."""
+    return [*generator.model.models, *([] if generator.lm_model is None else [generator.lm_model])]
+
+
+@contextmanager
+def routes(generator: Any) -> Generator[None]:
+    """Route the linear layers of a generator's models while the context lasts."""
+    with ExitStack() as stack:
+        for model in models_of(generator):
+            stack.enter_context(routed(model))
+        yield
+
+
+def begin(
     generator: Any,
     plan: Plan,
     sample: Any,
     lengths: Tensor,
-    prefix_tokens: Tensor | None,
-    constraints: Tensor | None,
-    bos_token: int | None,
-) -> tuple[list[list[dict[str, Tensor]]], tuple[str, ...]]:
+    prefix_tokens: Tensor | None = None,
+    constraints: Tensor | None = None,
+    bos_token: int | None = None,
+    pauses: bool = False,
+) -> tuple[Begun, bool]:
+    """Encode a batch and search; return the search, and whether it is over.
+
+    Args:
+        lengths: of the sources, (B,).
+        pauses: whether to stop as soon as steps can be made together with those of others.
+    """
     net_input = sample["net_input"]
     source: Tensor = net_input["src_tokens"]
     longest = _longest(generator, source, lengths)
     b, m, device = plan.sentences, plan.beams, source.device
     steps = longest + 1
+    encoded = encode(generator.model, net_input)
     stepper = Stepper(
         [
-            Member(model, output, b, m, steps)
-            for model, output in zip(generator.model.models, encode(generator.model, net_input), strict=True)
+            Member(model, output, b, m, steps, generator.temperature)
+            for model, output in zip(generator.model.models, encoded, strict=True)
         ],
-        b, m, steps, device, generator.temperature,
+        b, m, steps, device,
         None if generator.lm_model is None else Member(generator.lm_model, None, b, m, steps),
         generator.lm_weight,
     )  # fmt: skip
@@ -92,8 +147,9 @@ def _decode(
         captured=graph.wanted(source),
     )
     first = _prefilled(search, stepper, prefix_tokens)
-    found = [[_as_fairseq(hypothesis) for hypothesis in hypotheses] for hypotheses in search.run(stepper, first)]
-    return found, (*plan.left_off, *stepper.left_off)
+    made = stepper.step(search.text.ids[::m]) if first is None else (Prediction(lambda: first), None)
+    over = run(search, stepper, made, lambda: pauses and stepper.joinable)
+    return Begun(plan, search, stepper), over
 
 
 def _prefilled(search: FirstFinished, stepper: Stepper, prefix: Tensor | None) -> Tensor | None:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +23,7 @@ from fastgen.patches import _engine
 from fastgen.patches.fairseq.background import InOrder
 from fastgen.patches.fairseq.lines import Scored, Sentence, Speaker, spoken
 from fastgen.patches.fairseq.options import given
+from fastgen.patches.fairseq.refill import Translations
 from fastgen.patches.fairseq.setup import Run, check_sampling, without
 
 _Original = Callable[..., Any]
@@ -37,8 +38,8 @@ def generate(original: _Original, cfg: Any) -> Any:
         return original(cfg)
     _check(cfg)
     with _engine.running("fairseq-generate"), _output(cfg) as output:
-        scorer = _generate(cfg, output)
-    _engine.hit("fairseq.generate_command")
+        scorer, left_off = _generate(cfg, output)
+    _engine.hit("fairseq.generate_command", left_off)
     return scorer
 
 
@@ -82,8 +83,8 @@ def _output(cfg: Any) -> Iterator[TextIO]:
         raise SystemExit(f"fairseq-generate: {partial} is not whole: {error.strerror}") from error
 
 
-def _generate(cfg: Any, output: TextIO) -> Any:
-    """Translate a data set; return the scorer."""
+def _generate(cfg: Any, output: TextIO) -> tuple[Any, Iterable[str]]:
+    """Translate a data set; return the scorer, and what was left off."""
     logging.basicConfig(
         format="%(asctime)s | %(levelname)s | %(name)s | %(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",
@@ -99,7 +100,7 @@ def _generate(cfg: Any, output: TextIO) -> Any:
     dataset = run.task.dataset(cfg.dataset.gen_subset)
     language_model = _language_model(run, logger)
     run.prepare([*run.models, *([] if language_model is None else [language_model])])
-    progress = _batches(run, dataset)
+    batches = _batches(run, dataset)
     extra = {"lm_model": language_model, "lm_weight": cfg.generation.lm_weight}
     generator = run.task.build_generator(run.models, cfg.generation, extra_gen_cls_kwargs=extra)
     try:
@@ -119,19 +120,13 @@ def _generate(cfg: Any, output: TextIO) -> Any:
             else:
                 scorer.add(torch.IntTensor(sentence.target_tokens), torch.IntTensor(sentence.hypothesis_tokens))
 
+    translations = Translations(run.task, run.models, generator, batches, timer, cfg.generation.prefix_size, run.cuda)
+    progress = _under_bar(run, translations)
     with InOrder(speaker.batch, write, given.postprocess_workers) as background:
-        for collated in progress:
-            sample: Any = utils.move_to_cuda(collated) if run.cuda else collated
-            if "net_input" not in sample:
+        for sample, found, generated in progress:
+            if found is None:
                 continue
             has_target = sample["target"] is not None
-            prefix = sample["target"][:, : cfg.generation.prefix_size] if cfg.generation.prefix_size > 0 else None
-            timer.start()
-            found = run.task.inference_step(
-                generator, run.models, sample, prefix_tokens=prefix, constraints=sample.get("constraints")
-            )
-            generated = sum(len(hypotheses[0]["tokens"]) for hypotheses in found)
-            timer.stop(generated)
             background.hand_in(_sentences(sample, found, speaker, dataset))
             meter.update(generated)
             progress.log({"wps": round(meter.avg)})
@@ -145,7 +140,7 @@ def _generate(cfg: Any, output: TextIO) -> Any:
         _warn_of_bleu(cfg, logger)
         subset, beam = cfg.dataset.gen_subset, cfg.generation.beam
         print(f"Generate {subset} with beam={beam}: {scorer.result_string()}", file=output)
-    return scorer
+    return scorer, translations.left_off
 
 
 def _language_model(run: Run, logger: logging.Logger) -> Any:
@@ -166,9 +161,9 @@ def _language_model(run: Run, logger: logging.Logger) -> Any:
 
 
 def _batches(run: Run, dataset: Any) -> Any:
-    """The batches, which fairseq's workers collate ahead, under its progress bar."""
+    """The batches, which fairseq's workers collate ahead."""
     cfg = run.cfg
-    batches = run.task.get_batch_iterator(
+    return run.task.get_batch_iterator(
         dataset=dataset,
         max_tokens=cfg.dataset.max_tokens,
         max_sentences=cfg.dataset.batch_size,
@@ -181,8 +176,13 @@ def _batches(run: Run, dataset: Any) -> Any:
         num_workers=cfg.dataset.num_workers,
         data_buffer_size=cfg.dataset.data_buffer_size,
     ).next_epoch_itr(shuffle=False)
+
+
+def _under_bar(run: Run, translations: Translations) -> Any:
+    """Translations under fairseq's progress bar, which shows those that are done."""
+    cfg = run.cfg
     return progress_bar.progress_bar(
-        batches,
+        translations,
         log_format=cfg.common.log_format,
         log_interval=cfg.common.log_interval,
         default_log_format="simple" if cfg.common.no_progress_bar else "tqdm",

@@ -1,6 +1,7 @@
 """fairseq models that make decode steps over the shared cache: one, an ensemble, and a language model beside them."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from fairseq.models.transformer import TransformerModelBase
 from torch import Tensor
 
 from fastgen.decoding import cache
-from fastgen.decoding.first_finished import Prediction
+from fastgen.decoding.first_finished import Made, Prediction
 from fastgen.models.memory import Memory, memory_of
 from fastgen.models.proof import by_modules, trial, verdict
 from fastgen.models.reader import NotFused
+from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.fairseq.attention import Layers, current_step
 from fastgen.patches.fairseq.fused import FusedDecoder
 
@@ -24,8 +26,10 @@ _PROJECTED = 128
 class Member:
     """A model with a decoder of fairseq's transformer, its cache and the encoder's output at B rows, if any."""
 
-    def __init__(self, model: Any, encoder_out: Any, sentences: int, beams: int, longest: int) -> None:
-        self.model, self.encoder_out = model, encoder_out
+    def __init__(
+        self, model: Any, encoder_out: Any, sentences: int, beams: int, longest: int, temperature: float = 1.0
+    ) -> None:
+        self.model, self.encoder_out, self.temperature = model, encoder_out, temperature
         self.memory: Memory = memory_of(model)
         self.layers = Layers(attention_of(model.decoder), sentences, beams, longest, self.memory)
         self.dtype: torch.dtype = next(model.parameters()).dtype
@@ -34,9 +38,7 @@ class Member:
         self.fused: FusedDecoder | None = None
         self.left_off: str | None = None
 
-    def step(
-        self, tokens: Tensor, ancestry: cache.Ancestry | None, temperature: float
-    ) -> tuple[Prediction, Tensor | None]:
+    def step(self, tokens: Tensor, ancestry: cache.Ancestry | None) -> Made:
         """Return the prediction for R rows, and attention over the source (R, S) or None."""
         self.layers.begin_step(ancestry, self.dtype)
         if ancestry is not None and self.fused is None and self.left_off is None:
@@ -53,9 +55,18 @@ class Member:
             tried.ready = reason is None
             if reason is not None:
                 self.fused, self.left_off = None, by_modules(reason)
-        if temperature != 1.0:
-            logits = logits.div_(temperature)
         return self._prediction(logits, extra), attention
+
+    def begin_step(self, ancestry: cache.Ancestry) -> Context:
+        """Open a step that is made from the weights together with those of others."""
+        assert self.fused is not None
+        self.layers.begin_step(ancestry, self.dtype)
+        return self.fused.context()
+
+    def end_step(self, context: Context, logits: Tensor) -> Made:
+        """Return what `step` does of the logits (R, V) that have been made in a context."""
+        weights = context.weights
+        return self._prediction(logits, None), None if weights is None else weights.to(logits.dtype)
 
     def _by_modules(self, tokens: Tensor) -> tuple[Tensor, Tensor | None, Any]:
         """Logits (R, 1, V), attention over the source and what else the decoder returns, by its own forward."""
@@ -75,7 +86,7 @@ class Member:
         except NotFused as reason:
             self.left_off = by_modules(reason)
 
-    def prefill(self, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def prefill(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Run texts (B, P + 1); return log-probabilities of what follows, (B, V), and of all but the first, (B, P).
 
         Positions pass the output layer some at a time: those of all would take the memory of P steps.
@@ -90,13 +101,15 @@ class Member:
         size = max(1, _PROJECTED // max(1, tokens.shape[0]))
         for at in range(0, tokens.shape[1] - 1, size):
             end = min(at + size, tokens.shape[1] - 1)
-            logits = self.model.decoder.output_layer(features[:, at:end]).div_(temperature)
+            logits = self.model.decoder.output_layer(features[:, at:end]).div_(self.temperature)
             log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
             found.append(log_probs.gather(2, tokens[:, at + 1 : end + 1, None])[:, :, 0])
-        last = self.model.decoder.output_layer(features[:, -1:]).div_(temperature)
+        last = self.model.decoder.output_layer(features[:, -1:]).div_(self.temperature)
         return torch.log_softmax(last[:, -1], -1, dtype=torch.float32), torch.cat(found, 1)
 
     def _prediction(self, logits: Tensor, extra: Any) -> Prediction:
+        if self.temperature != 1.0:
+            logits = logits.div_(self.temperature)
         if not self.plain:
             return Prediction(
                 lambda: self.model.get_normalized_probs((logits, extra), log_probs=True, sample=None)[:, -1]
@@ -132,23 +145,47 @@ class Stepper:
         beams: int,
         longest: int,
         device: torch.device,
-        temperature: float = 1.0,
         language_model: Member | None = None,
         lm_weight: float = 1.0,
     ) -> None:
         self.members, self.language_model, self.lm_weight = members, language_model, lm_weight
-        self.temperature = temperature
+        self.longest = longest
         self.ancestry = cache.Ancestry(sentences, beams, longest, device)
         self._first = True
 
-    def step(self, tokens: Tensor) -> tuple[Prediction, Tensor | None]:
-        ancestry = None
-        if not self._first:
-            self._sweep()
-            self.ancestry.begin_step()
-            ancestry = self.ancestry
+    def step(self, ids: Tensor) -> Made:
+        """Run the newest token of ids (R, L), in the first step (B, 1)."""
+        ancestry = None if self._first else self._opened()
         self._first = False
-        steps = [member.step(tokens, ancestry, self.temperature) for member in self.members]
+        return self._mixed([member.step(ids, ancestry) for member in self._all])
+
+    @property
+    def joinable(self) -> bool:
+        """Whether the next step can be made together with those of others: from the weights of all models."""
+        return all(member.fused is not None and member.fused.ready for member in self._all)
+
+    @property
+    def decoders(self) -> list[DecoderStep]:
+        return [member.fused.step for member in self._all if member.fused is not None]
+
+    def begin_step(self, ids: Tensor) -> list[Context]:
+        """Open a step of the newest token of ids (R, L), which is made together with those of others."""
+        ancestry = self._opened()
+        return [member.begin_step(ancestry) for member in self._all]
+
+    def end_step(self, contexts: Sequence[Context], logits: Sequence[Tensor]) -> Made:
+        """Return what `step` does of the logits (R, V) that each model has made in these contexts."""
+        made = zip(self._all, contexts, logits, strict=True)
+        return self._mixed([member.end_step(own, of_own) for member, own, of_own in made])
+
+    def _opened(self) -> cache.Ancestry:
+        self._sweep()
+        self.ancestry.begin_step()
+        return self.ancestry
+
+    def _mixed(self, made: list[Made]) -> Made:
+        """The ensemble's prediction and attention, of those of all models."""
+        steps = made[: len(self.members)]
         prediction, attention = steps[0]
         if len(steps) > 1:
             stacked = torch.stack([of_member.log_probs() for of_member, _ in steps])
@@ -157,7 +194,7 @@ class Stepper:
             seen = [attention for _, attention in steps if attention is not None]
             attention = sum(seen[1:], seen[0]) / len(steps) if seen else None
         if self.language_model is not None:
-            beside, _ = self.language_model.step(tokens, ancestry, 1.0)
+            beside, _ = made[-1]
             total = prediction.log_probs() + beside.log_probs() * self.lm_weight
             prediction = Prediction(lambda: total)
         return prediction, attention
@@ -177,7 +214,7 @@ class Stepper:
     def prefill(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Run texts (B, P + 1), as `Member.prefill`."""
         self._first = False
-        found = [member.prefill(tokens, self.temperature) for member in self.members]
+        found = [member.prefill(tokens) for member in self.members]
         log_probs, of_tokens = (torch.logsumexp(torch.stack(part), 0) for part in zip(*found, strict=True))
         return log_probs - math.log(len(found)), of_tokens - math.log(len(found))
 

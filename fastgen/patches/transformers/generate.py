@@ -146,7 +146,7 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
         model = call.stepper(plan, step)
         decoding = decoding_of(loop, call, model)
         with decoding.around():
-            over = run(decoding.search, model, lambda: pauses and model.joinable)
+            over = run(decoding.search, model, model.prefill(), lambda: pauses and model.joinable)
     begun = Begun(name, model, decoding.search, decoding.output, () if reason is None else (reason,))
     return begun.finish() if over else begun
 
@@ -155,7 +155,7 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
 class Decoding:
     """A loop: its search, what makes `generate`'s output of it, and what transformers runs it in."""
 
-    search: Search
+    search: Search[Tensor]
     output: Callable[[], Any]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 

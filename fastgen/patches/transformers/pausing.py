@@ -6,9 +6,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
-from fastgen.decoding.cohorts import Search
+from fastgen.decoding.cohorts import Search, left_empty
 from fastgen.decoding.plan import Plan
 from fastgen.patches import _engine
 from fastgen.patches.transformers.report import note
@@ -40,7 +41,7 @@ class Begun:
 
     name: str
     model: Stepper
-    search: Search
+    search: Search[Tensor]
     output: Callable[[], Any]
     left_off: tuple[str, ...] = ()
 
@@ -85,7 +86,7 @@ def decide(model: Any, plan: Plan, criteria: Sequence[Any]) -> tuple[bool, str |
     if request is None or request.model is not model:
         return False, None
     reason = request.refused or _reason_not_to_pause(request, plan, criteria)
-    return reason is None, None if reason is None else f"rows that are freed stay empty: {reason}"
+    return reason is None, None if reason is None else left_empty(reason)
 
 
 def _reason_not_to_pause(request: Request, plan: Plan, criteria: Sequence[Any]) -> str | None:

@@ -8,31 +8,22 @@ Source: Hoang et al. 2018 (Amun), section 2.1.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from fastgen.decoding.cohorts import Cohort, step
+from fastgen.decoding.cohorts import Cohort, Occupancy, advance
 from fastgen.models.families import family_of
 from fastgen.models.memory import is_out_of_memory
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
+from fastgen.patches._room import NO_MEMORY, make_room
 from fastgen.patches.transformers import parity, pausing
 from fastgen.patches.transformers.pausing import Begun, Request
 from fastgen.patches.transformers.shared import SharedStepper
-from fastgen.patches.transformers.split import NO_MEMORY, make_room
-
-COHORTS = 3
-"""Batches that run side by side at most."""
-
-FREED = 0.75
-"""The share of a batch's tokens that must have been freed before others start."""
-
-OCCUPIED = 0.5
-"""The share of places taken, over the steps of batches that are done, below which others start."""
 
 _logger = logging.getLogger("fastgen")
 
@@ -51,15 +42,9 @@ class Batch:
 
 
 @dataclass(eq=False)
-class _Running(Cohort):
-    batch: Batch
-    begun: Begun
-    steps: int = 0
-    decoded: int = 0  # sentences, all steps together
-
-    @property
-    def tokens(self) -> int:
-        return self.search.present * self.batch.width
+class _Running(Cohort[Tensor]):
+    batch: Batch = field(kw_only=True)
+    begun: Begun = field(kw_only=True)
 
 
 class Refill:
@@ -74,7 +59,7 @@ class Refill:
     ) -> None:
         self.model, self.tokens, self.generate, self.config, self.kwargs = model, tokens, generate, config, kwargs
         self.refused: str | None = None  # why batches run one after the other, as far as it is known
-        self.decoded = self.places = 0  # sentences in the steps of batches that are done, and places for them
+        self.occupancy = Occupancy()
 
     def run(self, take: Callable[[int], Batch | None]) -> list[tuple[Batch, Tensor]]:
         """Generate all batches; return each with what `generate` returns for it.
@@ -131,30 +116,20 @@ class Refill:
         found = self._call(batch, self.refused)
         if isinstance(found, Begun):
             assert isinstance(found.model, SharedStepper)
-            running.append(_Running(found.search, found.model, batch, found))
+            sizes = len(batch.places), batch.width
+            running.append(_Running(found.search, found.model, *sizes, batch=batch, begun=found))
         else:
             done.append((batch, found))
 
     def _advance(self, running: list[_Running], done: list[tuple[Batch, Tensor]]) -> None:
         """Make a step of all that run."""
-        for cohort, logits in zip(list(running), step(running), strict=True):
-            cohort.steps, cohort.decoded = cohort.steps + 1, cohort.decoded + cohort.search.present
-            if not cohort.search.advance(cohort.model, logits):
-                running.remove(cohort)
-                self.decoded += cohort.decoded
-                self.places += cohort.steps * len(cohort.batch.places)
-                done.append((cohort.batch, cohort.begun.finish()))
+        for cohort in advance(running):
+            self.occupancy.note(cohort)
+            done.append((cohort.batch, cohort.begun.finish()))
 
     def _room(self, running: list[_Running]) -> int:
         """Tokens of a batch that may start now, 0 for none."""
-        if self.refused is not None:
-            return 0
-        if not running:
-            return self.tokens
-        if len(running) == COHORTS or self.decoded >= OCCUPIED * self.places:
-            return 0
-        free = self.tokens - sum(cohort.tokens for cohort in running)
-        return free if free >= FREED * self.tokens else 0
+        return 0 if self.refused is not None else self.occupancy.room(running, self.tokens)
 
     def _call(self, batch: Batch, refused: str | None) -> Any:
         request = Request(self.model, refused)

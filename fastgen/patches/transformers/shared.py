@@ -1,6 +1,6 @@
 """A transformers model that makes decode steps over the shared cache."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -89,23 +89,27 @@ class SharedStepper(Stepper):
         return self.fused is not None and self.fused.ready
 
     @property
-    def decoder(self) -> DecoderStep:
+    def decoders(self) -> list[DecoderStep]:
         assert self.fused is not None
-        return self.fused.step
+        return [self.fused.step]
 
     @property
     def longest(self) -> int:
         assert self.fused is not None
         return self.fused.longest
 
-    def begin_step(self, ids: Tensor) -> Context:
+    def begin_step(self, ids: Tensor) -> list[Context]:
         """Open a step of the newest token of ids (R, L), which is made together with those of others."""
         assert self.cache is not None
         assert self.fused is not None
         self._note_step(ids)
         self._joined += 1
         self.cache.begin_step()
-        return self.fused.context()
+        return [self.fused.context()]
+
+    def end_step(self, contexts: Sequence[Context], logits: Sequence[Tensor]) -> Tensor:
+        """Return the logits (R, V) fp32 of a step that was made together with those of others."""
+        return logits[0].float()
 
     @property
     def ancestry(self) -> Ancestry | None:

@@ -1,7 +1,6 @@
 """A batch for which there is not enough memory, in halves: one after the other, with the same result."""
 
 import copy
-import gc
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -12,8 +11,9 @@ from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from fastgen.decoding.plan import Unsupported
-from fastgen.models import graph, memory
+from fastgen.models import memory
 from fastgen.patches import _engine
+from fastgen.patches._room import NO_MEMORY, make_room
 from fastgen.patches.transformers import pausing
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import fill_of
@@ -53,18 +53,7 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
     return _joined(parts, fill)
 
 
-NO_MEMORY = "there was not enough memory"
-
 _logger = logging.getLogger("fastgen")
-
-
-def make_room() -> None:
-    """Give back what nobody uses any more."""
-    memory.release()
-    graph.release()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _separable(model: Any, kwargs: dict[str, Any]) -> Prepared | None:
