@@ -181,6 +181,13 @@ class LayerKV:
         """One token of every beam has been written."""
         self.steps, self.filled = self.steps + 1, self.filled + self.beams
 
+    def reach(self, steps: int) -> None:
+        """Make room for `steps` tokens of a text with one beam, and count so many as written at least."""
+        keys, values = self.room
+        if keys.shape[2] < self.prefix + steps:
+            self._reserve(keys, values, self.prefix + steps + _room(steps, self.longest))
+        self.steps = self.filled = max(steps, self.steps)
+
     def _make_room(self, keys: Tensor, values: Tensor) -> bool:
         """Make room for one more token of every beam, of the shape of keys and values, if there is none."""
         full = self._keys is None or self._keys.shape[2] < self.slots + self.beams

@@ -1,5 +1,6 @@
 """transformers' `generate` and its two decoding loops, on the engine of `decoding`."""
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,11 +21,11 @@ from fastgen.models.families import family_of
 from fastgen.models.routes import routed
 from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
-from fastgen.patches.transformers import parity, pausing, split
+from fastgen.patches.transformers import bild, parity, pausing, split
+from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import edits_of, fill_of, stop_of
 from fastgen.patches.transformers.pausing import Begun
-from fastgen.patches.transformers.shared import SharedStepper
 from fastgen.patches.transformers.stepper import Stepper
 
 _Original = Callable[..., Any]
@@ -37,9 +38,19 @@ _engine.on_release(graph.release)
 def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`GenerationMixin.generate` with the model's linear layers on their fastest route; in parity mode, both ways."""
     pausing.note_call(self)
+    options = bild.options_of(self, kwargs)
+    run = _accelerated if options is None else functools.partial(_decoded_together, options)
     if parity.wanted():
-        return parity.both_ways(_accelerated, original, self, *args, **kwargs)
-    return _accelerated(original, self, *args, **kwargs)
+        if options is None or (options.lossless and not kwargs.get("do_sample")):
+            return parity.both_ways(run, original, self, *args, **kwargs)
+        _engine.compared("run once: big-little decoding changes the output, without lossless=True or with sampling")
+    return run(original, self, *args, **kwargs)
+
+
+def _decoded_together(options: bild.Options, original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    asked = bild.Asked(self, options)
+    with bild.asking(asked):
+        return _accelerated(asked.noting(original), self, *args, **kwargs)
 
 
 def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,35 +59,6 @@ def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> A
         if layers:
             _engine.hit("transformers.generate")
         return split.generate(original, self, *args, **kwargs)
-
-
-@dataclass
-class _Call:
-    """What `generate` hands to one of its loops."""
-
-    model: Any
-    input_ids: Tensor
-    logits_processor: Any
-    stopping_criteria: Any
-    config: Any
-    synced_gpus: bool
-    model_kwargs: dict[str, Any]
-    streamer: Any = None
-
-    @property
-    def trace(self) -> Trace:
-        wanted = self.config.return_dict_in_generate
-        return Trace(
-            scores=[] if wanted and self.config.output_scores else None,
-            logits=[] if wanted and self.config.output_logits else None,
-        )
-
-    def stepper(self, plan: Plan, step: DecoderStep | None) -> Stepper:
-        given = self.model, plan, self.input_ids, self.config, dict(self.model_kwargs)
-        stepper = SharedStepper(*given, step) if plan.shared else Stepper(*given)
-        if self.config.return_dict_in_generate and (self.config.output_hidden_states or self.config.output_attentions):
-            stepper.outputs = []
-        return stepper
 
 
 def beam_search(
@@ -90,7 +72,7 @@ def beam_search(
     **model_kwargs: Any,
 ) -> Any:
     """`GenerationMixin._beam_search`, where it can be over one cache per sentence."""
-    call = _Call(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+    call = Call(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs)
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
     )
@@ -109,7 +91,7 @@ def sample(
     **model_kwargs: Any,
 ) -> Any:
     """`GenerationMixin._sample`, where it can be over one cache per sentence."""
-    call = _Call(
+    call = Call(
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer
     )
     stock = lambda: original(  # noqa: E731
@@ -118,11 +100,15 @@ def sample(
     return _run("sample", call, stock)
 
 
-def _run(loop: Literal["beam", "sample"], call: _Call, stock: Callable[[], Any]) -> Any:
+def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) -> Any:
     """Decide, then decode here or leave the call to the toolkit; the reason is counted.
 
     Returns what `generate` returns; where it was asked to pause and can, the `Begun` loop.
     """
+    if bild.hands_over(call.model):
+        return call
+    if (asked := bild.asked_of(call.model)) is not None:
+        return bild.decode(call, asked)
     name = {"beam": "transformers.beam_search", "sample": "transformers.sample"}[loop]
     try:
         plan, step = decide(
@@ -156,7 +142,7 @@ class _Decoding:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def _beam_search(call: _Call, model: Stepper) -> _Decoding:
+def _beam_search(call: Call, model: Stepper) -> _Decoding:
     config, m = call.config, model.plan.beams
     eos = config._eos_token_tensor
     rule = TransformersRule(
@@ -184,7 +170,7 @@ def _beam_search(call: _Call, model: Stepper) -> _Decoding:
     return _Decoding(search, lambda: _of_beams(call, model, search))
 
 
-def _of_beams(call: _Call, model: Stepper, search: BeamSearch) -> Any:
+def _of_beams(call: Call, model: Stepper, search: BeamSearch) -> Any:
     config, best = call.config, search.outcome
     if isinstance(search, ReplayedBeamSearch) and search.refused is not None:
         model.plan = replace(model.plan, left_off=(*model.plan.left_off, search.refused))
@@ -208,7 +194,7 @@ def _of_beams(call: _Call, model: Stepper, search: BeamSearch) -> Any:
     return kind(**fields)
 
 
-def _sample(call: _Call, model: Stepper) -> _Decoding:
+def _sample(call: Call, model: Stepper) -> _Decoding:
     config, streamer = call.config, call.streamer
     pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
     pad = config._pad_token_tensor
@@ -227,7 +213,7 @@ def _sample(call: _Call, model: Stepper) -> _Decoding:
     return _Decoding(sampling, lambda: _of_samples(call, model, sampling), around)
 
 
-def _of_samples(call: _Call, model: Stepper, sampling: Sampling) -> Any:
+def _of_samples(call: Call, model: Stepper, sampling: Sampling) -> Any:
     if call.streamer is not None:
         call.streamer.end()
     if not call.config.return_dict_in_generate:
@@ -237,7 +223,7 @@ def _of_samples(call: _Call, model: Stepper, sampling: Sampling) -> Any:
     return cast(Any, kind)(**fields)
 
 
-def _fields(call: _Call, model: Stepper, trace: Trace) -> dict[str, Any]:
+def _fields(call: Call, model: Stepper, trace: Trace) -> dict[str, Any]:
     """The fields that all of `generate`'s outputs have."""
     config, encoder_decoder = call.config, call.model.config.is_encoder_decoder
 
