@@ -1,7 +1,6 @@
 """Decoding by a small and a large model as its definition has it: one text, nothing cached; and toy models for it."""
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -94,7 +93,7 @@ class Toy:
 class Held:
     """A toy over R texts: it knows of each what it was given, and can go on from nowhere else.
 
-    shared: the texts of the model whose keys and values it shares.
+    texts: what it holds of each; handed over where two models hold the same.
     """
 
     toy: Scores
@@ -103,7 +102,7 @@ class Held:
     passes: list[int] = field(default_factory=list[int])
 
     def prefill(self) -> Tensor:
-        self.texts = [[] for _ in self.prompts]
+        self.texts = self.texts or [[] for _ in self.prompts]
         return torch.stack([self.toy(prompt) for prompt in self.prompts])
 
     def extend(self, spans: Sequence[Span]) -> Tensor:
@@ -122,6 +121,3 @@ class Held:
     def keep(self, rows: Tensor) -> None:
         self.prompts = [self.prompts[row] for row in rows.tolist()]
         self.texts = [self.texts[row] for row in rows.tolist()]
-
-
-INFINITE = math.inf

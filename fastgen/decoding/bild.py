@@ -12,7 +12,7 @@ large model has put there is replaced again.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastgen.decoding.policies import Place, Policy
-from fastgen.decoding.text import Edit, Stop, Text, closed_up, edited, may_leave
+from fastgen.decoding.text import Edit, NGramBlock, Stop, Text, closed_up, edited, may_leave
 from fastgen.models.ragged import Span
 
 
@@ -166,7 +166,8 @@ class Bild:
             drafting = [text for text in sure if not text.ended and text.drafted < self.max_draft]
         if self.paper_compat:
             for text in texts:
-                text.drafted = 0 if text.ended else text.drafted
+                if text.ended and text.drafted:
+                    self._tell(text, len(text.tokens) - text.drafted)
 
     def _check(self, texts: Sequence[_Text]) -> None:
         """Let the large model look over what was drafted, and write a token of its own behind what has not ended."""
@@ -191,15 +192,18 @@ class Bild:
         if standing < len(lengths):
             del text.tokens[lengths[standing] :]
             self._write(text, "rollback" if rolled_back else "write", own[standing])
-        text.drafted = 0
         text.counts.large_calls += 1
         text.counts.rollbacks += rolled_back
-        text.counts.tokens = len(text.tokens)
         text.held = [min(held, len(text.tokens) - 1) for held in text.held]
         if self.shared:
             text.held[_SMALL] = text.held[_LARGE]
+        self._tell(text, lengths.start)
+
+    def _tell(self, text: _Text, start: int) -> None:
+        """All tokens stand, those from `start` on since now."""
+        text.drafted, text.counts.tokens = 0, len(text.tokens)
         if self.on_tokens is not None:
-            self.on_tokens(text.index, text.tokens[lengths.start :])
+            self.on_tokens(text.index, text.tokens[start:])
 
     def _let_go(self) -> None:
         """Let finished texts leave, when enough of them have gathered."""
@@ -254,7 +258,7 @@ class Bild:
             written = torch.tensor([self._all[text].tokens[:length] for text in texts], device=device)
             ids = torch.cat([self.prompt[texts], written.view(len(rows), length).to(self.prompt.dtype)], 1)
             at = torch.tensor(rows, device=device)
-            scores[at] = edited(scores[at], Text(ids, prompt_length), self.edits)
+            scores[at] = edited(scores[at], Text(ids, prompt_length), [_of_texts(edit, texts) for edit in self.edits])
         return scores
 
     def _write(self, text: _Text, kind: str, token: int) -> None:
@@ -271,3 +275,10 @@ class Bild:
     def _note(self, text: _Text, kind: str, place: int, token: int) -> None:
         if self.events is not None:
             self.events[text.index].append((kind, place, token))
+
+
+def _of_texts(edit: Edit, texts: list[int]) -> Edit:
+    """An edit that has something of every text, with that of these."""
+    if isinstance(edit, NGramBlock) and edit.source is not None and len(edit.source) > 1:
+        return replace(edit, source=edit.source[texts])
+    return edit

@@ -120,6 +120,7 @@ class LayerKV:
         self.prefix = 0
         self.steps = self.filled = 0  # tokens of a beam; slots of all
         self.beams = 1
+        self._blank = False  # whether there are zeros behind what is filled
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
@@ -182,10 +183,15 @@ class LayerKV:
         self.steps, self.filled = self.steps + 1, self.filled + self.beams
 
     def reach(self, steps: int) -> None:
-        """Make room for `steps` tokens of a text with one beam, and count so many as written at least."""
+        """Make room for `steps` tokens of texts with one beam, zeros until they are written, and count so many."""
         keys, values = self.room
-        if keys.shape[2] < self.prefix + steps:
+        full = keys.shape[2] < self.prefix + steps
+        if full:
             self._reserve(keys, values, self.prefix + steps + _room(steps, self.longest))
+        if full or not self._blank:
+            for buffer in self.room:
+                buffer[:, :, self.slots :] = 0.0
+            self._blank = True
         self.steps = self.filled = max(steps, self.steps)
 
     def _make_room(self, keys: Tensor, values: Tensor) -> bool:

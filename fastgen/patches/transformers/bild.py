@@ -38,6 +38,9 @@ FALLBACK, ROLLBACK, MAX_DRAFT = 0.6, 2.0, 10
 """What holds where a call does not say."""
 
 _NAMES = ("fallback_threshold", "rollback_threshold", "max_draft", "lossless", "paper_compat")
+_OF_A_TEXT = (lp.RepetitionPenaltyLogitsProcessor, lp.EncoderNoRepeatNGramLogitsProcessor)
+"""Processors that look at a text, and at what is given for it, though not those by which rows may leave a batch."""
+
 _PADDING = 1024
 """Rows of an embedding that stand for no token, at most: two models of one tokenizer may differ by so many."""
 
@@ -112,7 +115,9 @@ def _number(name: str, value: Any, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is a {type(value).__name__}, {value!r}; it must be a number")
     if not 0.0 <= value <= most:
-        raise ValueError(f"{name} is {value}; it must be from 0 to {most:g}" if most < math.inf else _below(name, value))
+        raise ValueError(
+            f"{name} is {value}; it must be from 0 to {most:g}" if most < math.inf else _below(name, value)
+        )
     return float(value)
 
 
@@ -140,7 +145,7 @@ def _check_pair(large: Any, small: Any, tokenizers: tuple[Any, Any]) -> None:
                 f"big-little decoding needs two models of one tokenizer: {token!r} is {ours.get(token)} to the large "
                 f"one and {theirs.get(token)} to the small one"
             )
-    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (large, small)]
+    sizes = [model.get_output_embeddings().weight.shape[0] for model in (large, small)]
     if abs(sizes[0] - sizes[1]) > _PADDING:
         raise ValueError(
             f"big-little decoding needs two models of one tokenizer: their vocabularies have {sizes[0]} and {sizes[1]} "
@@ -150,9 +155,7 @@ def _check_pair(large: Any, small: Any, tokenizers: tuple[Any, Any]) -> None:
         ids = [getattr(model.generation_config, name, None) for model in (large, small)]
         sets = [set(i if isinstance(i, list) else [i]) - {None} for i in ids]
         if all(sets) and not sets[0] & sets[1]:
-            raise ValueError(
-                f"big-little decoding needs two models of one tokenizer: {name} is {ids[0]} and {ids[1]}"
-            )
+            raise ValueError(f"big-little decoding needs two models of one tokenizer: {name} is {ids[0]} and {ids[1]}")
 
 
 @dataclass
@@ -286,8 +289,8 @@ def _check_call(call: Call) -> None:
     if (name := known(call.stopping_criteria)) is not None:
         raise ValueError(f"big-little decoding cannot tell for single tokens where a {name} ends a text")
     several = call.input_ids.shape[0] > 1
-    mixing = [p for p in call.logits_processor if type(p) is not lp.RepetitionPenaltyLogitsProcessor]
-    if several and (name := rowwise(mixing)) is not None:
+    others = [processor for processor in call.logits_processor if type(processor) not in _OF_A_TEXT]
+    if several and (name := rowwise(others)) is not None:
         raise ValueError(
             f"big-little decoding looks at some texts of a batch at a time, but {name} may look at the whole batch: "
             "generate one text at a time"

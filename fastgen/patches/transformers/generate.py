@@ -12,14 +12,13 @@ from transformers.generation import utils as gu
 from fastgen.decoding.beam import BeamSearch, Trace
 from fastgen.decoding.beam_replay import ReplayedBeamSearch
 from fastgen.decoding.cohorts import Search, run
-from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.decoding.plan import Unsupported
 from fastgen.decoding.rules import TransformersRule
 from fastgen.decoding.sample import Sampling
 from fastgen.decoding.text import all_sparse
 from fastgen.models import graph, linear, memory
 from fastgen.models.families import family_of
 from fastgen.models.routes import routed
-from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
 from fastgen.patches.transformers import bild, parity, pausing, split
 from fastgen.patches.transformers.call import Call
