@@ -13,7 +13,7 @@ large model has put there is replaced again.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -121,9 +121,8 @@ class Bild:
     def __post_init__(self) -> None:
         self._all = [_Text(index, index) for index in range(self.prompt.shape[0])]
         self._present = list(self._all)
-        self._ends: frozenset[int] = frozenset(
-            cast("list[int]", [] if self.stop.eos is None else self.stop.eos.tolist())
-        )
+        eos: list[int] = [] if self.stop.eos is None else cast(Any, self.stop.eos).tolist()
+        self._ends = frozenset(eos)
         self._first: dict[int, Tensor] = {}  # what the models say of the tokens that follow the prompts
 
     def run(self) -> Tensor:

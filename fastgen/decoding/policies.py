@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -53,16 +53,16 @@ class Likeliest:
     def draft(self, scores: Tensor, places: Sequence[Place]) -> Drafted:
         token = argmax(scores)
         best = scores.gather(1, token[:, None])[:, 0]
-        found = torch.stack([token.double(), (best - scores.logsumexp(1)).exp_().double()]).tolist()
-        return Drafted([int(t) for t in found[0]], found[1])
+        tokens, confidence = _read(token, (best - scores.logsumexp(1)).exp_())
+        return Drafted([int(t) for t in tokens], confidence)
 
     def check(self, scores: Tensor, places: Sequence[Place], drafted: Sequence[int]) -> Checked:
         own = argmax(scores)
         if self.rollback == 0.0:
-            chosen: list[int] = cast("list[int]", own.tolist())
+            chosen: list[int] = cast(Any, own).tolist()
             return Checked(chosen, [token == other for token, other in zip(drafted, chosen, strict=True)])
-        found = torch.stack([own.double(), _costs(scores, drafted).double()]).tolist()
-        return Checked([int(t) for t in found[0]], _standing(drafted, found[0], found[1], self.rollback))
+        likeliest, costs = _read(own, _costs(scores, drafted))
+        return Checked([int(t) for t in likeliest], _standing(drafted, likeliest, costs, self.rollback))
 
 
 @dataclass
@@ -73,10 +73,10 @@ class Drawn:
 
     def draft(self, scores: Tensor, places: Sequence[Place]) -> Drafted:
         probabilities = torch.softmax(scores, 1)
-        return Drafted(_draw(probabilities), cast("list[float]", probabilities.amax(1).tolist()))
+        return Drafted(_draw(probabilities), _read(probabilities.amax(1))[0])
 
     def check(self, scores: Tensor, places: Sequence[Place], drafted: Sequence[int]) -> Checked:
-        likeliest, costs = torch.stack([argmax(scores).double(), _costs(scores, drafted).double()]).tolist()
+        likeliest, costs = _read(argmax(scores), _costs(scores, drafted))
         return Checked(_draw(torch.softmax(scores, 1)), _standing(drafted, likeliest, costs, self.rollback))
 
 
@@ -93,7 +93,7 @@ class Rejection:
     def draft(self, scores: Tensor, places: Sequence[Place]) -> Drafted:
         probabilities = torch.softmax(scores, 1)
         self._drawn_from.update(zip(places, probabilities, strict=True))
-        return Drafted(_draw(probabilities), cast("list[float]", probabilities.amax(1).tolist()))
+        return Drafted(_draw(probabilities), _read(probabilities.amax(1))[0])
 
     def check(self, scores: Tensor, places: Sequence[Place], drafted: Sequence[int]) -> Checked:
         large = torch.softmax(scores, 1)
@@ -103,14 +103,19 @@ class Rejection:
         self._drawn_from.clear()
         tokens = torch.tensor(drafted, device=scores.device).clamp_(min=0)[:, None]
         at_large, at_small = large.gather(1, tokens)[:, 0], small.gather(1, tokens)[:, 0]
-        stands: list[bool] = cast("list[bool]", (torch.rand_like(at_small) * at_small < at_large).tolist())
+        stands: list[bool] = cast(Any, torch.rand_like(at_small) * at_small < at_large).tolist()
         rest = (large - small).clamp_(min=0.0)
         alike = rest.sum(1, keepdim=True) == 0.0  # then every draft stands, and nothing is drawn from the rest
         return Checked(_draw(torch.where(alike, large, rest)), stands)
 
 
 def _draw(weights: Tensor) -> list[int]:
-    return cast("list[int]", torch.multinomial(weights, 1)[:, 0].tolist())
+    return cast(Any, torch.multinomial(weights, 1)[:, 0]).tolist()
+
+
+def _read(*columns: Tensor) -> list[list[float]]:
+    """Numbers (N,) of several kinds, in one look at the device."""
+    return cast(Any, torch.stack([column.double() for column in columns])).tolist()
 
 
 def _costs(scores: Tensor, drafted: Sequence[int]) -> Tensor:

@@ -153,7 +153,7 @@ def _check_pair(large: Any, small: Any, tokenizers: tuple[Any, Any]) -> None:
         )
     for name in ("eos_token_id", "pad_token_id", "decoder_start_token_id"):
         ids = [getattr(model.generation_config, name, None) for model in (large, small)]
-        sets = [set(i if isinstance(i, list) else [i]) - {None} for i in ids]
+        sets = [set(cast("list[int]", i) if isinstance(i, list) else [i]) - {None} for i in ids]
         if all(sets) and not sets[0] & sets[1]:
             raise ValueError(f"big-little decoding needs two models of one tokenizer: {name} is {ids[0]} and {ids[1]}")
 
@@ -361,7 +361,7 @@ class _FirstLayers:
 
     def prefill(self) -> Tensor:
         """Run the last token of each prompt once more, to the layer of the exit."""
-        last: list[int] = cast("list[int]", self.whole.prompt[:, -1].tolist())
+        last: list[int] = cast(Any, self.whole.prompt[:, -1]).tolist()
         return self.extend([Span(row, -1, [token]) for row, token in enumerate(last)])
 
     def extend(self, spans: Sequence[Span]) -> Tensor:
