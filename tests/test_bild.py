@@ -4,15 +4,17 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
 from fastgen.decoding.bild import Bild
+from fastgen.decoding.pace import Pace
 from fastgen.decoding.policies import Drawn, Likeliest, Rejection
 from fastgen.decoding.text import Stop
+from fastgen.models.ragged import Span
 from tests.bild_oracle import Held, Toy, bild, greedy
 
 EOS, PAD = 1, 0
@@ -203,3 +205,92 @@ def test_a_drawn_token_stands_if_it_is_cheap() -> None:
                 assert token == int(toys.large(text[: len(prompt) + place]).argmax())
             if kind != "fallback":
                 text[len(prompt) + place :] = [token]
+
+
+class _Clock:
+    """A clock that models advance as they run: seconds of a pass, and of each text and token in it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Timed(Held):
+    """A toy that takes time."""
+
+    clock: _Clock = field(default_factory=_Clock)
+    seconds: float = 1.0
+    of_token: float = 0.0
+
+    def prefill(self) -> torch.Tensor:
+        self.clock.now += self.seconds
+        return super().prefill()
+
+    def extend(self, spans: Sequence[Span]) -> torch.Tensor:
+        found = super().extend(spans)
+        self.clock.now += self.seconds + self.of_token * len(found)
+        return found
+
+
+def _seconds(pace: Pace | None, clock: _Clock, small_seconds: float, calls: int, fallback: float = 0.0) -> float:
+    """What calls take in all, of two texts of 60 tokens each; every second draft of the small model is wrong."""
+    began = clock.now
+    for seed in range(calls):
+        toys = pair(seed, rows=2)
+        toys.small, toys.longest = Toy(toys.large.vocabulary, 1, other=toys.large, own=0.3), 61
+        search = toys.search(policy=Likeliest(0.0), fallback=fallback, max_draft=4, pace=pace)
+        search.stop = Stop(None, [lambda length: length >= 61])
+        search = replace(search)
+        search.large = Timed(toys.large, list(toys.prompts), clock=clock, of_token=0.01)
+        search.small = Timed(toys.small, list(toys.prompts), clock=clock, seconds=small_seconds)
+        texts = search.run()[:, len(toys.prompts[0]) :].tolist()
+        ends = lambda text: len(text) >= 61  # noqa: E731
+        assert texts == [greedy(toys.large, prompt, ends) for prompt in toys.prompts]
+    return clock.now - began
+
+
+def test_drafts_that_do_not_pay_are_left_off() -> None:
+    clock = _Clock()
+    alone = _seconds(None, clock, 0.0, calls=30, fallback=1.1)  # with a small model that costs nothing and says nothing
+    pace = Pace(clock)
+    _seconds(pace, clock, 0.9, calls=3)
+    later = _seconds(pace, clock, 0.9, calls=30)
+    assert alone / later >= 0.98
+    assert _seconds(None, clock, 0.9, calls=30) > 1.2 * alone, "always drafting would lose"
+
+
+def test_drafts_that_pay_go_on() -> None:
+    clock = _Clock()
+    always = _seconds(None, clock, 0.05, calls=10)
+    measured = _seconds(Pace(clock), clock, 0.05, calls=10)
+    assert always <= measured <= 1.1 * always
+    assert _seconds(None, clock, 0.0, calls=10, fallback=1.1) > 1.5 * measured, "they do pay"
+
+
+def test_drafts_are_tried_again_when_they_have_become_cheap() -> None:
+    clock, pace = _Clock(), Pace()
+    pace.clock = clock
+    _seconds(pace, clock, 0.9, calls=3)
+    _seconds(pace, clock, 0.05, calls=20)
+    assert _seconds(pace, clock, 0.05, calls=5) < 0.75 * _seconds(None, clock, 0.0, calls=5, fallback=1.1)
+
+
+def test_a_small_model_that_begins_late_holds_the_texts_that_are_left() -> None:
+    toys = pair(3, rows=12)
+
+    @dataclass
+    class Late(Pace):
+        rounds: int = 0
+
+        def drafts(self, texts: int) -> bool:
+            self.rounds += 1
+            return self.rounds > 2
+
+    search = toys.search(policy=Likeliest(0.0), fallback=0.0, pace=Late())
+    assert toys.texts(search.run()) == [greedy(toys.large, prompt, toys.ends) for prompt in toys.prompts]
+    assert isinstance(search.small, Held)
+    assert search.small.passes, "it has drafted"
+    assert len(search.small.prompts) < 12, "texts had left"

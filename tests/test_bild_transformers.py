@@ -334,6 +334,9 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no draft": ({"max_draft": 0}, ValueError, "max_draft is 0; it must be 1 or more"),
     "half a token": ({"max_draft": 2.5}, TypeError, "max_draft is a float, 2.5"),
     "two rollbacks": ({"lossless": True, "rollback_threshold": 2.0}, ValueError, "rollback_threshold=2.0 would keep"),
+    "a clock that would change the output": (
+        {"fallback_threshold": 0.5, "adaptive_draft": True}, ValueError, "adaptive_draft=True goes by the clock"
+    ),
     "beams": ({"fallback_threshold": 0.5, "num_beams": 4}, ValueError, "num_beams is 4, and must be 1"),
     "samples": (
         {"lossless": True, "do_sample": True, "num_return_sequences": 2}, ValueError, "num_return_sequences is 2"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastgen.decoding.pace import Pace
 from fastgen.decoding.policies import Place, Policy
 from fastgen.decoding.text import Edit, NGramBlock, Stop, Text, closed_up, edited, may_leave
 from fastgen.models.ragged import Span
@@ -100,6 +101,7 @@ class Bild:
         shared: whether the small model's keys and values are among those of the large one.
         paper_compat: write the first token by the large model, and do not look over a draft that has come to an end, as
             the authors' program.
+        pace: says before each round whether the small model drafts at all; None where it always does.
         on_tokens: called with a text's index and its new tokens, once they stand.
         events: where what happens is noted, a list for each text; None for nowhere.
     """
@@ -115,6 +117,7 @@ class Bild:
     max_draft: int
     shared: bool = False
     paper_compat: bool = False
+    pace: Pace | None = None
     on_tokens: Callable[[int, list[int]], None] | None = None
     events: list[list[tuple[str, int, int]]] | None = None
 
@@ -127,12 +130,11 @@ class Bild:
 
     def run(self) -> Tensor:
         """Decode to the end; return all texts (R, P + T), filled up with `pad`."""
-        self._first = {_LARGE: self.large.prefill(), _SMALL: self.small.prefill()}
+        self._first = {_LARGE: self.large.prefill()}
         if self.paper_compat:
             self._check(self._present)
         while running := [text for text in self._present if not text.finished]:
-            self._draft(running)
-            self._check([text for text in running if not text.finished])
+            self._round(running)
             self._let_go()
         longest = max(len(text.tokens) for text in self._all)
         rows = [text.tokens + [self.pad] * (longest - len(text.tokens)) for text in self._all]
@@ -142,6 +144,21 @@ class Bild:
     def counts(self) -> list[Counts]:
         """Of each text."""
         return [text.counts for text in self._all]
+
+    def _round(self, texts: Sequence[_Text]) -> None:
+        """Let texts gain a token each at least."""
+        pace, before = self.pace, sum(len(text.tokens) for text in texts)
+        drafts = pace is None or pace.drafts(len(texts))
+        if drafts and _SMALL not in self._first:
+            self._first[_SMALL] = self.small.prefill()
+            if len(self._present) < len(self._all):
+                self.small.keep(torch.tensor([text.index for text in self._present], device=self.prompt.device))
+        began = 0.0 if pace is None else pace.clock()
+        if drafts:
+            self._draft(texts)
+        self._check([text for text in texts if not text.finished])
+        if pace is not None:
+            pace.note(drafts, len(texts), sum(len(text.tokens) for text in texts) - before, pace.clock() - began)
 
     def _draft(self, texts: Sequence[_Text]) -> None:
         """Let the small model write on."""
@@ -215,7 +232,8 @@ class Bild:
             text.row = row
         rows = torch.tensor(staying, device=self.prompt.device)
         self.large.keep(rows)
-        self.small.keep(rows)
+        if _SMALL in self._first:
+            self.small.keep(rows)
 
     def _scores(self, size: int, texts: Sequence[_Text], lengths: Sequence[range]) -> tuple[Tensor, list[Place]]:
         """The edited scores (N, V) of what follows so many tokens of each text, and the places of the N.

@@ -121,10 +121,18 @@ class Ragged:
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
         keys, values = self.text[layer].room
-        keys.transpose(1, 2)[self.rows, self.slots] = key
-        values.transpose(1, 2)[self.rows, self.slots] = value
+        self._write(keys, key)
+        self._write(values, value)
         mask = self.mask if bias is None else self._biased(bias)
         return self._attend(query, keys[:, :, : self.end], values[:, :, : self.end], mask, scale, softcap)
+
+    def _write(self, buffer: Tensor, new: Tensor) -> None:
+        """Write keys or values (N, Hkv, D) to their slots of a buffer (R, Hkv, L, D)."""
+        if len(self.spans) == 1:
+            row = self.spans[0].row
+            buffer[row, :, self.end - self.queries : self.end] = new.transpose(0, 1)
+        else:
+            buffer.transpose(1, 2)[self.rows, self.slots] = new
 
     def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
         kept, mask = self.source[layer], self.source_mask

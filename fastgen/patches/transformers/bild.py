@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation import utils as gu
 
 from fastgen.decoding.bild import Bild, Counts
+from fastgen.decoding.pace import Pace
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.policies import Drawn, Likeliest, Policy, Rejection
 from fastgen.models.early_exit import early_exit
@@ -37,7 +39,7 @@ from fastgen.patches.transformers.shared import SharedStepper
 FALLBACK, ROLLBACK, MAX_DRAFT = 0.6, 2.0, 10
 """What holds where a call does not say."""
 
-_NAMES = ("fallback_threshold", "rollback_threshold", "max_draft", "lossless", "paper_compat")
+_NAMES = ("fallback_threshold", "rollback_threshold", "max_draft", "lossless", "paper_compat", "adaptive_draft")
 _OF_A_TEXT = (lp.RepetitionPenaltyLogitsProcessor, lp.EncoderNoRepeatNGramLogitsProcessor)
 """Processors that look at a text, and at what is given for it, though not those by which rows may leave a batch."""
 
@@ -54,6 +56,8 @@ class Options:
         fallback: the least probability with which the small model goes on. rollback: the most that one of its tokens
             may cost, -log p under the large model.
         lossless: whether the output is the large model's own.
+        adaptive: whether the small model drafts only where that is faster; None: where that cannot be told from the
+            output, which is lossless and not drawn.
     """
 
     small: Any
@@ -63,6 +67,7 @@ class Options:
     max_draft: int
     lossless: bool
     paper_compat: bool
+    adaptive: bool | None
 
 
 def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
@@ -101,7 +106,10 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
         _number("rollback_threshold", values.get("rollback_threshold", ROLLBACK), math.inf),
         _count("max_draft", values.get("max_draft", MAX_DRAFT)),
         bool(values.get("lossless", False)), bool(values.get("paper_compat", False)),
+        values.get("adaptive_draft"),
     )  # fmt: skip
+    if options.adaptive and not options.lossless:
+        raise ValueError("adaptive_draft=True goes by the clock, and would change the output: it needs lossless=True")
     for name in ("num_beams", "num_return_sequences"):
         value = arguments.get(name) or getattr(config, name, None) or getattr(model.generation_config, name, None) or 1
         if value != 1:
@@ -237,10 +245,11 @@ def decode(call: Call, asked: Asked) -> Any:
     options, config = asked.options, call.config
     _check_call(call)
     large = _Whole(call)
-    small = _small(large, call, asked)
+    small = _FirstLayers(large, options.layers) if options.layers is not None else _Later(lambda: _small(call, asked))
     policy: Policy = Likeliest(0.0 if options.lossless else options.rollback)
     if config.do_sample:
         policy = Rejection() if options.lossless else Drawn(options.rollback)
+    adaptive = options.lossless and not config.do_sample if options.adaptive is None else options.adaptive
     streamer, pad = call.streamer, config._pad_token_tensor
     bild = Bild(
         large=large,
@@ -254,6 +263,7 @@ def decode(call: Call, asked: Asked) -> Any:
         max_draft=options.max_draft,
         shared=options.small is None,
         paper_compat=options.paper_compat,
+        pace=_pace_of(call.model, options) if adaptive else None,
         on_tokens=None if streamer is None else lambda _, tokens: streamer.put(torch.tensor(tokens)),
     )
     plan = replace(large.stepper.plan, method="big-little decoding")
@@ -275,6 +285,16 @@ def decode(call: Call, asked: Asked) -> Any:
         return sequences
     kind = BildEncoderDecoderOutput if call.model.config.is_encoder_decoder else BildDecoderOnlyOutput
     return kind(sequences=cast(Any, sequences), bild=counts)
+
+
+_paces: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[int | None, Pace]]]" = WeakKeyDictionary()
+"""By large and small model, and by the layer of an early exit: what drafts have cost so far."""
+
+
+def _pace_of(model: Any, options: Options) -> Pace:
+    of_large = _paces.setdefault(model, WeakKeyDictionary())
+    of_pair = of_large.setdefault(model if options.small is None else options.small, {})
+    return of_pair.setdefault(options.layers, Pace())
 
 
 def _by_name(counts: Sequence[Counts]) -> dict[str, Tensor]:
@@ -354,6 +374,8 @@ class _FirstLayers:
     """The first layers of a model, over its own keys and values (`decoding.bild.Model`)."""
 
     def __init__(self, whole: _Whole, layers: int) -> None:
+        if whole.prompt.shape[1] == 0:
+            raise ValueError("big-little decoding by the first layers needs a prompt of tokens, and not inputs_embeds")
         self.whole = whole
         step = whole.stepper.of_weights
         assert step is not None
@@ -371,11 +393,28 @@ class _FirstLayers:
         """They are the whole model's, which has kept them."""
 
 
-def _small(large: _Whole, call: Call, asked: Asked) -> _Whole | _FirstLayers:
-    if asked.options.layers is not None:
-        if call.input_ids.shape[1] == 0:
-            raise ValueError("big-little decoding by the first layers needs a prompt of tokens, and not inputs_embeds")
-        return _FirstLayers(large, asked.options.layers)
+class _Later:
+    """A model that is made when it is first needed (`decoding.bild.Model`)."""
+
+    def __init__(self, make: Callable[[], _Whole]) -> None:
+        self._make = make
+        self._made: _Whole | None = None
+
+    def prefill(self) -> Tensor:
+        self._made = self._make()
+        return self._made.prefill()
+
+    def extend(self, spans: Sequence[Span]) -> Tensor:
+        assert self._made is not None
+        return self._made.extend(spans)
+
+    def keep(self, rows: Tensor) -> None:
+        assert self._made is not None
+        self._made.keep(rows)
+
+
+def _small(call: Call, asked: Asked) -> _Whole:
+    """The small model of a call, with the call's inputs."""
     model, config = asked.options.small, call.config
     assert asked.inputs is not None
     inputs: Mapping[str, Any] = {k: v for k, v in asked.inputs.items() if v is not None and k != "encoder_outputs"}
