@@ -423,3 +423,16 @@ def test_parity_mode_compares_what_is_lossless() -> None:
     gained = {name: count - before.get(name, 0) for name, count in after.items() if count != before.get(name, 0)}
     assert gained.pop("equal") == 1
     assert [name.partition(":")[0] for name in gained] == ["run once"]
+
+
+def test_in_a_stream() -> None:
+    large, small = pair("marian", seed=3, apart=0.03)
+    sentences = [row[mask.bool()].tolist() for row, mask in zip(*zoo.batch(large, 9, 8).values(), strict=True)]
+    options = {"max_new_tokens": NEW, "eos_token_id": ENDS, "num_beams": 1}
+    together = fastgen.generate_stream(
+        large, sentences, max_tokens=24, assistant_model=small, lossless=True, fallback_threshold=0.2, **options
+    )
+    with fastgen.disabled():
+        alone = [large.generate(torch.tensor([sentence]), **options) for sentence in sentences]
+    for found, stock in zip(together, alone, strict=True):
+        assert torch.equal(found, stock)
