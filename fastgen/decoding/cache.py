@@ -145,6 +145,7 @@ class LayerKV:
         self.prefix = 0
         self.steps = self.filled = 0  # tokens of a beam; slots of all
         self.beams = 1
+        self._blank = False  # whether there are zeros behind what is filled
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
@@ -213,6 +214,19 @@ class LayerKV:
     def note_step(self) -> None:
         """One token of every beam has been written."""
         self.steps, self.filled = self.steps + 1, self.filled + self.beams
+
+    def reach(self, steps: int) -> None:
+        """Make room for `steps` tokens of texts with one beam, zeros until they are written, and count so many."""
+        keys, values = self.room
+        full = keys.shape[2] < self.prefix + steps
+        if full:
+            least = steps + _room(steps, self.longest)
+            self._reserve(keys, values, self.prefix + least, self.prefix + max(least, self.longest))
+        if full or not self._blank:
+            for buffer in self.room:
+                buffer[:, :, self.slots :] = 0.0
+            self._blank = True
+        self.steps = self.filled = max(steps, self.steps)
 
     def _grow(self, keys: Tensor, values: Tensor) -> None:
         """Make room for some more steps, of the shape of keys and values."""

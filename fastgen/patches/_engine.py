@@ -16,7 +16,7 @@ import inspect
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
@@ -83,6 +83,7 @@ _installed: list[Entry] = []  # in the order of installation; undone from the en
 _versions: dict[str, str] = {}  # toolkit name -> version found
 _canaries: dict[str, Canary] = {}  # toolkit name -> the canary of a version newer than tested
 _compared: Counter[str] = Counter()  # parity mode: calls by outcome
+_together: Counter[str] = Counter()  # big-little decoding: what it counts, over all texts
 _disable_callbacks: list[Callable[[], object]] = []
 _release_callbacks: list[Callable[[], object]] = []
 _disabled_here: ContextVar[bool] = ContextVar("fastgen_disabled", default=False)
@@ -242,6 +243,12 @@ def compared(outcome: str) -> None:
         _compared[outcome] += 1
 
 
+def decoded_together(counts: Mapping[str, int]) -> None:
+    """Add up what the calls of big-little decoding count."""
+    with _lock:
+        _together.update(counts)
+
+
 def on_disable(callback: _Callback) -> _Callback:
     """Have ``callback()`` called after each `disable`. Usable as a decorator."""
     _disable_callbacks.append(callback)
@@ -259,7 +266,7 @@ def status() -> Status:
     modules = {entry.patch.toolkit.module for entry in tuple(_entries.values())}
     absent = frozenset(module for module in modules if module not in sys.modules and find_spec(module) is None)
     with _lock:
-        return report(_enabled, tuple(_entries.values()), _versions, _canaries, absent, _compared)
+        return report(_enabled, tuple(_entries.values()), _versions, _canaries, absent, _compared, _together)
 
 
 def _hook(module: str) -> None:

@@ -91,6 +91,8 @@ class Status:
         rows: the patches.
         parity: the calls of parity mode (``FASTGEN_PARITY=1``) by outcome: equal, near tie, different, or why run once.
         operations: calls of the operations that have a Triton kernel, by operation and path (triton or reference).
+        bild: what big-little decoding has done, summed over all texts: tokens, drafted, large_calls, small_calls,
+            fallbacks, rollbacks; empty where there was none.
     """
 
     version: str
@@ -99,6 +101,7 @@ class Status:
     rows: tuple[Row, ...]
     parity: dict[str, int]
     operations: dict[str, dict[str, int]]
+    bild: dict[str, int]
 
     def __getitem__(self, name: str) -> Row:
         for row in self.rows:
@@ -118,6 +121,7 @@ class Status:
             patches += [("", "", str(count), "", f"  left off: {what}") for what, count in sorted(row.left_off.items())]
             patches += [("", "", "", str(count), f"  fallback: {why}") for why, count in sorted(row.fallbacks.items())]
         outcomes = [(outcome, str(count)) for outcome, count in sorted(self.parity.items())]
+        together = [(name, str(count)) for name, count in self.bild.items()]
         operations = [(name, *(str(by.get(path, 0)) for path in _PATHS)) for name, by in self.operations.items()]
         return "\n".join(
             [
@@ -128,6 +132,7 @@ class Status:
                 *_table(("patch", "state", "hits", "fallbacks", "reason"), patches, numbers=(2, 3)),
                 *(["", *_table(("operation", *_PATHS), operations, numbers=(1, 2))] if operations else ()),
                 *(["", *_table(("parity", "calls"), outcomes, numbers=(1,))] if outcomes else ()),
+                *(["", *_table(("big-little decoding", "sum"), together, numbers=(1,))] if together else ()),
             ]
         )
 
@@ -139,6 +144,7 @@ def report(
     canaries: Mapping[str, Canary],
     absent: frozenset[str],
     compared: Mapping[str, int],
+    together: Mapping[str, int],
 ) -> Status:
     """Return the present state.
 
@@ -149,6 +155,7 @@ def report(
         canaries: toolkit name -> the canary of a version newer than tested.
         absent: the top modules of toolkits that are not installed.
         compared: calls of parity mode by outcome.
+        together: what big-little decoding counts.
     """
     toolkits = dict.fromkeys(entry.patch.toolkit for entry in entries)
     return Status(
@@ -158,6 +165,7 @@ def report(
         tuple(_row(e, canaries.get(e.patch.toolkit.name), e.patch.toolkit.module in absent) for e in entries),
         dict(compared),
         {name: {p: calls[name, p] for p in _PATHS if calls[name, p]} for name in sorted({name for name, _ in calls})},
+        dict(together),
     )
 
 

@@ -1,6 +1,7 @@
 """The decode steps of a transformers model from its weights (`models.step`), over the shared cache."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from fastgen import config
 from fastgen.models import graph
 from fastgen.models.layouts import LAYOUTS
 from fastgen.models.proof import outcome
+from fastgen.models.ragged import Ragged, Span
 from fastgen.models.reader import NotFused, is_toolkits, step_of
 from fastgen.models.replay import Replay
 from fastgen.models.step import Context, DecoderStep
@@ -115,6 +117,20 @@ class FusedDecoder:
             cache.sentences, self.prefix + steps + 1, self.prefix, position, cache.text, cache.source,
             self._text_mask(visible, whole), self.source_mask,
         )  # fmt: skip
+
+    def extend(self, spans: Sequence[Span], step: DecoderStep | None = None) -> Tensor:
+        """Return logits (N, V) fp32 of what follows the tokens of spans, with one beam per sentence.
+
+        step: one of the first layers alone; None for all.
+        """
+        cache, step = self.cache, step or self.step
+        text, source = step.layers
+        around = Ragged(
+            cache.sentences, spans, self.first, cache.text[:text], cache.source[:source], self.prefix_mask,
+            self.source_mask,
+        )  # fmt: skip
+        ids = torch.tensor([token for span in spans for token in span.tokens], device=around.slots.device)
+        return step(ids, around).float()
 
     def keep(self, sentences: Tensor) -> None:
         """Keep these sentences, int64 indices."""

@@ -13,7 +13,7 @@ from fastgen.decoding.beam import BeamSearch, Trace
 from fastgen.decoding.beam_replay import ReplayedBeamSearch
 from fastgen.decoding.choices import not_captured
 from fastgen.decoding.cohorts import Search, run
-from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.decoding.plan import Unsupported
 from fastgen.decoding.rules import TransformersRule
 from fastgen.decoding.sample import Sampling
 from fastgen.decoding.sample_replay import ReplayedSampling
@@ -22,13 +22,12 @@ from fastgen.decoding.text import Edit, all_sparse
 from fastgen.models import graph, linear, memory
 from fastgen.models.families import family_of
 from fastgen.models.routes import routed
-from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
-from fastgen.patches.transformers import parity, pausing, split
+from fastgen.patches.transformers import bild, parity, pausing, split
+from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import edits_of, fill_of, stop_of
 from fastgen.patches.transformers.pausing import Begun
-from fastgen.patches.transformers.shared import SharedStepper
 from fastgen.patches.transformers.stepper import Stepper
 
 _Original = Callable[..., Any]
@@ -41,9 +40,19 @@ _engine.on_release(graph.release)
 def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`GenerationMixin.generate` with the model's linear layers on their fastest route; in parity mode, both ways."""
     pausing.note_call(self)
+    options = bild.options_of(self, kwargs)
+    run = _accelerated if options is None else functools.partial(_decoded_together, options)
     if parity.wanted():
-        return parity.both_ways(_accelerated, original, self, *args, **kwargs)
-    return _accelerated(original, self, *args, **kwargs)
+        if options is None or (options.lossless and not kwargs.get("do_sample")):
+            return parity.both_ways(run, original, self, *args, **kwargs)
+        _engine.compared("run once: big-little decoding changes the output, without lossless=True or with sampling")
+    return run(original, self, *args, **kwargs)
+
+
+def _decoded_together(options: bild.Options, original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    asked = bild.Asked(self, options)
+    with bild.asking(asked):
+        return _accelerated(asked.noting(original), self, *args, **kwargs)
 
 
 def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,35 +61,6 @@ def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> A
         if layers:
             _engine.hit("transformers.generate")
         return split.generate(original, self, *args, **kwargs)
-
-
-@dataclass
-class Call:
-    """What `generate` hands to one of its loops."""
-
-    model: Any
-    input_ids: Tensor
-    logits_processor: Any
-    stopping_criteria: Any
-    config: Any
-    synced_gpus: bool
-    model_kwargs: dict[str, Any]
-    streamer: Any = None
-
-    @property
-    def trace(self) -> Trace:
-        wanted = self.config.return_dict_in_generate
-        return Trace(
-            scores=[] if wanted and self.config.output_scores else None,
-            logits=[] if wanted and self.config.output_logits else None,
-        )
-
-    def stepper(self, plan: Plan, step: DecoderStep | None) -> Stepper:
-        given = self.model, plan, self.input_ids, self.config, dict(self.model_kwargs)
-        stepper = SharedStepper(*given, step) if plan.shared else Stepper(*given)
-        if self.config.return_dict_in_generate and (self.config.output_hidden_states or self.config.output_attentions):
-            stepper.outputs = []
-        return stepper
 
 
 def beam_search(
@@ -127,6 +107,10 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
 
     Returns what `generate` returns; where it was asked to pause and can, the `Begun` loop.
     """
+    if bild.hands_over(call.model):
+        return call
+    if (asked := bild.asked_of(call.model)) is not None:
+        return bild.decode(call, asked)
     name = {"beam": "transformers.beam_search", "sample": "transformers.sample"}[loop]
     try:
         plan, step = decide(

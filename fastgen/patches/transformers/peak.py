@@ -28,6 +28,7 @@ from fastgen.ops.dispatch import runs_kernels
 from fastgen.patches import _engine
 from fastgen.patches.transformers import generate as loops
 from fastgen.patches.transformers.cache import SharedCache
+from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import known, runs_code_of_others
 from fastgen.patches.transformers.prepared import MIXIN, Prepared
@@ -103,11 +104,11 @@ def _planned(kind: Any, plan: Plan, step: DecoderStep | None) -> type:
         ) -> None:  # fmt: skip
             self.__class__ = kind
             config = generation_config
-            call = loops.Call(self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, kwargs)
+            call = Call(self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, kwargs)
             model = cast(SharedStepper, call.stepper(plan, step))
             decoding = loops.decoding_of(name, call, model)
             with _engine.running(plan), decoding.around():
-                run(_Ends(cast("BeamSearch | Sampling", decoding.search), config.max_length), model)
+                run(_Ends(cast("BeamSearch | Sampling", decoding.search), config.max_length), model, model.prefill())
 
         return planned
 

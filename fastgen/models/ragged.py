@@ -1,0 +1,164 @@
+"""Tokens of texts that differ in length, several of some and none of others, in one pass through a decoder.
+
+What reads the weights runs over all tokens, one row each. For attention the tokens of a text are folded as the beams of
+a sentence are: they are several queries over the same keys, each of which sees those before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastgen.models.step import KeysAndValues, RelativeBias, Rotary, turn
+from fastgen.ops.beam_attention import beam_attention
+
+
+class Span(NamedTuple):
+    """Neighbouring tokens of one text.
+
+    Attributes:
+        row: which text.
+        start: the place of the first of them behind the prompt: 0 follows it, -1 is the prompt's last token.
+        tokens: at least one.
+    """
+
+    row: int
+    start: int
+    tokens: Sequence[int]
+
+
+class Written(KeysAndValues, Protocol):
+    """A layer of the cache that has room for tokens to come, with one beam per sentence."""
+
+    prefix: int
+
+    @property
+    def room(self) -> tuple[Tensor, Tensor]: ...
+    def reach(self, steps: int) -> None:
+        """Make room for `steps` tokens of a text behind the prompt, and count them as written."""
+        ...
+
+
+@dataclass
+class Ragged:
+    """`Surroundings` of spans of R texts: their tokens, one behind the other, are the N rows of the pass.
+
+    Attributes:
+        texts: R.
+        spans: at most one of each text, in the order of the texts. What a text has before its span is in the cache.
+        first: the position of the first token behind the prompt; (R,) int64 where texts differ.
+        text, source: keys and values of each layer.
+        prefix_mask, source_mask: additive, (R, 1, 1, S), of the prompt and of the source; None where all is seen.
+    """
+
+    texts: int
+    spans: Sequence[Span]
+    first: int | Tensor
+    text: Sequence[Written]
+    source: Sequence[KeysAndValues]
+    prefix_mask: Tensor | None = None
+    source_mask: Tensor | None = None
+    biased: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
+
+    def __post_init__(self) -> None:
+        prefix, device = self.text[0].prefix, self.text[0].keys.device
+        counts = [len(span.tokens) for span in self.spans]
+        starts = [prefix + span.start for span in self.spans]
+        self.queries = max(counts)
+        self.end = max(start + count for start, count in zip(starts, counts, strict=True))
+        for layer in self.text:
+            layer.reach(self.end - prefix)
+        # All texts are attended to where most have tokens: those of some only are copied, and not read in place.
+        chosen = [span.row for span in self.spans]
+        whole = 2 * len(chosen) > self.texts
+        self.attended = None if whole else torch.tensor(chosen, device=device)
+        self.present = self.texts if whole else len(chosen)
+        places = chosen if whole else range(len(chosen))
+        self.even = len(chosen) == self.present and len(set(counts)) == 1
+        level = self.even and len(set(starts)) == 1
+        # Of each token: its text, its slot, and its query among those of all texts.
+        self.rows = torch.tensor([r for r, n in zip(chosen, counts, strict=True) for _ in range(n)], device=device)
+        slots = [start + i for start, n in zip(starts, counts, strict=True) for i in range(n)]
+        self.slots = torch.tensor(slots, device=device)
+        folded = [place * self.queries + i for place, n in zip(places, counts, strict=True) for i in range(n)]
+        self.folded = None if self.even else torch.tensor(folded, device=device)
+        self.position: int | Tensor = self._position(prefix, starts[0] if level and self.queries == 1 else None)
+        self.mask = None if level and self.queries == 1 and self.prefix_mask is None else self._mask()
+
+    def _position(self, prefix: int, slot: int | None) -> int | Tensor:
+        if isinstance(self.first, Tensor):
+            return self.first[self.rows] + self.slots - prefix
+        return self.slots + (self.first - prefix) if slot is None else slot + self.first - prefix
+
+    def _mask(self) -> Tensor:
+        """What each query sees of its text, additive (R', 1, K, N)."""
+        unseen = torch.arange(self.end, device=self.slots.device) > self._last_seen()[:, None, :, None]
+        mask = torch.zeros(unseen.shape, dtype=self.text[0].keys.dtype, device=unseen.device)
+        mask.masked_fill_(unseen, -torch.inf)
+        if self.prefix_mask is None:
+            return mask
+        hidden = self.prefix_mask if self.attended is None else self.prefix_mask[self.attended]
+        return mask + F.pad(hidden, (0, self.end - hidden.shape[3]))
+
+    def _last_seen(self) -> Tensor:
+        """The slot of each query (R', K) int64; the last one where there is no token."""
+        if self.folded is None:
+            return self.slots.view(self.present, self.queries)
+        last = torch.full((self.present * self.queries,), self.end - 1, device=self.slots.device)
+        return last.index_copy_(0, self.folded, self.slots).view(self.present, self.queries)
+
+    def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
+        if id(rotary) not in self.rotations:
+            self.rotations[id(rotary)] = turn(rotary, self.position, x)
+        return self.rotations[id(rotary)]
+
+    def over_text(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: RelativeBias | None, scale: float,
+        softcap: float | None,
+    ) -> Tensor:  # fmt: skip
+        keys, values = self.text[layer].room
+        self._write(keys, key)
+        self._write(values, value)
+        mask = self.mask if bias is None else self._biased(bias)
+        return self._attend(query, keys[:, :, : self.end], values[:, :, : self.end], mask, scale, softcap)
+
+    def _write(self, buffer: Tensor, new: Tensor) -> None:
+        """Write keys or values (N, Hkv, D) to their slots of a buffer (R, Hkv, L, D)."""
+        if len(self.spans) == 1:
+            row = self.spans[0].row
+            buffer[row, :, self.end - self.queries : self.end] = new.transpose(0, 1)
+        else:
+            buffer.transpose(1, 2)[self.rows, self.slots] = new
+
+    def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
+        kept, mask = self.source[layer], self.source_mask
+        mask = mask if mask is None or self.attended is None else mask[self.attended]
+        return self._attend(query, kept.keys, kept.values, mask, scale, None)
+
+    def _biased(self, bias: RelativeBias) -> Tensor:
+        """The mask plus a bias by distance, (R', H, K, N), made once for all layers that have it."""
+        if id(bias) not in self.biased:
+            table = bias.by_distance
+            distance = self._last_seen()[..., None] - torch.arange(self.end, device=table.device)
+            distance = distance.clamp_(0, table.shape[1] - 1)
+            found = table.index_select(1, distance.flatten()).view(-1, *distance.shape).transpose(0, 1)
+            self.biased[id(bias)] = found if self.mask is None else found + self.mask
+        return self.biased[id(bias)]
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+    ) -> Tensor:
+        """What query (N, H, D) finds in keys and values (R, Hkv, L, D) of all texts, (N, H * D)."""
+        if self.attended is not None:
+            keys, values = keys[self.attended], values[self.attended]
+        if self.folded is None:
+            folded = query.view(self.present, self.queries, *query.shape[1:])
+            return beam_attention(folded, keys, values, mask, scale, softcap).reshape(len(query), -1)
+        padded = query.new_zeros(self.present * self.queries, *query.shape[1:])
+        padded[self.folded] = query
+        padded = padded.view(self.present, self.queries, *query.shape[1:])
+        return beam_attention(padded, keys, values, mask, scale, softcap).flatten(2).flatten(0, 1)[self.folded]

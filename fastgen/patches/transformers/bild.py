@@ -1,0 +1,437 @@
+"""`generate(..., assistant_model=small, fallback_threshold=0.6, rollback_threshold=2.0)`: big-little decoding.
+
+`options_of` takes what asks for it out of a call's arguments. The call then goes its usual way to the decoding loop,
+and there `decode` sends the small model the same way with the same inputs, up to its own loop, and runs both together.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import logits_process as lp
+from transformers.generation import utils as gu
+
+from fastgen.decoding.bild import Bild, Counts
+from fastgen.decoding.pace import Pace
+from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.decoding.policies import Drawn, Likeliest, Policy, Rejection
+from fastgen.models.early_exit import early_exit
+from fastgen.models.families import family_of
+from fastgen.models.ragged import Span
+from fastgen.models.routes import routed
+from fastgen.models.step import DecoderStep
+from fastgen.patches import _engine
+from fastgen.patches.transformers.call import Call
+from fastgen.patches.transformers.decide import decide
+from fastgen.patches.transformers.edits import edits_of, known, rowwise, stop_of
+from fastgen.patches.transformers.fused import FusedDecoder
+from fastgen.patches.transformers.report import note
+from fastgen.patches.transformers.shared import SharedStepper
+
+FALLBACK, ROLLBACK, MAX_DRAFT = 0.6, 2.0, 10
+"""What holds where a call does not say."""
+
+_NAMES = ("fallback_threshold", "rollback_threshold", "max_draft", "lossless", "paper_compat", "adaptive_draft")
+_OF_A_TEXT = (lp.RepetitionPenaltyLogitsProcessor, lp.EncoderNoRepeatNGramLogitsProcessor)
+"""Processors that look at a text, and at what is given for it, though not those by which rows may leave a batch."""
+
+_PADDING = 1024
+"""Rows of an embedding that stand for no token, at most: two models of one tokenizer may differ by so many."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call asks for.
+
+    Attributes:
+        small: the assistant; None where it is the first `layers` of the model itself.
+        fallback: the least probability with which the small model goes on. rollback: the most that one of its tokens
+            may cost, -log p under the large model.
+        lossless: whether the output is the large model's own.
+        adaptive: whether the small model drafts only where that is faster; None: where that cannot be told from the
+            output, which is lossless and not drawn.
+    """
+
+    small: Any
+    layers: int | None
+    fallback: float
+    rollback: float
+    max_draft: int
+    lossless: bool
+    paper_compat: bool
+    adaptive: bool | None
+
+
+def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
+    """Take what asks for big-little decoding out of the arguments of `generate`; None where nothing does.
+
+    A threshold in the call asks for it, or one in the generation config of a call that has an assistant. An
+    `assistant_model` alone is transformers' own assisted decoding.
+
+    Raises:
+        ValueError, TypeError: a value is not one that it can have; or two models do not fit.
+    """
+    config = arguments.get("generation_config") or model.generation_config
+    small, layers = arguments.get("assistant_model"), arguments.get("assistant_early_exit")
+    layers = getattr(config, "assistant_early_exit", None) if layers is None else layers
+    asked = {name: arguments[name] for name in _NAMES if arguments.get(name) is not None}
+    stored = {name: getattr(config, name) for name in _NAMES if getattr(config, name, None) is not None}
+    if not asked and (not stored or (small is None and layers is None)):
+        return None
+    for name in (*_NAMES, "assistant_model", "assistant_early_exit"):
+        arguments.pop(name, None)
+    tokenizers = arguments.get("tokenizer"), arguments.pop("assistant_tokenizer", None)
+    if (small is None) == (layers is None):
+        raise ValueError(
+            f"{', '.join(asked or stored)}: big-little decoding needs a small model, either assistant_model or "
+            f"assistant_early_exit (layers of the model itself), and got {'neither' if small is None else 'both'}"
+        )
+    if asked.get("lossless") and asked.get("rollback_threshold") is not None:
+        raise ValueError(
+            f"lossless=True keeps no token but the large model's own; rollback_threshold={asked['rollback_threshold']} "
+            "would keep others"
+        )
+    values: dict[str, Any] = stored | asked
+    options = Options(
+        small, layers,
+        _number("fallback_threshold", values.get("fallback_threshold", FALLBACK), 1.0),
+        _number("rollback_threshold", values.get("rollback_threshold", ROLLBACK), math.inf),
+        _count("max_draft", values.get("max_draft", MAX_DRAFT)),
+        bool(values.get("lossless", False)), bool(values.get("paper_compat", False)),
+        values.get("adaptive_draft"),
+    )  # fmt: skip
+    if options.adaptive and not options.lossless:
+        raise ValueError("adaptive_draft=True goes by the clock, and would change the output: it needs lossless=True")
+    for name in ("num_beams", "num_return_sequences"):
+        value = arguments.get(name) or getattr(config, name, None) or getattr(model.generation_config, name, None) or 1
+        if value != 1:
+            raise ValueError(f"big-little decoding writes one text per input: {name} is {value}, and must be 1")
+    if small is not None:
+        _check_pair(model, small, tokenizers)
+    return options
+
+
+def _number(name: str, value: Any, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is a {type(value).__name__}, {value!r}; it must be a number")
+    if not 0.0 <= value <= most:
+        raise ValueError(
+            f"{name} is {value}; it must be from 0 to {most:g}" if most < math.inf else _below(name, value)
+        )
+    return float(value)
+
+
+def _below(name: str, value: float) -> str:
+    return f"{name} is {value}; it must be 0 or more"
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is a {type(value).__name__}, {value!r}; it must be an integer")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be 1 or more")
+    return value
+
+
+def _check_pair(large: Any, small: Any, tokenizers: tuple[Any, Any]) -> None:
+    """Raise ValueError where two models do not read and write the same tokens, as far as it can be told."""
+    if bool(large.config.is_encoder_decoder) != bool(small.config.is_encoder_decoder):
+        raise ValueError(f"a {type(small).__name__} cannot draft for a {type(large).__name__}: one has an encoder")
+    if None not in tokenizers and tokenizers[0] is not tokenizers[1]:
+        ours, theirs = (tokenizer.get_vocab() for tokenizer in tokenizers)
+        if ours != theirs:
+            token = next(t for t in (*ours, *theirs) if ours.get(t) != theirs.get(t))
+            raise ValueError(
+                f"big-little decoding needs two models of one tokenizer: {token!r} is {ours.get(token)} to the large "
+                f"one and {theirs.get(token)} to the small one"
+            )
+    sizes = [model.get_output_embeddings().weight.shape[0] for model in (large, small)]
+    if abs(sizes[0] - sizes[1]) > _PADDING:
+        raise ValueError(
+            f"big-little decoding needs two models of one tokenizer: their vocabularies have {sizes[0]} and {sizes[1]} "
+            "tokens"
+        )
+    for name in ("eos_token_id", "pad_token_id", "decoder_start_token_id"):
+        ids = [getattr(model.generation_config, name, None) for model in (large, small)]
+        sets = [set(cast("list[int]", i) if isinstance(i, list) else [i]) - {None} for i in ids]
+        if all(sets) and not sets[0] & sets[1]:
+            raise ValueError(f"big-little decoding needs two models of one tokenizer: {name} is {ids[0]} and {ids[1]}")
+
+
+@dataclass
+class Asked:
+    """A call of `generate` that asks for it.
+
+    inputs: what its model gets, by name, once it is called.
+    """
+
+    model: Any
+    options: Options
+    inputs: dict[str, Any] | None = None
+
+    def noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`generate` that notes its inputs."""
+        signature = inspect.signature(original)
+
+        def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+            call = signature.bind(model, *args, **kwargs).arguments
+            others: dict[str, Any] = call.get("kwargs", {})
+            settings = call.get("generation_config") or GenerationConfig()
+            given = {name: value for name, value in others.items() if not hasattr(settings, name)}
+            self.inputs = given | {"inputs": call.get("inputs")}
+            return original(model, *args, **kwargs)
+
+        return generate
+
+
+_asked: ContextVar[Asked | None] = ContextVar("fastgen_bild", default=None)
+_handing_over: ContextVar[Any] = ContextVar("fastgen_bild_small", default=None)
+
+
+@contextmanager
+def asking(asked: Asked) -> Generator[None]:
+    """Within it, the model's decoding loop is `decode`."""
+    token = _asked.set(asked)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def asked_of(model: Any) -> Asked | None:
+    """What is asked of a model whose decoding loop begins."""
+    asked = _asked.get()
+    return asked if asked is not None and asked.model is model else None
+
+
+def hands_over(model: Any) -> bool:
+    """Whether a model's loop is not to run, but to hand its call over."""
+    return _handing_over.get() is model
+
+
+@dataclass
+class BildDecoderOnlyOutput(gu.GenerateDecoderOnlyOutput):
+    """As `GenerateDecoderOnlyOutput`, and what was done for each text.
+
+    Attributes:
+        bild: by name, int64 (B,): tokens, drafted, large_calls, small_calls, fallbacks, rollbacks
+            (`fastgen.decoding.bild.Counts`).
+    """
+
+    bild: dict[str, Tensor] | None = None
+
+
+@dataclass
+class BildEncoderDecoderOutput(gu.GenerateEncoderDecoderOutput):
+    """As `GenerateEncoderDecoderOutput`, and what was done for each text, as in `BildDecoderOnlyOutput`."""
+
+    bild: dict[str, Tensor] | None = None
+
+
+def decode(call: Call, asked: Asked) -> Any:
+    """The decoding loop of a call; returns what `generate` returns.
+
+    Raises:
+        ValueError: the call has what cannot be had here; the message says what.
+    """
+    options, config = asked.options, call.config
+    _check_call(call)
+    large = _Whole(call)
+    small = _FirstLayers(large, options.layers) if options.layers is not None else _Later(lambda: _small(call, asked))
+    policy: Policy = Likeliest(0.0 if options.lossless else options.rollback)
+    if config.do_sample:
+        policy = Rejection() if options.lossless else Drawn(options.rollback)
+    adaptive = options.lossless and not config.do_sample if options.adaptive is None else options.adaptive
+    streamer, pad = call.streamer, config._pad_token_tensor
+    bild = Bild(
+        large=large,
+        small=small,
+        prompt=call.input_ids,
+        stop=stop_of(call.stopping_criteria),
+        edits=edits_of(call.logits_processor, lambda: call.model.config.get_text_config(decoder=True).vocab_size),
+        policy=policy,
+        pad=0 if pad is None else int(pad),
+        fallback=options.fallback,
+        max_draft=options.max_draft,
+        shared=options.small is None,
+        paper_compat=options.paper_compat,
+        pace=_pace_of(call.model, options) if adaptive else None,
+        on_tokens=None if streamer is None else lambda _, tokens: streamer.put(torch.tensor(tokens)),
+    )
+    plan = replace(large.stepper.plan, method="big-little decoding")
+    large.stepper.plan = plan
+    assistant = asked.options.small
+    with _engine.running(plan):
+        if assistant is None:
+            sequences = bild.run()
+        else:
+            with routed(assistant, family_of(assistant.config.model_type)):
+                sequences = bild.run()
+    if streamer is not None:
+        streamer.end()
+    note(large.stepper.report())
+    _engine.hit("transformers.sample", plan.left_off)
+    counts = _by_name(bild.counts)
+    _engine.decoded_together({name: int(values.sum()) for name, values in counts.items()})
+    if not config.return_dict_in_generate:
+        return sequences
+    kind = BildEncoderDecoderOutput if call.model.config.is_encoder_decoder else BildDecoderOnlyOutput
+    return kind(sequences=cast(Any, sequences), bild=counts)
+
+
+_paces: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[int | None, Pace]]]" = WeakKeyDictionary()
+"""By large and small model, and by the layer of an early exit: what drafts have cost so far."""
+
+
+def _pace_of(model: Any, options: Options) -> Pace:
+    of_large = _paces.setdefault(model, WeakKeyDictionary())
+    of_pair = of_large.setdefault(model if options.small is None else options.small, {})
+    return of_pair.setdefault(options.layers, Pace())
+
+
+def _by_name(counts: Sequence[Counts]) -> dict[str, Tensor]:
+    return {name: torch.tensor([getattr(each, name) for each in counts]) for name in Counts.__dataclass_fields__}
+
+
+def _check_call(call: Call) -> None:
+    config = call.config
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name):
+            raise ValueError(f"big-little decoding returns tokens and counts: {name}=True is not possible")
+    if (name := known(call.stopping_criteria)) is not None:
+        raise ValueError(f"big-little decoding cannot tell for single tokens where a {name} ends a text")
+    several = call.input_ids.shape[0] > 1
+    others = [processor for processor in call.logits_processor if type(processor) not in _OF_A_TEXT]
+    if several and (name := rowwise(others)) is not None:
+        raise ValueError(
+            f"big-little decoding looks at some texts of a batch at a time, but {name} may look at the whole batch: "
+            "generate one text at a time"
+        )
+    if several and call.streamer is not None:
+        raise ValueError(f"a streamer follows one text, and the batch has {call.input_ids.shape[0]}")
+
+
+def _planned(call: Call) -> tuple[Plan, DecoderStep]:
+    kwargs = call.model_kwargs | {"synced_gpus": call.synced_gpus}
+    try:
+        plan, step = decide(
+            call.model, "sample", call.input_ids, call.logits_processor, call.stopping_criteria, call.config, kwargs
+        )
+    except Unsupported as unsupported:
+        raise ValueError(f"big-little decoding of {type(call.model).__name__}: {unsupported.reason}") from None
+    if step is None:
+        raise _not_fused(call.model, plan)
+    return plan, step
+
+
+def _not_fused(model: Any, plan: Plan) -> ValueError:
+    return ValueError(
+        "big-little decoding needs decode steps from the weights, which run any tokens of any text; of "
+        f"{type(model).__name__}, {'; '.join(plan.left_off)}"
+    )
+
+
+class _Whole:
+    """A model that makes all its layers' steps from the weights (`decoding.bild.Model`)."""
+
+    def __init__(self, call: Call) -> None:
+        plan, step = _planned(call)
+        self.prompt = call.input_ids
+        self.stepper = cast(SharedStepper, call.stepper(plan, step))
+
+    def prefill(self) -> Tensor:
+        stepper = self.stepper
+        logits = stepper.prefill()
+        if stepper.fused is not None and not stepper.fused.ready:  # made both ways for once, and forgotten
+            stepper.step(torch.cat([self.prompt, logits.argmax(1, keepdim=True)], 1))
+            assert stepper.cache is not None
+            stepper.cache.undo_steps()
+        if stepper.fused is None:
+            raise _not_fused(stepper.model, stepper.plan)
+        return logits
+
+    @property
+    def fused(self) -> FusedDecoder:
+        assert self.stepper.fused is not None
+        return self.stepper.fused
+
+    def extend(self, spans: Sequence[Span]) -> Tensor:
+        return self.fused.extend(spans)
+
+    def keep(self, rows: Tensor) -> None:
+        self.stepper.keep(rows)
+
+
+class _FirstLayers:
+    """The first layers of a model, over its own keys and values (`decoding.bild.Model`)."""
+
+    def __init__(self, whole: _Whole, layers: int) -> None:
+        if whole.prompt.shape[1] == 0:
+            raise ValueError("big-little decoding by the first layers needs a prompt of tokens, and not inputs_embeds")
+        self.whole = whole
+        step = whole.stepper.of_weights
+        assert step is not None
+        self.step = early_exit(step, layers)
+
+    def prefill(self) -> Tensor:
+        """Run the last token of each prompt once more, to the layer of the exit."""
+        last: list[int] = cast(Any, self.whole.prompt[:, -1]).tolist()
+        return self.extend([Span(row, -1, [token]) for row, token in enumerate(last)])
+
+    def extend(self, spans: Sequence[Span]) -> Tensor:
+        return self.whole.fused.extend(spans, self.step)
+
+    def keep(self, rows: Tensor) -> None:
+        """They are the whole model's, which has kept them."""
+
+
+class _Later:
+    """A model that is made when it is first needed (`decoding.bild.Model`)."""
+
+    def __init__(self, make: Callable[[], _Whole]) -> None:
+        self._make = make
+        self._made: _Whole | None = None
+
+    def prefill(self) -> Tensor:
+        self._made = self._make()
+        return self._made.prefill()
+
+    def extend(self, spans: Sequence[Span]) -> Tensor:
+        assert self._made is not None
+        return self._made.extend(spans)
+
+    def keep(self, rows: Tensor) -> None:
+        assert self._made is not None
+        self._made.keep(rows)
+
+
+def _small(call: Call, asked: Asked) -> _Whole:
+    """The small model of a call, with the call's inputs."""
+    model, config = asked.options.small, call.config
+    assert asked.inputs is not None
+    inputs: Mapping[str, Any] = {k: v for k, v in asked.inputs.items() if v is not None and k != "encoder_outputs"}
+    if "inputs_embeds" in inputs or not inputs.keys() & {"inputs", "input_ids", "input_features", "pixel_values"}:
+        raise ValueError(
+            f"the small model needs inputs that are not the large one's alone, and got {', '.join(inputs) or 'none'}"
+        )
+    settings = GenerationConfig(
+        max_length=config.max_length, num_beams=1, do_sample=False, use_cache=True, return_dict_in_generate=False,
+        eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id, bos_token_id=config.bos_token_id,
+        decoder_start_token_id=config.decoder_start_token_id,
+    )  # fmt: skip
+    token = _handing_over.set(model)
+    try:
+        handed_over = model.generate(generation_config=settings, **inputs)
+    finally:
+        _handing_over.reset(token)
+    if not isinstance(handed_over, Call):
+        raise ValueError(f"{type(model).__name__} has a generate of its own, which does not come to the decoding loop")
+    return _Whole(handed_over)

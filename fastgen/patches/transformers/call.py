@@ -1,0 +1,41 @@
+"""A call of `generate` as it comes to a decoding loop."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fastgen.decoding.beam import Trace
+from fastgen.decoding.plan import Plan
+from fastgen.models.step import DecoderStep
+from fastgen.patches.transformers.shared import SharedStepper
+from fastgen.patches.transformers.stepper import Stepper
+
+
+@dataclass
+class Call:
+    """What `generate` hands to one of its loops."""
+
+    model: Any
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: Any
+    config: Any
+    synced_gpus: bool
+    model_kwargs: dict[str, Any]
+    streamer: Any = None
+
+    @property
+    def trace(self) -> Trace:
+        wanted = self.config.return_dict_in_generate
+        return Trace(
+            scores=[] if wanted and self.config.output_scores else None,
+            logits=[] if wanted and self.config.output_logits else None,
+        )
+
+    def stepper(self, plan: Plan, step: DecoderStep | None) -> Stepper:
+        given = self.model, plan, self.input_ids, self.config, dict(self.model_kwargs)
+        stepper = SharedStepper(*given, step) if plan.shared else Stepper(*given)
+        if self.config.return_dict_in_generate and (self.config.output_hidden_states or self.config.output_attentions):
+            stepper.outputs = []
+        return stepper

@@ -1,0 +1,123 @@
+"""Decoding by a small and a large model as its definition has it: one text, nothing cached; and toy models for it."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fastgen.models.ragged import Span
+
+Scores = Callable[[Sequence[int]], Tensor]
+"""Of the token that follows a text, prompt included: (V,)."""
+
+
+def bild(
+    large: Scores,
+    small: Scores,
+    prompt: Sequence[int],
+    ends: Callable[[Sequence[int]], bool],
+    fallback: float,
+    rollback: float,
+    max_draft: int,
+    paper_compat: bool = False,
+) -> tuple[list[int], list[tuple[str, int, int]]]:
+    """Return the tokens behind the prompt, and what happened on the way."""
+    y, events, p = list(prompt), list[tuple[str, int, int]](), len(prompt)
+
+    def put(kind: str, token: int) -> None:
+        events.append((kind, len(y) - p, token))
+        y.append(token)
+
+    def over() -> bool:
+        return len(y) > p and ends(y)
+
+    if paper_compat:
+        put("write", int(large(y).argmax()))
+    while True:
+        drafted = 0
+        while drafted < max_draft and not over():
+            probabilities = torch.softmax(small(y), -1)
+            token = int(probabilities.argmax())
+            if float(probabilities.max()) < fallback:
+                events.append(("fallback", len(y) - p, token))
+                break
+            put("draft", token)
+            drafted += 1
+        if over() and (drafted == 0 or paper_compat):
+            return y[p:], events
+        begin, rolled_back = len(y) - drafted, False
+        for place in range(begin, len(y)):
+            scores = torch.log_softmax(large(y[:place]), -1)
+            if -float(scores[y[place]]) > rollback and int(scores.argmax()) != y[place]:
+                del y[place:]
+                put("rollback", int(scores.argmax()))
+                rolled_back = True
+                break
+            events.append(("stand", place - p, y[place]))
+        if not rolled_back:
+            if over():
+                return y[p:], events
+            put("write", int(large(y).argmax()))
+
+
+def greedy(model: Scores, prompt: Sequence[int], ends: Callable[[Sequence[int]], bool]) -> list[int]:
+    """The likeliest tokens behind the prompt."""
+    y = list(prompt)
+    while len(y) == len(prompt) or not ends(y):
+        y.append(int(model(y).argmax()))
+    return y[len(prompt) :]
+
+
+@dataclass
+class Toy:
+    """Scores that depend on the last three tokens and the length, and on another model as far as `own` is below 1."""
+
+    vocabulary: int
+    seed: int
+    sharpness: float = 3.0
+    other: "Toy | None" = None
+    own: float = 1.0
+
+    def __call__(self, text: Sequence[int]) -> Tensor:
+        key = hashlib.sha256(repr((self.seed, len(text), *text[-3:])).encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:7]))
+        scores = self.sharpness * torch.randn(self.vocabulary, generator=generator, dtype=torch.float64)
+        if self.other is None:
+            return scores
+        return self.own * scores + (1.0 - self.own) * self.other(text)[: self.vocabulary]
+
+
+@dataclass
+class Held:
+    """A toy over R texts: it knows of each what it was given, and can go on from nowhere else.
+
+    texts: what it holds of each; handed over where two models hold the same.
+    """
+
+    toy: Scores
+    prompts: list[list[int]]
+    texts: list[list[int]] = field(default_factory=list[list[int]])
+    passes: list[int] = field(default_factory=list[int])
+
+    def prefill(self) -> Tensor:
+        self.texts = self.texts or [[] for _ in self.prompts]
+        return torch.stack([self.toy(prompt) for prompt in self.prompts])
+
+    def extend(self, spans: Sequence[Span]) -> Tensor:
+        assert [span.row for span in spans] == sorted({span.row for span in spans})
+        found: list[Tensor] = []
+        for row, start, tokens in spans:
+            assert tokens
+            assert start <= len(self.texts[row])
+            self.texts[row][start:] = tokens
+            whole = self.prompts[row] + self.texts[row]
+            behind = len(self.prompts[row]) + start + 1
+            found += [self.toy(whole[: behind + i]) for i in range(len(tokens))]
+        self.passes.append(len(found))
+        return torch.stack(found)
+
+    def keep(self, rows: Tensor) -> None:
+        self.prompts = [self.prompts[row] for row in rows.tolist()]
+        self.texts = [self.texts[row] for row in rows.tolist()]

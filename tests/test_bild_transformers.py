@@ -1,0 +1,438 @@
+"""Big-little decoding in `generate`: each text as its definition makes it from the live models, uncached and alone."""
+
+import copy
+import math
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+from transformers.generation import logits_process as lp
+
+import fastgen
+from fastgen import config
+from fastgen.models.layouts import LAYOUTS
+from fastgen.patches.transformers.bild import BildDecoderOnlyOutput, BildEncoderDecoderOutput
+from tests import zoo
+from tests.bild_oracle import Scores, bild
+
+FAMILIES = sorted(set(LAYOUTS) & set(zoo.FAMILIES))
+ENDS = [zoo.EOS, 7, 9, 30]
+NEW = 14
+
+
+def pair(family: str, seed: int = 0, apart: float = 0.1) -> tuple[Any, Any]:
+    """A model and another one like it, whose weights are a little different."""
+    large = zoo.build(family, seed=seed)
+    if getattr(large.config, "sliding_window", None):
+        large.config.sliding_window = 64  # longer than the texts here
+        for layer in large.get_decoder().layers:
+            if getattr(layer.self_attn, "sliding_window", None):
+                layer.self_attn.sliding_window = 64
+    small = copy.deepcopy(large)
+    torch.manual_seed(seed + 1)
+    with torch.no_grad():
+        for weight in small.parameters():
+            weight += apart * weight.std(correction=0) * torch.randn_like(weight)
+    return large, small
+
+
+def scores_of(model: Any, inputs: dict[str, Tensor], row: int, edit: Callable[[Tensor, Tensor], Tensor]) -> Scores:
+    """What a model says of the token behind a text of one row: uncached, unpadded, by its own forward."""
+    source = inputs["input_ids"][row][inputs["attention_mask"][row].bool()][None]
+    prompt = zoo.START if model.config.is_encoder_decoder else None
+
+    def scores(text: Sequence[int]) -> Tensor:
+        with torch.no_grad(), fastgen.disabled():
+            if prompt is None:
+                padding = inputs["input_ids"].shape[1] - source.shape[1]
+                logits = model(input_ids=torch.tensor([text[padding:]])).logits
+            else:
+                logits = model(input_ids=source, decoder_input_ids=torch.tensor([text])).logits
+        return edit(torch.tensor([text]), logits[:, -1].float())[0]
+
+    return scores
+
+
+def unedited(_: Tensor, scores: Tensor) -> Tensor:
+    return scores
+
+
+def expected(
+    large: Any, small: Any, inputs: dict[str, Tensor], fallback: float, rollback: float, max_draft: int,
+    edit: Callable[[Tensor, Tensor], Tensor] = unedited, paper_compat: bool = False,
+) -> list[tuple[list[int], dict[str, int]]]:  # fmt: skip
+    """The tokens of each row, and its counts, by the definition."""
+    found: list[tuple[list[int], dict[str, int]]] = []
+    for row, ids in enumerate(inputs["input_ids"].tolist()):
+        prompt = [zoo.START] if large.config.is_encoder_decoder else ids
+        longest = len(prompt) + NEW
+        ends = lambda text, longest=longest: text[-1] in ENDS or len(text) == longest  # noqa: E731
+        models = [scores_of(model, inputs, row, edit) for model in (large, small)]
+        tokens, events = bild(*models, prompt, ends, fallback, rollback, max_draft, paper_compat)
+        kinds = [kind for kind, _, _ in events]
+        names = {"drafted": "draft", "fallbacks": "fallback", "rollbacks": "rollback"}
+        found.append((tokens, {name: kinds.count(kind) for name, kind in names.items()}))
+    return found
+
+
+def generated(large: Any, inputs: dict[str, Tensor], **options: Any) -> list[tuple[list[int], dict[str, int]]]:
+    """The tokens of each row, and its counts, by `generate`."""
+    settings = {"max_new_tokens": NEW, "eos_token_id": ENDS, "num_beams": 1, "return_dict_in_generate": True}
+    output = large.generate(**inputs, **settings | options)
+    start = 1 if large.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+    found: list[tuple[list[int], dict[str, int]]] = []
+    for row, ids in enumerate(output.sequences[:, start:].tolist()):
+        end = next((i + 1 for i, token in enumerate(ids) if token in ENDS), len(ids))
+        assert set(ids[end:]) <= {zoo.PAD}
+        assert int(output.bild["tokens"][row]) == end
+        counts = {name: int(output.bild[name][row]) for name in ("drafted", "fallbacks", "rollbacks")}
+        found.append((ids[:end], counts))
+    return found
+
+
+def greedy(large: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    """The untouched toolkit's greedy output."""
+    with fastgen.disabled():
+        return large.generate(**inputs, max_new_tokens=NEW, eos_token_id=ENDS, num_beams=1, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_text_is_that_of_the_definition(family: str) -> None:
+    rng = random.Random(family)
+    large, small = pair(family)
+    inputs = zoo.batch(large, 4, 9)
+    if family.startswith("gemma"):
+        inputs = zoo.batch(large, 4, 9, padding="none")  # whose own forward gives NaN for padding
+    drafted = 0
+    for fallback, rollback in ((0.4, 2.0), (rng.uniform(0.1, 0.6), rng.uniform(0.0, 4.0))):
+        options = {"fallback_threshold": fallback, "rollback_threshold": rollback, "max_draft": rng.choice([2, 5, 10])}
+        found = generated(large, inputs, assistant_model=small, **options)
+        assert found == expected(large, small, inputs, fallback, rollback, options["max_draft"])
+        drafted += sum(counts["drafted"] for _, counts in found)
+    assert drafted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lossless_is_the_large_models_greedy_output(family: str) -> None:
+    large, small = pair(family, seed=2, apart=0.03)
+    padding = "none" if family.startswith("gemma") else "natural"
+    for inputs in (zoo.batch(large, 5, 7, padding, seed=1), zoo.batch(large, 1, 7)):
+        options = {"max_new_tokens": NEW, "eos_token_id": ENDS, "num_beams": 1}
+        output = large.generate(**inputs, assistant_model=small, lossless=True, fallback_threshold=0.2, **options)
+        assert torch.equal(output, greedy(large, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["marian", "t5", "gpt2", "llama"])
+def test_other_dtypes(family: str, dtype: torch.dtype) -> None:
+    large, small = (model.to(dtype) for model in pair(family, apart=0.03))
+    inputs = zoo.batch(large, 3, 6)
+    output = generated(large, inputs, assistant_model=small, lossless=True, fallback_threshold=0.2)
+    if dtype == torch.float32:
+        start = 1 if large.config.is_encoder_decoder else 6
+        for row, (tokens, _) in zip(greedy(large, inputs)[:, start:].tolist(), output, strict=True):
+            assert row[: len(tokens)] == tokens
+    assert sum(counts["drafted"] for _, counts in output)
+
+
+EDITS: dict[str, Callable[[], list[Any]]] = {
+    "n-grams and a penalty": lambda: [lp.RepetitionPenaltyLogitsProcessor(1.4), lp.NoRepeatNGramLogitsProcessor(2)],
+    "bad words": lambda: [lp.NoBadWordsLogitsProcessor([[68], [22, 33], [88], [0]], eos_token_id=zoo.EOS)],
+    "a minimal length": lambda: [lp.MinLengthLogitsProcessor(40, ENDS)],
+    "a forced end": lambda: [lp.ForcedEOSTokenLogitsProcessor(12, zoo.EOS)],
+    "a temperature": lambda: [lp.TemperatureLogitsWarper(0.5)],
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("family", ["bart", "gpt2"])
+def test_processors_look_at_drafts_and_checks_alike(family: str, name: str) -> None:
+    large, small = pair(family, seed=4)
+    inputs = zoo.batch(large, 3, 8)
+    processors = lp.LogitsProcessorList(EDITS[name]())
+    options = {"fallback_threshold": 0.3, "rollback_threshold": 1.5, "max_draft": 6}
+    found = generated(large, inputs, assistant_model=small, logits_processor=processors, **options)
+    assert found == expected(large, small, inputs, 0.3, 1.5, 6, processors)
+    if name == "a minimal length":
+        assert {len(tokens) for tokens, _ in found} == {NEW}
+    elif name != "a temperature":  # which does not change what is likeliest
+        assert [tokens for tokens, _ in found] != [
+            tokens for tokens, _ in generated(large, inputs, assistant_model=small, **options)
+        ]
+
+
+def _exit_of(model: Any, layers: int) -> Any:
+    """A model of the first layers, by its own modules."""
+    early = copy.deepcopy(model)
+    decoder = early.get_decoder() if early.config.is_encoder_decoder else early
+    decoder = getattr(decoder, "transformer", getattr(decoder, "gpt_neox", getattr(decoder, "model", decoder)))
+    for name in ("layers", "h", "block"):
+        if isinstance(getattr(decoder, name, None), torch.nn.ModuleList):
+            setattr(decoder, name, getattr(decoder, name)[:layers])
+    return early
+
+
+@pytest.mark.parametrize("family", ["bart", "mbart", "marian", "t5", "gpt2", "llama", "phi", "gpt_neox", "gemma2"])
+def test_the_first_layers_draft(family: str) -> None:
+    large, _ = pair(family, seed=3)
+    inputs = zoo.batch(large, 3, 7, "none" if family == "gemma2" else "natural")
+    early = _exit_of(large, 1)
+    found = generated(
+        large, inputs, assistant_early_exit=1, fallback_threshold=0.3, rollback_threshold=3.0, max_draft=4
+    )
+    assert found == expected(large, early, inputs, 0.3, 3.0, 4)
+    assert sum(counts["drafted"] for _, counts in found)
+    options = {"max_new_tokens": NEW, "eos_token_id": ENDS, "num_beams": 1}
+    lossless = large.generate(**inputs, assistant_early_exit=1, lossless=True, fallback_threshold=0.2, **options)
+    assert torch.equal(lossless, greedy(large, inputs))
+
+
+def test_rows_are_what_they_are_alone() -> None:
+    large, small = pair("marian", seed=6)
+    inputs = zoo.batch(large, 12, 9)
+    options = {"assistant_model": small, "fallback_threshold": 0.3, "rollback_threshold": 2.0}
+    together = generated(large, inputs, **options)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    assert generated(large, {k: v[order] for k, v in inputs.items()}, **options) == [together[i] for i in order]
+    for row in range(12):
+        length = int(inputs["attention_mask"][row].sum())
+        alone = {name: value[row : row + 1, :length] for name, value in inputs.items()}
+        assert generated(large, alone, **options) == [together[row]]
+
+
+def test_as_the_paper_has_it() -> None:
+    large, small = pair("bart", seed=1)
+    inputs = zoo.batch(large, 3, 6)
+    found = generated(large, inputs, assistant_model=small, fallback_threshold=0.3, paper_compat=True)
+    assert found == expected(large, small, inputs, 0.3, 2.0, 10, paper_compat=True)
+
+
+@pytest.mark.parametrize("more", [-5, 8])
+def test_vocabularies_may_be_padded_differently(more: int) -> None:
+    large, small = pair("gpt2", seed=5, apart=0.02)
+    rows = small.config.vocab_size + more
+    small.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        small.transformer.wte.weight[zoo.VOCABULARY :] = 1e3  # were they looked at, they would be chosen
+    inputs = {"input_ids": torch.randint(4, 90, (2, 6)), "attention_mask": torch.ones(2, 6, dtype=torch.int64)}
+    output = large.generate(
+        **inputs, assistant_model=small, lossless=True, fallback_threshold=0.1, max_new_tokens=NEW, eos_token_id=ENDS
+    )
+    assert torch.equal(output, greedy(large, inputs))
+
+
+def test_outputs_and_status() -> None:
+    for family, kind in (("marian", BildEncoderDecoderOutput), ("llama", BildDecoderOnlyOutput)):
+        large, small = pair(family)
+        before = fastgen.status().bild
+        options = {"assistant_model": small, "fallback_threshold": 0.3, "max_new_tokens": 6}
+        output = large.generate(**zoo.batch(large, 3, 5), return_dict_in_generate=True, **options)
+        assert type(output) is kind
+        assert "bild" in output
+        after = fastgen.status().bild
+        for name, values in output.bild.items():
+            assert after[name] - before.get(name, 0) == int(values.sum())
+        plain = large.generate(**zoo.batch(large, 3, 5), **options)
+        assert torch.equal(plain, output.sequences)
+    assert "big-little decoding" in str(fastgen.status())
+
+
+def test_the_generation_config_may_ask() -> None:
+    large, small = pair("marian", seed=2)
+    inputs = zoo.batch(large, 2, 6)
+    options = {"assistant_model": small, "fallback_threshold": 0.35, "rollback_threshold": 1.0, "max_draft": 3}
+    found = generated(large, inputs, **options)
+    settings = tf.GenerationConfig(
+        fallback_threshold=0.35, rollback_threshold=1.0, max_draft=3, decoder_start_token_id=zoo.START,
+        pad_token_id=zoo.PAD,
+    )  # fmt: skip
+    assert generated(large, inputs, assistant_model=small, generation_config=settings) == found
+    large.generation_config = tf.GenerationConfig.from_dict(settings.to_dict())
+    assert generated(large, inputs, assistant_model=small) == found
+    plain = large.generate(**inputs, max_new_tokens=NEW, eos_token_id=ENDS)
+    assert torch.equal(plain, greedy(large, inputs)), "without an assistant the thresholds ask for nothing"
+
+
+def test_an_assistant_alone_is_transformers_own() -> None:
+    large, small = pair("gpt2")
+    before = fastgen.status().bild
+    inputs = zoo.batch(large, 1, 5)
+    output = large.generate(**inputs, assistant_model=small, max_new_tokens=NEW, eos_token_id=ENDS)
+    assert torch.equal(output, greedy(large, inputs))
+    assert fastgen.status().bild == before
+
+
+def test_sampling_is_that_of_the_random_state() -> None:
+    large, small = pair("llama")
+    inputs, found = zoo.batch(large, 3, 5), list[Tensor]()
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        found.append(
+            large.generate(
+                **inputs, assistant_model=small, lossless=True, fallback_threshold=0.1, do_sample=True, top_k=20,
+                max_new_tokens=NEW,
+            )
+        )  # fmt: skip
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+class _Noting(tf.generation.BaseStreamer):
+    def __init__(self) -> None:
+        self.put_tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.put_tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_a_streamer_hears_what_stands() -> None:
+    large, small = pair("gpt2")
+    inputs, streamer = zoo.batch(large, 1, 5), _Noting()
+    output = large.generate(
+        **inputs, assistant_model=small, fallback_threshold=0.2, max_new_tokens=NEW, streamer=streamer
+    )
+    assert streamer.put_tokens == output[0].tolist()
+    assert streamer.ended
+
+
+def test_a_change_of_weights_is_seen() -> None:
+    large, small = pair("bart")
+    inputs = zoo.batch(large, 2, 6)
+    options = {"assistant_model": small, "lossless": True, "fallback_threshold": 0.2, "max_new_tokens": NEW}
+    before = large.generate(**inputs, **options, eos_token_id=ENDS)
+    with torch.no_grad():
+        for weight in large.get_decoder().parameters():
+            weight.mul_(1.5)
+    after = large.generate(**inputs, **options, eos_token_id=ENDS)
+    assert torch.equal(after, greedy(large, inputs))
+    assert not torch.equal(before, after)
+
+
+class _Vocabulary:
+    def __init__(self, **tokens: int) -> None:
+        self.tokens = tokens
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.tokens
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a fallback above 1": ({"fallback_threshold": 1.5}, ValueError, "fallback_threshold is 1.5; it must be from 0"),
+    "a negative fallback": ({"fallback_threshold": -0.1}, ValueError, "fallback_threshold is -0.1"),
+    "no number": ({"fallback_threshold": math.nan}, ValueError, "fallback_threshold is nan"),
+    "a fallback that is text": ({"fallback_threshold": "0.6"}, TypeError, "fallback_threshold is a str, '0.6'"),
+    "a negative rollback": ({"rollback_threshold": -1.0}, ValueError, "rollback_threshold is -1.0; it must be 0"),
+    "no draft": ({"max_draft": 0}, ValueError, "max_draft is 0; it must be 1 or more"),
+    "half a token": ({"max_draft": 2.5}, TypeError, "max_draft is a float, 2.5"),
+    "two rollbacks": ({"lossless": True, "rollback_threshold": 2.0}, ValueError, "rollback_threshold=2.0 would keep"),
+    "a clock that would change the output": (
+        {"fallback_threshold": 0.5, "adaptive_draft": True}, ValueError, "adaptive_draft=True goes by the clock"
+    ),
+    "beams": ({"fallback_threshold": 0.5, "num_beams": 4}, ValueError, "num_beams is 4, and must be 1"),
+    "samples": (
+        {"lossless": True, "do_sample": True, "num_return_sequences": 2}, ValueError, "num_return_sequences is 2"
+    ),
+    "scores": (
+        {"lossless": True, "return_dict_in_generate": True, "output_scores": True}, ValueError, "output_scores=True"
+    ),
+    "no small model": ({"fallback_threshold": 0.5, "assistant_model": None}, ValueError, "got neither"),
+    "two small models": ({"fallback_threshold": 0.5, "assistant_early_exit": 1}, ValueError, "got both"),
+    "an exit behind the last layer": (
+        {"fallback_threshold": 0.5, "assistant_model": None, "assistant_early_exit": 2}, ValueError,
+        "an exit behind layer 2 of a decoder of 2: it must be one of 1 to 1",
+    ),
+    "tokenizers": (
+        {"fallback_threshold": 0.5, "tokenizer": _Vocabulary(a=1, b=2), "assistant_tokenizer": _Vocabulary(a=1, b=3)},
+        ValueError, "'b' is 2 to the large one and 3 to the small one",
+    ),
+    "a strange stop": (
+        {
+            "fallback_threshold": 0.5,
+            "stopping_criteria": tf.StoppingCriteriaList([tf.generation.ConfidenceCriteria(0.5)]),
+        },
+        ValueError, "where a ConfidenceCriteria ends a text",
+    ),
+    "a processor of the batch": (
+        {"fallback_threshold": 0.5, "encoder_repetition_penalty": 1.5}, ValueError, "may look at the whole batch"
+    ),
+    "no cache": ({"fallback_threshold": 0.5, "use_cache": False}, ValueError, "use_cache=False"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_is_said(name: str) -> None:
+    options, error, message = WRONG[name]
+    large, small = pair("marian")
+    with pytest.raises(error, match=re.escape(message)):
+        large.generate(**zoo.batch(large, 3, 5), **{"assistant_model": small, "max_new_tokens": 5} | options)
+    inputs = zoo.batch(large, 3, 5)  # and nothing is left behind
+    assert torch.equal(large.generate(**inputs, max_new_tokens=NEW, eos_token_id=ENDS), greedy(large, inputs))
+
+
+def test_models_of_different_tokenizers_are_told_apart() -> None:
+    large, small = pair("marian")
+    inputs = zoo.batch(large, 2, 5)
+    with pytest.raises(ValueError, match="cannot draft for a MarianMTModel"):
+        large.generate(**inputs, assistant_model=zoo.build("gpt2"), fallback_threshold=0.5)
+    other = zoo.build("marian")
+    other.resize_token_embeddings(5096, mean_resizing=False)
+    with pytest.raises(ValueError, match="vocabularies have 96 and 5096 tokens"):
+        large.generate(**inputs, assistant_model=other, fallback_threshold=0.5)
+    small.generation_config.eos_token_id = 50
+    with pytest.raises(ValueError, match="eos_token_id is 2 and 50"):
+        large.generate(**inputs, assistant_model=small, fallback_threshold=0.5)
+
+
+def test_a_model_whose_steps_are_not_from_the_weights_is_refused() -> None:
+    large, small = pair("marian")
+    inputs = zoo.batch(large, 2, 5)
+    small.get_decoder().layers[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="a hook on a MarianDecoderLayer"):
+        large.generate(**inputs, assistant_model=small, fallback_threshold=0.5)
+    with fastgen.disabled(), pytest.raises(ValueError, match="fallback_threshold"):
+        large.generate(**inputs, assistant_model=small, fallback_threshold=0.5)
+
+
+@pytest.fixture
+def parity(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FASTGEN_PARITY", "1")
+    config.reload()
+    yield
+    monkeypatch.undo()
+    config.reload()
+
+
+@pytest.mark.usefixtures("parity")
+def test_parity_mode_compares_what_is_lossless() -> None:
+    large, small = pair("marian")
+    inputs = zoo.batch(large, 2, 5)
+    before = fastgen.status().parity
+    options = {"assistant_model": small, "max_new_tokens": NEW, "fallback_threshold": 0.2}
+    large.generate(**inputs, lossless=True, **options)
+    large.generate(**inputs, **options)
+    after = fastgen.status().parity
+    gained = {name: count - before.get(name, 0) for name, count in after.items() if count != before.get(name, 0)}
+    assert gained.pop("equal") == 1
+    assert [name.partition(":")[0] for name in gained] == ["run once"]
+
+
+def test_in_a_stream() -> None:
+    large, small = pair("marian", seed=3, apart=0.03)
+    sentences = [row[mask.bool()].tolist() for row, mask in zip(*zoo.batch(large, 9, 8).values(), strict=True)]
+    options = {"max_new_tokens": NEW, "eos_token_id": ENDS, "num_beams": 1}
+    together = fastgen.generate_stream(
+        large, sentences, max_tokens=24, assistant_model=small, lossless=True, fallback_threshold=0.2, **options
+    )
+    with fastgen.disabled():
+        alone = [large.generate(torch.tensor([sentence]), **options) for sentence in sentences]
+    for found, stock in zip(together, alone, strict=True):
+        assert torch.equal(found, stock)
