@@ -78,12 +78,11 @@ def _never() -> bool:
     return False
 
 
-def run(search: Search[_Made], model: Stepper[_Made], first: _Made, pause: Callable[[], bool] = _never) -> bool:
+def run(search: Search[_Made], model: Stepper[_Made], made: _Made, pause: Callable[[], bool] = _never) -> bool:
     """Decode to the end, or until `pause` says so behind a step; return whether it is the end.
 
-    first: what the model says of the first tokens.
+    made: what the model says of the first tokens; not kept beyond the first choice.
     """
-    made = first
     while search.advance(model, made):
         if pause():
             return False
