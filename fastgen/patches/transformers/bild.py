@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,11 +26,13 @@ from fastgen.decoding.policies import Drawn, Likeliest, Policy, Rejection
 from fastgen.models.early_exit import early_exit
 from fastgen.models.families import family_of
 from fastgen.models.ragged import Span
+from fastgen.models.reader import NotFused
 from fastgen.models.routes import routed
 from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
+from fastgen.patches.transformers.drafted import DraftedStepper
 from fastgen.patches.transformers.edits import edits_of, known, rowwise, stop_of
 from fastgen.patches.transformers.fused import FusedDecoder
 from fastgen.patches.transformers.report import note
@@ -39,7 +41,18 @@ from fastgen.patches.transformers.shared import SharedStepper
 FALLBACK, ROLLBACK, MAX_DRAFT = 0.6, 2.0, 10
 """What holds where a call does not say."""
 
-_NAMES = ("fallback_threshold", "rollback_threshold", "max_draft", "lossless", "paper_compat", "adaptive_draft")
+_NAMES = (
+    "fallback_threshold",
+    "rollback_threshold",
+    "max_draft",
+    "lossless",
+    "paper_compat",
+    "adaptive_draft",
+    "speculative_beams",
+)
+DEPTH = 1
+"""Steps of a beam search that are drafted at most: with more, most drafts are of beams that do not come to be."""
+
 _OF_A_TEXT = (lp.RepetitionPenaltyLogitsProcessor, lp.EncoderNoRepeatNGramLogitsProcessor)
 """Processors that look at a text, and at what is given for it, though not those by which rows may leave a batch."""
 
@@ -58,6 +71,7 @@ class Options:
         lossless: whether the output is the large model's own.
         adaptive: whether the small model drafts only where that is faster; None: where that cannot be told from the
             output, which is lossless and not drawn.
+        beams: whether the steps of a beam search may be drafted.
     """
 
     small: Any
@@ -68,6 +82,7 @@ class Options:
     lossless: bool
     paper_compat: bool
     adaptive: bool | None
+    beams: bool
 
 
 def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
@@ -106,14 +121,23 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
         _number("rollback_threshold", values.get("rollback_threshold", ROLLBACK), math.inf),
         _count("max_draft", values.get("max_draft", MAX_DRAFT)),
         bool(values.get("lossless", False)), bool(values.get("paper_compat", False)),
-        values.get("adaptive_draft"),
+        values.get("adaptive_draft"), bool(values.get("speculative_beams", False)),
     )  # fmt: skip
     if options.adaptive and not options.lossless:
         raise ValueError("adaptive_draft=True goes by the clock, and would change the output: it needs lossless=True")
-    for name in ("num_beams", "num_return_sequences"):
-        value = arguments.get(name) or getattr(config, name, None) or getattr(model.generation_config, name, None) or 1
-        if value != 1:
-            raise ValueError(f"big-little decoding writes one text per input: {name} is {value}, and must be 1")
+    beams, texts = (
+        arguments.get(name) or getattr(config, name, None) or getattr(model.generation_config, name, None) or 1
+        for name in ("num_beams", "num_return_sequences")
+    )
+    if options.beams and not (options.lossless and small is not None):
+        raise ValueError("speculative_beams=True gives what the beam search gives: it needs lossless=True and a model")
+    if beams != 1 and not options.beams:
+        raise ValueError(
+            f"big-little decoding writes one text per input: num_beams is {beams}, and must be 1; with "
+            "speculative_beams=True and lossless=True the steps of the beam search are drafted"
+        )
+    if texts != 1 and beams == 1:
+        raise ValueError(f"big-little decoding writes one text per input: num_return_sequences is {texts}")
     if small is not None:
         _check_pair(model, small, tokenizers)
     return options
@@ -297,6 +321,17 @@ def _pace_of(model: Any, options: Options) -> Pace:
     return of_pair.setdefault(options.layers, Pace())
 
 
+def drafted(call: Call, asked: Asked) -> DraftedStepper:
+    """The model of a beam search whose steps the small one drafts.
+
+    Raises:
+        ValueError: its steps cannot be made from its weights.
+    """
+    plan, step = _planned(call, "beam")
+    small = _small(call, asked).stepper
+    return DraftedStepper(call, plan, step, small, 2 * plan.beams, min(asked.options.max_draft, DEPTH))
+
+
 def _by_name(counts: Sequence[Counts]) -> dict[str, Tensor]:
     return {name: torch.tensor([getattr(each, name) for each in counts]) for name in Counts.__dataclass_fields__}
 
@@ -319,23 +354,23 @@ def _check_call(call: Call) -> None:
         raise ValueError(f"a streamer follows one text, and the batch has {call.input_ids.shape[0]}")
 
 
-def _planned(call: Call) -> tuple[Plan, DecoderStep]:
+def _planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Plan, DecoderStep]:
     kwargs = call.model_kwargs | {"synced_gpus": call.synced_gpus}
     try:
         plan, step = decide(
-            call.model, "sample", call.input_ids, call.logits_processor, call.stopping_criteria, call.config, kwargs
+            call.model, loop, call.input_ids, call.logits_processor, call.stopping_criteria, call.config, kwargs
         )
     except Unsupported as unsupported:
         raise ValueError(f"big-little decoding of {type(call.model).__name__}: {unsupported.reason}") from None
     if step is None:
-        raise _not_fused(call.model, plan)
+        raise _not_fused(call.model, "; ".join(plan.left_off))
     return plan, step
 
 
-def _not_fused(model: Any, plan: Plan) -> ValueError:
+def _not_fused(model: Any, reason: object) -> ValueError:
     return ValueError(
         "big-little decoding needs decode steps from the weights, which run any tokens of any text; of "
-        f"{type(model).__name__}, {'; '.join(plan.left_off)}"
+        f"{type(model).__name__}, {reason}"
     )
 
 
@@ -348,14 +383,11 @@ class _Whole:
         self.stepper = cast(SharedStepper, call.stepper(plan, step))
 
     def prefill(self) -> Tensor:
-        stepper = self.stepper
-        logits = stepper.prefill()
-        if stepper.fused is not None and not stepper.fused.ready:  # made both ways for once, and forgotten
-            stepper.step(torch.cat([self.prompt, logits.argmax(1, keepdim=True)], 1))
-            assert stepper.cache is not None
-            stepper.cache.undo_steps()
-        if stepper.fused is None:
-            raise _not_fused(stepper.model, stepper.plan)
+        logits = self.stepper.prefill()
+        try:
+            self.stepper.prove(logits)
+        except NotFused as reason:
+            raise _not_fused(self.stepper.model, reason) from None
         return logits
 
     @property

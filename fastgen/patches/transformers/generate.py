@@ -110,7 +110,7 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
     if bild.hands_over(call.model):
         return call
     if (asked := bild.asked_of(call.model)) is not None:
-        return bild.decode(call, asked)
+        return bild.decode(call, asked) if loop == "sample" else _drafted_beams(call, asked)
     name = {"beam": "transformers.beam_search", "sample": "transformers.sample"}[loop]
     try:
         plan, step = decide(
@@ -133,6 +133,20 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
             over = run(decoding.search, model, model.prefill(), lambda: pauses and model.joinable)
     begun = Begun(name, model, decoding.search, decoding.output, () if reason is None else (reason,))
     return begun.finish() if over else begun
+
+
+def _drafted_beams(call: Call, asked: bild.Asked) -> Any:
+    """A beam search whose steps a small model drafts."""
+    model = bild.drafted(call, asked)
+    assistant = asked.options.small
+    with _engine.running(model.plan), routed(assistant, family_of(assistant.config.model_type)):
+        decoding = _beam_search(call, model)
+        run(decoding.search, model, model.prefill())
+    passes = model.passes
+    _engine.decoded_together(
+        {"beam_steps": passes.steps, "large_calls": passes.large_calls, "small_calls": passes.small_calls}
+    )
+    return Begun("transformers.beam_search", model, decoding.search, decoding.output).finish()
 
 
 @dataclass

@@ -71,6 +71,22 @@ class SharedStepper(Stepper):
                 self._leave_fused(str(reason))
         return logits
 
+    def prove(self, logits: Tensor) -> None:
+        """Behind the prompt, make sure that steps are made from the weights.
+
+        The very first one of a model is made both ways, with the likeliest tokens by logits (R, V), and forgotten.
+
+        Raises:
+            NotFused: they are not, with the reasons.
+        """
+        if self.cache is not None and self.fused is not None and not self.fused.ready:
+            cache = self.cache
+            SharedStepper.step(self, torch.cat([self.input_ids, logits.argmax(1, keepdim=True)], 1))
+            cache.undo_steps()
+            self._began.clear()
+        if self.fused is None:
+            raise NotFused("; ".join(self.plan.left_off))
+
     def step(self, ids: Tensor) -> Tensor:
         if self.cache is None or self.fused is None or not self.fused.ready:
             return super().step(ids)
