@@ -69,9 +69,9 @@ def drafting(options: Options) -> Generator[Drafting]:
     """Within it, generators decode as the options say.
 
     Raises:
-        ValueError: fairseq's generator is not patched.
+        ValueError: fairseq's own generator would run.
     """
-    if not _engine.is_applied("fairseq.generate"):
+    if _engine.is_disabled() or not _engine.is_applied("fairseq.generate"):
         raise ValueError(
             "big-little decoding runs in the place of SequenceGenerator, but fairseq.generate is not in it"
         )
@@ -251,10 +251,8 @@ class _Whole:
     def prefill(self) -> Tensor:
         prediction, _ = self.stepper.step(self.start)
         self.member.fuse()
-        if self.member.fused is not None and not self.member.fused.ready:  # made both ways for once, and forgotten
-            self.stepper.step(self.start.repeat(1, 2))
-            for layer in self.member.layers.of.values():
-                layer.undo_steps()
+        if self.member.fused is not None and not self.member.fused.ready:
+            self.stepper.step(self.start.repeat(1, 2))  # made both ways for once; what comes is written over it
         if self.member.fused is None or prediction.logits is None:
             raise ValueError(
                 "big-little decoding needs decode steps from the weights, which run any tokens of any text; of "

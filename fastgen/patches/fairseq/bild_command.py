@@ -48,8 +48,8 @@ class Pair:
             except ValueError as error:
                 raise self._exit(error) from error
 
-    def load(self, cfg: Any, logger: logging.Logger) -> None:
-        """Load the small model, if there is one.
+    def load(self, task: Any, logger: logging.Logger) -> None:
+        """Load the small model, if there is one; task: the large model's.
 
         Raises:
             SystemExit: its checkpoint cannot be read.
@@ -58,7 +58,7 @@ class Pair:
             return
         logger.info(f"loading small model from {given.bild_small}")
         try:
-            model = _load(given.bild_small, cfg.task.data, logger)
+            model = _load(given.bild_small, task, logger)
         except Exception as error:  # of any kind: a file may hold anything
             raise self._exit(f"--bild-small {given.bild_small} cannot be read: {error}") from error
         self.small, self.options = [model], replace(self.options, small=model)
@@ -102,20 +102,20 @@ def _check(cfg: Any) -> None:
             raise ValueError(f"big-little decoding is not possible with {_flag(name)} (it is {value})")
 
 
-def _load(path: str, data: str, logger: logging.Logger) -> Any:
-    """A model with the dictionaries that it was trained with, as far as they are still there.
-
-    data: where the large model's are.
-    """
+def _load(path: str, task: Any, logger: logging.Logger) -> Any:
+    """A model with the dictionaries that it was trained with, as far as they are still there, else with a task's."""
     state: Any = checkpoint_utils.load_checkpoint_to_cpu(path)
     cfg = state["cfg"] if state.get("cfg") is not None else convert_namespace_to_omegaconf(state["args"])
     own = getattr(cfg.task, "data", None)
-    places = [*utils.split_paths(own or "")[:1], str(Path(path).parent), data]
-    where = next((place for place in places if any(Path(place).glob("dict.*.txt"))), data)
-    if where == data and own != data:
+    places = [*utils.split_paths(own or "")[:1], str(Path(path).parent)]
+    where = next((place for place in places if any(Path(place).glob("dict.*.txt"))), None)
+    if where is None:
         logger.warning(f"{path}: its dictionary is not at {own} any more, and taken to be the large model's")
-    if own is not None:
-        cfg.task.data = where
-    task: Any = tasks.setup_task(cfg.task)
-    models, *_ = checkpoint_utils.load_model_ensemble_and_task([path], task=task, state=state)
+        models, *_ = checkpoint_utils.load_model_ensemble_and_task([path], task=task, state=state)
+        return models[0]
+    cfg.task.data = where
+    for name in ("source_lang", "target_lang"):  # which are guessed where nothing says them, from files of text
+        if hasattr(cfg.task, name) and getattr(cfg.task, name) is None:
+            setattr(cfg.task, name, getattr(task.cfg, name, None))
+    models, *_ = checkpoint_utils.load_model_ensemble_and_task([path], task=tasks.setup_task(cfg.task), state=state)
     return models[0]

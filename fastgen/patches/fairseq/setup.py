@@ -36,7 +36,7 @@ class Run:
             strict=cfg.checkpoint.checkpoint_shard_count == 1,
             num_shards=cfg.checkpoint.checkpoint_shard_count,
         )
-        pair.load(cfg, logger)
+        pair.load(self.task, logger)
 
     def prepare(self, models: list[Any]) -> None:
         """Half precision, device and fairseq's preparations, as asked for; of the small model, too."""
