@@ -43,6 +43,7 @@ def bild(
     rollback_threshold: float | None = None,
     max_draft: int | None = None,
     lossless: bool = False,
+    adaptive_draft: bool | None = None,
 ) -> AbstractContextManager[Any]:
     """Return a context in which fairseq's generators, with one beam, decode by a small model and their own.
 
@@ -56,6 +57,7 @@ def bild(
         rollback_threshold: -log p under the large model above which a drafted token does not stand (2.0).
         max_draft: tokens that it drafts in a row at most (10).
         lossless: let none stand but the large model's own: the output is that of ``--beam 1``.
+        adaptive_draft: draft only where that is faster, by the clock; needs `lossless`, and goes with it.
 
     What the context yields has `counts`, summed over all texts.
 
@@ -69,6 +71,7 @@ def bild(
         "rollback_threshold": rollback_threshold,
         "max_draft": max_draft,
         "lossless": lossless or None,
+        "adaptive_draft": adaptive_draft,
     }
     asked = {name: value for name, value in given.items() if value is not None}
     return bild_of_fairseq(small, early_exit, asked)

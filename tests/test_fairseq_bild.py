@@ -18,6 +18,8 @@ from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 
 from fastgen.decoding.bild import Counts
+from fastgen.decoding.pace import Pace
+from fastgen.patches.fairseq import bild as fairseq_bild
 from tests import fairseq_zoo as zoo
 from tests.bild_oracle import Scores, bild
 
@@ -158,7 +160,7 @@ def test_lossless_is_fairseqs_own_output(kind: str, name: str) -> None:
         with fastgen.disabled():
             stock, _ = zoo.call([large], sample, options)
         for drafts in ({"small": small}, {"early_exit": 1}):
-            with fastgen.bild(**drafts, lossless=True, fallback_threshold=0.06) as drafting:
+            with fastgen.bild(**drafts, lossless=True, adaptive_draft=False, fallback_threshold=0.06) as drafting:
                 ours, _ = zoo.call([large], sample, options)
             for (one,), (other,) in zip(ours, stock, strict=True):
                 assert one.keys() == other.keys()
@@ -196,6 +198,41 @@ def test_rows_are_what_they_are_alone() -> None:
     for source, text in zip(rows_of(sample), together, strict=True):
         alone = {"src_tokens": torch.tensor([source]), "src_lengths": torch.tensor([len(source)])}
         assert_like(generated(large, {"net_input": alone}, small, **asked)[0], [text])
+
+
+class Late(Pace):
+    """Drafts begin in the seventh round."""
+
+    rounds = 0
+
+    def drafts(self, texts: int) -> bool:
+        self.rounds += 1
+        return self.rounds > 6
+
+    def note(self, drafted: bool, texts: int, tokens: int, seconds: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("drafts", ["small", "first layers"])
+def test_drafts_that_begin_when_texts_have_left(drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fairseq_bild, "pace_of", lambda *_: Late())
+    large, small = pair("prenorm", 1)
+    sample, options = zoo.batch(24, 9, seed=3), {"beam_size": 1, "max_len_b": 20}
+    with fastgen.disabled():
+        stock, _ = zoo.call([large], sample, options)
+    assert sum(len(h["tokens"]) <= 6 for (h,) in stock) >= 3, "these have left"
+    given = {"small": small} if drafts == "small" else {"early_exit": 1}
+    with fastgen.bild(**given, lossless=True, fallback_threshold=0.06) as drafting:
+        ours, _ = zoo.call([large], sample, options)
+    assert [h["tokens"].tolist() for (h,) in ours] == [h["tokens"].tolist() for (h,) in stock]
+    assert drafting.counts["drafted"]
+
+
+def test_where_it_is_faster_the_clock_decides() -> None:
+    large, small = pair("transformer")
+    with fastgen.bild(small, lossless=True, fallback_threshold=0.06) as drafting:
+        zoo.call([large], zoo.batch(3, 6), {"beam_size": 1, "max_len_b": 9})
+    assert drafting.counts["large_calls"] > drafting.counts["small_calls"], "the first round is without drafts"
 
 
 def test_status_sums_what_is_counted() -> None:

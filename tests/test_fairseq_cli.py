@@ -61,7 +61,7 @@ def test_generate(corpus: Path, options: tuple[str, ...]) -> None:
     assert printed(ours.stdout) == printed(stock.stdout)
 
 
-LOSSLESS = ("--bild-lossless", "--bild-fallback", "0.01", "--bild-max-draft", "4")
+LOSSLESS = ("--bild-lossless", "--no-bild-adaptive-draft", "--bild-fallback", "0.01", "--bild-max-draft", "4")
 
 
 @pytest.mark.parametrize("drafts", ["small model", "early exit"])
@@ -116,6 +116,10 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "lossless": (
         ("--bild-small", "x", "--bild-lossless", "--bild-rollback", "2"),
         "--bild-lossless=True keeps no token but the large model's own; --bild-rollback=2.0 would keep others",
+    ),
+    "the clock": (
+        ("--bild-small", "x", "--bild-adaptive-draft"),
+        "--bild-adaptive-draft=True goes by the clock, and would change the output: it needs --bild-lossless=True",
     ),
     "an ensemble": (("--bild-small", "x", "--path", "a.pt:b.pt"), "of one large model, and --path names 2"),
     "sampling": (("--bild-small", "x", "--sampling"), "not possible with --sampling (it is True)"),
@@ -185,7 +189,7 @@ def test_hub_with_two_models(corpus: Path, small: Path) -> None:
     options = {"beam": 1, "max_len_b": 30}
     with fastgen.disabled():
         stock = hubs[0].translate(sentences, **options)
-    with fastgen.bild(hubs[1], lossless=True, fallback_threshold=0.05) as drafting:
+    with fastgen.bild(hubs[1], lossless=True, adaptive_draft=False, fallback_threshold=0.05) as drafting:
         assert hubs[0].translate(sentences, **options) == stock
     assert drafting.counts["drafted"]
 

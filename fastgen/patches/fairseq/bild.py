@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fastgen.decoding import bild_options
 from fastgen.decoding.bild import Bild, Counts
 from fastgen.decoding.bild_options import Options
+from fastgen.decoding.pace import pace_of
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.policies import Likeliest, Noting
 from fastgen.decoding.text import Stop
@@ -185,6 +186,7 @@ def _decode(
         small = _Whole(EnsembleModel([options.small]), net_input, start, longest, generator.temperature)
     else:
         small = _FirstLayers(large, options.layers)
+    adaptive = options.lossless if options.adaptive is None else options.adaptive
     policy = Noting(Likeliest(0.0 if options.lossless else options.rollback))
     together = Bild(
         large=large,
@@ -197,6 +199,7 @@ def _decode(
         fallback=options.fallback,
         max_draft=options.max_draft,
         shared=options.layers is not None,
+        pace=pace_of(generator.model.models[0], options.small, options.layers) if adaptive else None,
     )
     written: list[list[int]] = cast(Any, together.run()[:, 1:]).tolist()
     texts = [tokens[: counts.tokens] for tokens, counts in zip(written, together.counts, strict=True)]
@@ -242,13 +245,14 @@ class _Whole:
     def __init__(
         self, ensemble: Any, net_input: dict[str, Tensor], start: Tensor, longest: int, temperature: float
     ) -> None:
-        (model,), (encoded,) = ensemble.models, encode(ensemble, net_input)
-        sentences, steps = start.shape[0], longest + 1
-        self.member = Member(model, encoded, sentences, 1, steps)
-        self.stepper = Stepper([self.member], sentences, 1, steps, start.device)
+        self.ensemble, self.net_input, self.steps = ensemble, net_input, longest + 1
         self.start, self.temperature = start, temperature
 
     def prefill(self) -> Tensor:
+        """Encode the sources, which a model that never drafts does not, and begin all texts."""
+        (model,), (encoded,), sentences = self.ensemble.models, encode(self.ensemble, self.net_input), len(self.start)
+        self.member = Member(model, encoded, sentences, 1, self.steps)
+        self.stepper = Stepper([self.member], sentences, 1, self.steps, self.start.device)
         prediction, _ = self.stepper.step(self.start)
         self.member.fuse()
         if self.member.fused is not None and not self.member.fused.ready:
@@ -276,6 +280,7 @@ class _Whole:
         return self.log_probs(self.fused.extend(spans))
 
     def keep(self, rows: Tensor) -> None:
+        self.start = self.start[rows]
         self.stepper.keep(rows, in_order=False)
 
 
@@ -286,7 +291,7 @@ class _FirstLayers:
         self.whole, self.layers = whole, layers
 
     def prefill(self) -> Tensor:
-        """Run the start of each text once more, to the layer of the exit."""
+        """Run the start of each text that is present once more, to the layer of the exit."""
         self.step = early_exit(self.whole.fused.step, self.layers)
         start: list[int] = cast(Any, self.whole.start[:, 0]).tolist()
         return self.extend([Span(row, -1, [token]) for row, token in enumerate(start)])

@@ -28,6 +28,7 @@ class Options:
     bild_rollback: float | None = None
     bild_max_draft: int | None = None
     bild_lossless: bool | None = None
+    bild_adaptive_draft: bool | None = None
 
 
 given = Options()
@@ -90,6 +91,10 @@ def _add_bild(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bild-lossless", action=_KeepSwitch, default=argparse.SUPPRESS,
         help="let no token stand but the large model's own: the output is that of --beam 1",
+    )  # fmt: skip
+    group.add_argument(
+        "--bild-adaptive-draft", action=_KeepSwitch, default=argparse.SUPPRESS,
+        help="draft only where that is faster, by the clock (default: with --bild-lossless)",
     )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from transformers.generation import utils as gu
 from fastgen.decoding import bild_options
 from fastgen.decoding.bild import Bild, Counts
 from fastgen.decoding.bild_options import Options
-from fastgen.decoding.pace import Pace
+from fastgen.decoding.pace import pace_of
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.policies import Drawn, Likeliest, Policy, Rejection
 from fastgen.models.early_exit import early_exit
@@ -195,7 +194,7 @@ def decode(call: Call, asked: Asked) -> Any:
         max_draft=options.max_draft,
         shared=options.small is None,
         paper_compat=options.paper_compat,
-        pace=_pace_of(call.model, options) if adaptive else None,
+        pace=pace_of(call.model, options.small, options.layers) if adaptive else None,
         on_tokens=None if streamer is None else lambda _, tokens: streamer.put(torch.tensor(tokens)),
     )
     plan = replace(large.stepper.plan, method="big-little decoding")
@@ -217,16 +216,6 @@ def decode(call: Call, asked: Asked) -> Any:
         return sequences
     kind = BildEncoderDecoderOutput if call.model.config.is_encoder_decoder else BildDecoderOnlyOutput
     return kind(sequences=cast(Any, sequences), bild=counts)
-
-
-_paces: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[int | None, Pace]]]" = WeakKeyDictionary()
-"""By large and small model, and by the layer of an early exit: what drafts have cost so far."""
-
-
-def _pace_of(model: Any, options: Options) -> Pace:
-    of_large = _paces.setdefault(model, WeakKeyDictionary())
-    of_pair = of_large.setdefault(model if options.small is None else options.small, {})
-    return of_pair.setdefault(options.layers, Pace())
 
 
 def _by_name(counts: Sequence[Counts]) -> dict[str, Tensor]:
