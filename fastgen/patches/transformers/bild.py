@@ -288,6 +288,7 @@ class _Whole:
         return self.fused.extend(spans)
 
     def keep(self, rows: Tensor) -> None:
+        self.prompt = self.prompt[rows]
         self.stepper.keep(rows)
 
 
@@ -303,7 +304,7 @@ class _FirstLayers:
         self.step = early_exit(step, layers)
 
     def prefill(self) -> Tensor:
-        """Run the last token of each prompt once more, to the layer of the exit."""
+        """Run the last token of each prompt that is present once more, to the layer of the exit."""
         last: list[int] = cast(Any, self.whole.prompt[:, -1]).tolist()
         return self.extend([Span(row, -1, [token]) for row, token in enumerate(last)])
 
