@@ -5,6 +5,7 @@ It imports no toolkit and not torch.
 
     status()            what is patched, how often it ran, and why it did not
     explain(model, **)  what a `model.generate(**)` would run, and its memory, without running it
+    bild(small, **)     fairseq: within it, a small model drafts and the generator's own looks over what it drafted
     generate_stream(model, inputs, **)  many sentences in batches of like lengths, results in their order
     disable(), enable() take the patches out, put them back
     disabled()          a context in which the toolkit's own code runs
@@ -12,13 +13,14 @@ It imports no toolkit and not torch.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from fastgen._version import __version__
 from fastgen.config import settings
 from fastgen.patches import disable, disabled, enable, release, status
 
-__all__ = ["__version__", "disable", "disabled", "enable", "explain", "generate_stream", "release", "status"]
+__all__ = ["__version__", "bild", "disable", "disabled", "enable", "explain", "generate_stream", "release", "status"]
 
 
 def explain(model: Any, **generate_kwargs: Any) -> Any:
@@ -31,6 +33,48 @@ def explain(model: Any, **generate_kwargs: Any) -> Any:
     from fastgen.patches.transformers.explain import explain as explain_transformers
 
     return explain_transformers(model, **generate_kwargs)
+
+
+def bild(
+    small: Any = None,
+    *,
+    early_exit: int | None = None,
+    fallback_threshold: float | None = None,
+    rollback_threshold: float | None = None,
+    max_draft: int | None = None,
+    lossless: bool = False,
+    adaptive_draft: bool | None = None,
+) -> AbstractContextManager[Any]:
+    """Return a context in which fairseq's generators, with one beam, decode by a small model and their own.
+
+    The small model drafts, and the generator's model looks over what it drafted (big-little decoding, `docs/bild.md`).
+    In transformers the same is asked for by arguments of `generate`.
+
+    Args:
+        small: a fairseq model, or what `from_pretrained` returns, of the same dictionary as the large one.
+        early_exit: in its place, how many of the large model's own first layers draft.
+        fallback_threshold: probability of its likeliest token below which the small model stops (0.6).
+        rollback_threshold: -log p under the large model above which a drafted token does not stand (2.0).
+        max_draft: tokens that it drafts in a row at most (10).
+        lossless: let none stand but the large model's own: the output is that of ``--beam 1``.
+        adaptive_draft: draft only where that is faster, by the clock; needs `lossless`, and goes with it.
+
+    What the context yields has `counts`, summed over all texts.
+
+    Raises:
+        ValueError, TypeError: an option is not one that it can have; a generator cannot decode so (when it is called).
+    """
+    from fastgen.patches.fairseq.bild import bild as bild_of_fairseq
+
+    given = {
+        "fallback_threshold": fallback_threshold,
+        "rollback_threshold": rollback_threshold,
+        "max_draft": max_draft,
+        "lossless": lossless or None,
+        "adaptive_draft": adaptive_draft,
+    }
+    asked = {name: value for name, value in given.items() if value is not None}
+    return bild_of_fairseq(small, early_exit, asked)
 
 
 def generate_stream(model: Any, inputs: Iterable[Any], **options: Any) -> Iterator[Any]:

@@ -54,3 +54,16 @@ def printed(output: str) -> list[str]:
     assert lines
     rounded = lambda number: f"{float(number[0]):.2f}".replace("-0.00", "0.00")  # noqa: E731
     return [re.sub(r"-?\d+\.\d+", rounded, line) for line in lines]
+
+
+def assert_alike(output: str, other: str) -> None:
+    """Assert that two commands print the same words, and the same numbers but for rounding."""
+    words, numbers = [list[str](), list[str]()], [list[float](), list[float]()]
+    for i, text in enumerate((output, other)):
+        for line in text.splitlines():
+            if re.match(r"[STHDPC]-\d+\t|Generate ", line):
+                words[i].append(re.sub(r"-?\d+\.\d+", "#", line))
+                numbers[i] += map(float, re.findall(r"-?\d+\.\d+", line))
+    assert words[0]
+    assert words[0] == words[1]
+    assert all(abs(one - another) < 1e-3 for one, another in zip(*numbers, strict=True))

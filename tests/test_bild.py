@@ -12,7 +12,7 @@ import torch
 
 from fastgen.decoding.bild import Bild
 from fastgen.decoding.pace import Pace
-from fastgen.decoding.policies import Drawn, Likeliest, Rejection
+from fastgen.decoding.policies import Drawn, Likeliest, Noting, Rejection
 from fastgen.decoding.stop import Stop
 from fastgen.models.ragged import Span
 from tests.bild_oracle import Held, Toy, bild, greedy
@@ -157,6 +157,17 @@ def test_tokens_are_told_once_they_stand() -> None:
     toys, told = pair(5, rows=1), list[int]()
     search = toys.search(on_tokens=lambda _, tokens: told.extend(tokens))
     assert [told] == toys.texts(search.run())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_scores_of_tokens_are_the_large_models(seed: int) -> None:
+    toys = pair(seed, rows=3)
+    policy = Noting(Likeliest(1.0))
+    search = toys.search(policy=policy, fallback=0.2, max_draft=3)
+    texts = toys.texts(search.run())
+    assert texts == toys.texts(toys.search(policy=Likeliest(1.0), fallback=0.2, max_draft=3).run())
+    for prompt, text, scores in zip(toys.prompts, texts, policy.scores_of(texts), strict=True):
+        assert scores == [float(toys.large(prompt + text[:i])[token]) for i, token in enumerate(text)]
 
 
 def _frequencies(policy: Rejection | Likeliest | None, draws: int) -> torch.Tensor:

@@ -15,7 +15,9 @@ from transformers.generation import logits_process as lp
 
 import fastgen
 from fastgen import config
+from fastgen.decoding.pace import Pace
 from fastgen.models.layouts import LAYOUTS
+from fastgen.patches.transformers import bild as transformers_bild
 from fastgen.patches.transformers.bild import BildDecoderOnlyOutput, BildEncoderDecoderOutput
 from tests import zoo
 from tests.bild_oracle import Scores, bild
@@ -203,6 +205,30 @@ def test_rows_are_what_they_are_alone() -> None:
         length = int(inputs["attention_mask"][row].sum())
         alone = {name: value[row : row + 1, :length] for name, value in inputs.items()}
         assert generated(large, alone, **options) == [together[row]]
+
+
+class _Late(Pace):
+    """Drafts begin in the seventh round."""
+
+    rounds = 0
+
+    def drafts(self, texts: int) -> bool:
+        self.rounds += 1
+        return self.rounds > 6
+
+    def note(self, drafted: bool, texts: int, tokens: int, seconds: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("early_exit", [False, True])
+def test_drafts_that_begin_when_texts_have_left(early_exit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_bild, "pace_of", lambda *_: _Late())
+    large, small = pair("marian", seed=6)
+    inputs, drafts = zoo.batch(large, 24, 9), {"assistant_early_exit": 1} if early_exit else {"assistant_model": small}
+    options = {"max_new_tokens": NEW, "eos_token_id": ENDS, "num_beams": 1, "return_dict_in_generate": True}
+    output = large.generate(**inputs, **drafts, lossless=True, fallback_threshold=0.1, **options)
+    assert int((output.bild["tokens"] <= 6).sum()) >= 3, "these have left"
+    assert torch.equal(output.sequences, greedy(large, inputs))
 
 
 def test_as_the_paper_has_it() -> None:

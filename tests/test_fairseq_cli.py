@@ -1,6 +1,7 @@
 """fairseq's command lines and hub, from a corpus over a trained checkpoint to translations."""
 
 import argparse
+import logging
 import os
 import re
 import subprocess
@@ -19,10 +20,15 @@ from fastgen.decoding import cohorts
 pytest.importorskip("fairseq")
 import fairseq.options
 from fairseq import checkpoint_utils
+from fairseq import options as fairseq_options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer import TransformerModel
+from fairseq.tasks import setup_task
 from fairseq_cli import generate
+from fairseq_cli import generate as generate_command
 
-from tests.fairseq_commands import GENERATE, STOCK, preprocess, printed, run, train
+from fastgen.patches.fairseq.bild_command import Pair
+from tests.fairseq_commands import GENERATE, STOCK, assert_alike, preprocess, printed, run, train
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +37,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fairseq")
     train(preprocess(folder), folder / "model", 150, "--arch", "transformer", "--share-all-embeddings")
     return folder
+
+
+@pytest.fixture(scope="session")
+def small(corpus: Path) -> Path:
+    """The checkpoint of a model that was trained for a shorter time on the same corpus."""
+    options = ("--arch", "transformer", "--share-all-embeddings", "--seed", "7")
+    train(str(corpus / "data"), corpus / "small", 60, *options)
+    return corpus / "small/checkpoint_last.pt"
 
 
 @pytest.mark.parametrize(
@@ -48,6 +62,139 @@ def test_generate(corpus: Path, options: tuple[str, ...]) -> None:
     ours = run(*command, *GENERATE, *options, FASTGEN_STRICT="1")
     stock = run(*command, *GENERATE, *options, **STOCK)
     assert printed(ours.stdout) == printed(stock.stdout)
+
+
+LOSSLESS = ("--bild-lossless", "--no-bild-adaptive-draft", "--bild-fallback", "0.01", "--bild-max-draft", "4")
+
+
+@pytest.mark.parametrize("drafts", ["small model", "early exit"])
+def test_generate_by_two_models(corpus: Path, small: Path, drafts: str) -> None:
+    """The output is that of the large model alone, but for the line that says what was done."""
+    command = (
+        "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
+        "--beam", "1", "--batch-size", "9", "--no-repeat-ngram-size", "3", "--lenpen", "0.6",
+    )  # fmt: skip
+    options = ("--bild-small", str(small)) if drafts == "small model" else ("--bild-early-exit", "1")
+    ours = run(*command, *options, *LOSSLESS, FASTGEN_STRICT="1")
+    stock = run(*command, **STOCK)
+    assert_alike(ours.stdout, stock.stdout)
+    said = re.search(
+        r"Big-little decoding: ([\d,]+) tokens, ([\d,]+) drafted, .* fallbacks, [\d,]+ rollbacks",
+        ours.stdout + ours.stderr,
+    )
+    assert said is not None
+    assert "0" not in said.groups()
+    assert "Big-little" not in stock.stdout + stock.stderr
+
+
+def test_interactive_by_two_models(corpus: Path, small: Path) -> None:
+    text = "".join((corpus / "test.en").open(encoding="utf-8").readlines()[:4])
+    command = (
+        "fairseq-interactive", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), "--beam", "1",
+        "--buffer-size", "4", "--batch-size", "2", "--cpu", "--max-len-b", "30",
+    )  # fmt: skip
+    ours = run(*command, "--bild-small", str(small), *LOSSLESS, text=text, FASTGEN_STRICT="1")
+    assert_alike(ours.stdout, run(*command, text=text, **STOCK).stdout)
+    assert "Big-little decoding: " in ours.stdout + ours.stderr
+
+
+def _cfg(corpus: Path, *options: str) -> Any:
+    """The settings of a command line."""
+    command = (str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), "--cpu", *options)
+    parser = fairseq_options.get_generation_parser()
+    parser.add_argument("--arch", default="transformer")  # as the command does
+    return convert_namespace_to_omegaconf(fairseq_options.parse_args_and_arch(parser, list(command)))
+
+
+WRONG: dict[str, tuple[tuple[str, ...], str]] = {
+    "beams": (("--bild-small", "x", "--beam", "5"), "one text per input: --beam is 5, and must be 1"),
+    "a fallback": (("--bild-small", "x", "--bild-fallback", "1.5"), "--bild-fallback is 1.5; it must be from 0 to 1"),
+    "a rollback": (("--bild-small", "x", "--bild-rollback", "-1"), "--bild-rollback is -1.0; it must be 0 or more"),
+    "a draft": (("--bild-small", "x", "--bild-max-draft", "0"), "--bild-max-draft is 0; it must be 1 or more"),
+    "nobody": (
+        ("--bild-fallback", "0.5"),
+        "--bild-fallback: big-little decoding needs a small model, either --bild-sm",
+    ),
+    "two": (("--bild-small", "x", "--bild-early-exit", "1"), "and got both"),
+    "lossless": (
+        ("--bild-small", "x", "--bild-lossless", "--bild-rollback", "2"),
+        "--bild-lossless=True keeps no token but the large model's own; --bild-rollback=2.0 would keep others",
+    ),
+    "the clock": (
+        ("--bild-small", "x", "--bild-adaptive-draft"),
+        "--bild-adaptive-draft=True goes by the clock, and would change the output: it needs --bild-lossless=True",
+    ),
+    "an ensemble": (("--bild-small", "x", "--path", "a.pt:b.pt"), "of one large model, and --path names 2"),
+    "sampling": (("--bild-small", "x", "--sampling"), "not possible with --sampling (it is True)"),
+    "a prefix": (("--bild-small", "x", "--prefix-size", "2"), "not possible with --prefix-size (it is 2)"),
+    "a language model": (("--bild-small", "x", "--lm-path", "lm.pt"), "not possible with --lm-path (it is lm.pt)"),
+    "alignments": (("--bild-small", "x", "--print-alignment", "hard"), "not possible with --print-alignment"),
+    "groups": (("--bild-small", "x", "--diverse-beam-groups", "2"), "not possible with --diverse-beam-groups"),
+    "references": (("--bild-small", "x", "--score-reference"), "not possible with --score-reference"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_two_models_cannot_do_is_said_first(corpus: Path, name: str) -> None:
+    options, message = WRONG[name]
+    cfg = _cfg(corpus, "--beam", "1", *options)
+    with pytest.raises(SystemExit, match=f"^fairseq-generate: .*{re.escape(message)}"):
+        generate_command.main(cfg)
+
+
+@pytest.mark.parametrize("what", ["nothing", "no checkpoint"])
+def test_a_small_model_that_cannot_be_read(corpus: Path, tmp_path: Path, what: str) -> None:
+    file = tmp_path / "small.pt"
+    if what == "no checkpoint":
+        file.write_text("text")
+    pair = Pair(_cfg(corpus, "--beam", "1", "--bild-small", str(file)), "fairseq-generate")
+    with pytest.raises(SystemExit, match=rf"--bild-small {re.escape(str(file))} cannot be read: "):
+        pair.load(None, logging.getLogger("test"))
+
+
+def test_a_small_model_of_another_dictionary(corpus: Path, small: Path, tmp_path: Path) -> None:
+    """Its own dictionaries are read, where it says that they are."""
+    for language in ("en", "es"):
+        lines = (corpus / f"data/dict.{language}.txt").read_text("utf-8").splitlines()
+        lines[0], lines[1] = lines[1], lines[0]
+        (tmp_path / f"dict.{language}.txt").write_text("\n".join(lines) + "\n", "utf-8")
+    state = torch.load(small, weights_only=False)
+    state["cfg"]["task"]["data"] = str(tmp_path)
+    torch.save(state, tmp_path / "small.pt")
+    found = run(
+        "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
+        "--beam", "1", "--bild-small", str(tmp_path / "small.pt"), status=1,
+    )  # fmt: skip
+    assert "big-little decoding needs two models of one dictionary: symbol 4 of the source is" in found.stderr
+
+
+def test_a_small_model_whose_dictionary_is_gone(
+    corpus: Path, small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = torch.load(small, weights_only=False)
+    state["cfg"]["task"]["data"] = str(tmp_path / "gone")
+    file = tmp_path / "small.pt"
+    torch.save(state, file)
+    cfg = _cfg(corpus, "--beam", "1", "--bild-small", str(file))
+    pair = Pair(cfg, "fairseq-generate")
+    pair.load(setup_task(cfg.task), logging.getLogger("test"))
+    assert f"{file}: its dictionary is not at {tmp_path / 'gone'} any more" in caplog.text
+    assert pair.options is not None
+    assert pair.small == [pair.options.small]
+
+
+def test_hub_with_two_models(corpus: Path, small: Path) -> None:
+    hubs: list[Any] = [
+        TransformerModel.from_pretrained(str(file.parent), file.name, str(corpus / "data"))
+        for file in (corpus / "model/checkpoint_last.pt", small)
+    ]
+    sentences = (corpus / "test.en").read_text("utf-8").splitlines()[:5]
+    options = {"beam": 1, "max_len_b": 30}
+    with fastgen.disabled():
+        stock = hubs[0].translate(sentences, **options)
+    with fastgen.bild(hubs[1], lossless=True, adaptive_draft=False, fallback_threshold=0.05) as drafting:
+        assert hubs[0].translate(sentences, **options) == stock
+    assert drafting.counts["drafted"]
 
 
 @pytest.mark.parametrize("where", ["typed", "file"])

@@ -8,6 +8,8 @@ have not paid.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
 
 TRIAL = 3
 """Rounds with drafts before they are judged."""
@@ -79,3 +81,13 @@ class Pace:
 
     def _of(self, texts: int) -> _Costs:
         return self._costs.setdefault(texts.bit_length(), _Costs())
+
+
+_paces: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[int | None, Pace]]]" = WeakKeyDictionary()
+"""By large and small model, and by the layer of an early exit: what drafts have cost so far."""
+
+
+def pace_of(large: Any, small: Any, layers: int | None) -> Pace:
+    """The costs of a pair of models, or of a large one and its first layers, in whose place there is no small one."""
+    of_large = _paces.setdefault(large, WeakKeyDictionary())
+    return of_large.setdefault(large if small is None else small, {}).setdefault(layers, Pace())

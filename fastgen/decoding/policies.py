@@ -66,6 +66,34 @@ class Likeliest:
 
 
 @dataclass
+class Noting:
+    """Another policy, and what the large model says of the tokens that stand in the end."""
+
+    policy: Policy
+    _seen: list[tuple[Sequence[Place], Sequence[int], list[int], Tensor]] = field(
+        default_factory=list[tuple[Sequence[Place], Sequence[int], list[int], Tensor]], init=False
+    )
+
+    def draft(self, scores: Tensor, places: Sequence[Place]) -> Drafted:
+        return self.policy.draft(scores, places)
+
+    def check(self, scores: Tensor, places: Sequence[Place], drafted: Sequence[int]) -> Checked:
+        checked = self.policy.check(scores, places, drafted)
+        tokens = torch.tensor([drafted, checked.own], device=scores.device).clamp_(min=0).T
+        self._seen.append((places, drafted, checked.own, scores.gather(1, tokens)))
+        return checked
+
+    def scores_of(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Of each token of all texts, its score as the large model saw it; one look at the device."""
+        values: list[list[float]] = cast(Any, torch.cat([scores for *_, scores in self._seen])).tolist()
+        each = (seen for places, drafted, own, _ in self._seen for seen in zip(places, drafted, own, strict=True))
+        found: dict[Place, dict[int, float]] = {}
+        for (place, token, other), (of_token, of_other) in zip(each, values, strict=True):
+            found[place] = {token: of_token, other: of_other}  # what was forgotten is overwritten by what came there
+        return [[found[text, i][token] for i, token in enumerate(tokens)] for text, tokens in enumerate(texts)]
+
+
+@dataclass
 class Drawn:
     """Tokens drawn from the models' distributions; a drafted one stands as in `Likeliest`."""
 

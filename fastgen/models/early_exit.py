@@ -16,10 +16,14 @@ def early_exit(step: DecoderStep, layers: int) -> DecoderStep:
     Raises:
         ValueError: there are not more than so many layers.
     """
-    count = 1 + max(sublayer.layer for sublayer in step.sublayers)
-    if not 1 <= layers < count:
-        raise ValueError(f"an exit behind layer {layers} of a decoder of {count}: it must be one of 1 to {count - 1}")
+    check_exit(layers, 1 + max(sublayer.layer for sublayer in step.sublayers))
     first = [sublayer for sublayer in step.sublayers if sublayer.layer < layers]
     if step.first is not None:  # norms come first: that behind the last layer is the decoder's own
         first[-1] = replace(first[-1], norm=step.sublayers[-1].norm)
     return replace(step, sublayers=first)
+
+
+def check_exit(layers: int, count: int) -> None:
+    """Raise ValueError where the first `layers` are not some of `count`, and less than all."""
+    if not 1 <= layers < count:
+        raise ValueError(f"an exit behind layer {layers} of a decoder of {count}: it must be one of 1 to {count - 1}")

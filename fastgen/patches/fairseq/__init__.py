@@ -107,6 +107,6 @@ PATCHES = (
         target="fairseq.options:get_generation_parser",
         replacement="fastgen.patches.fairseq.options:get_generation_parser",
         parameters=("interactive", "default_task"),
-        help="--postprocess-workers and --decode-hypothesis, as FastSeq has them",
+        help="--postprocess-workers and --decode-hypothesis, as FastSeq has them; --bild-small and its like",
     ),
 )

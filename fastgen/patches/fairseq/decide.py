@@ -34,18 +34,18 @@ def decide(generator: Any, sample: Any, constraints: Tensor | None) -> Plan:
         raise Unsupported("the source is not text")
     if constraints is not None and not generator.search.supports_constraints:
         raise Unsupported("the search takes no constraints")
-    _check(generator, SequenceGenerator)
-    _check(generator.model, EnsembleModel)
+    check(generator, SequenceGenerator)
+    check(generator.model, EnsembleModel)
     for model in (*generator.model.models, generator.lm_model):
         if model is not None:
-            _check_model(model)
+            check_model(model)
     source: Tensor = sample["net_input"]["src_tokens"]
     beams = generator.beam_size
     kind = type(generator.search).__name__
     return Plan(kind, source.shape[0], beams, shared=True, drop=True)
 
 
-def _check(thing: Any, kind: type) -> None:
+def check(thing: Any, kind: type) -> None:
     """Raise Unsupported where a thing is not of a kind, or has its own way to do what the engine does."""
     if not isinstance(thing, kind):
         raise Unsupported(f"{type(thing).__name__} is no {kind.__name__}")
@@ -60,16 +60,17 @@ def _is_own(thing: Any, owner: type, name: str) -> bool:
     return name not in vars(thing) and getattr(type(thing), name) is getattr(owner, name)
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
+    """Raise Unsupported where the engine cannot make a model's steps."""
     decoder = getattr(model, "decoder", None)
     if not isinstance(decoder, TransformerDecoderBase):
         name = type(model if decoder is None else decoder).__name__
         raise Unsupported(f"{name} is no transformer decoder of fairseq's")
-    _check(decoder, TransformerDecoderBase)
+    check(decoder, TransformerDecoderBase)
     if decoder.cross_self_attention:
         raise Unsupported("cross_self_attention=True")
     for layer in decoder.layers:
-        _check(layer, TransformerDecoderLayerBase)
+        check(layer, TransformerDecoderLayerBase)
     for module in attention_of(decoder):
         if type(module) is not MultiheadAttention:
             raise Unsupported(f"attention of the kind {type(module).__name__}")

@@ -1,17 +1,20 @@
 """The decode step of a fairseq model from its weights (`models.step`), over the shared cache."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastgen import config
 from fastgen.models import graph
 from fastgen.models.layouts import LAYOUTS
 from fastgen.models.proof import outcome
+from fastgen.models.ragged import Ragged, Span
 from fastgen.models.reader import NotFused, step_of
 from fastgen.models.replay import Replay
-from fastgen.models.step import Context
+from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.fairseq.attention import Layers
 
 
@@ -50,6 +53,20 @@ class FusedDecoder:
     def context(self) -> Context:
         """What the next step reads."""
         return self._context(self.text[0].steps)
+
+    def extend(self, spans: Sequence[Span], step: DecoderStep | None = None) -> Tensor:
+        """Return logits (N, V) of what follows the tokens of spans, with one beam per sentence.
+
+        step: one of the first layers alone; None for all.
+        """
+        layers, step = self.layers, step or self.step
+        text, source = step.layers
+        around = Ragged(
+            layers.sentences, spans, self.text[0].prefix, self.text[:text], self.source[:source],
+            source_mask=layers.source_mask,
+        )  # fmt: skip
+        ids = torch.tensor([token for span in spans for token in span.tokens], device=around.slots.device)
+        return step(ids, around)
 
     def _context(self, steps: int | Tensor, visible: Tensor | None = None) -> Context:
         """What a step reads that is `steps` behind the prefix; visible (B, M, F): slots, if not those of the step."""

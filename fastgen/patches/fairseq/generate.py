@@ -1,6 +1,5 @@
 """fairseq's `SequenceGenerator._generate` on the engine of `decoding`."""
 
-import inspect
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -17,8 +16,10 @@ from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import graph, linear, memory
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
+from fastgen.patches.fairseq import bild
 from fastgen.patches.fairseq.decide import decide
 from fastgen.patches.fairseq.encoder import encode
+from fastgen.patches.fairseq.lengths import longest_of, source_lengths
 from fastgen.patches.fairseq.search import Beam, Toolkits
 from fastgen.patches.fairseq.stepper import Member, Stepper
 
@@ -70,6 +71,8 @@ def generate(
     answer = _answer.get()
     if answer is not None and answer[0] is self and answer[1] is sample:
         return answer[2]
+    if (asked := bild.asked()) is not None:
+        return bild.generate(asked, self, sample, prefix_tokens, constraints, bos_token)
     try:
         plan = decide(self, sample, constraints)
     except Unsupported as unsupported:
@@ -114,7 +117,7 @@ def begin(
     """
     net_input = sample["net_input"]
     source: Tensor = net_input["src_tokens"]
-    longest = _longest(generator, source, lengths)
+    longest = longest_of(generator, source, lengths)
     b, m, device = plan.sentences, plan.beams, source.device
     steps = longest + 1
     encoded = encode(generator.model, net_input)
@@ -168,27 +171,6 @@ def _prefilled(search: FirstFinished, stepper: Stepper, prefix: Tensor | None) -
     first, token_scores = stepper.prefill(tokens[:, : shared + 1])
     search.begin_behind(prefix, token_scores - prefix.eq(chooser.generator.unk) * chooser.generator.unk_penalty)
     return first
-
-
-def source_lengths(original: Callable[..., Any], generator: Any, net_input: dict[str, Tensor]) -> Tensor:
-    """Return the lengths (B,) of the sources: as given where fairseq's own code asks for them, else without ends.
-
-    What is given counts the ends. 0.12.2 does not ask for it; the fork does, and so may what calls itself 0.12.2 too.
-    """
-    if "src_lengths" in net_input and "src_lengths" in inspect.unwrap(original).__code__.co_consts:
-        return net_input["src_lengths"]
-    source = net_input["src_tokens"]
-    return (source.ne(generator.eos) & source.ne(generator.pad)).long().sum(1)
-
-
-def _longest(generator: Any, source: Tensor, lengths: Tensor) -> int:
-    """Tokens of a hypothesis at most, its end not counted."""
-    if generator.match_source_len:
-        longest = int(lengths.max())
-    else:
-        longest = min(int(generator.max_len_a * source.shape[1] + generator.max_len_b), generator.max_len - 1)
-    assert generator.min_len <= longest, "min_len cannot be larger than max_len, please adjust these!"
-    return longest
 
 
 def _as_fairseq(hypothesis: Hypothesis) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from fairseq.logging.meters import StopwatchMeter, TimeMeter
 
 from fastgen.patches import _engine
 from fastgen.patches.fairseq.background import InOrder
+from fastgen.patches.fairseq.bild_command import Pair
 from fastgen.patches.fairseq.lines import Scored, Sentence, Speaker, spoken
 from fastgen.patches.fairseq.options import given
 from fastgen.patches.fairseq.refill import Translations
@@ -33,12 +34,13 @@ def generate(original: _Original, cfg: Any) -> Any:
     """`fairseq_cli.generate.main`: checks, then everything with its output in the right file."""
     if isinstance(cfg, Namespace):
         cfg = convert_namespace_to_omegaconf(cfg)
+    pair = Pair(cfg, "fairseq-generate")
     if cfg.generation.print_step or cfg.generation.retain_iter_history:
         _engine.fallback("fairseq.generate_command", "the steps of iterative refinement are printed")
         return original(cfg)
     _check(cfg)
     with _engine.running("fairseq-generate"), _output(cfg) as output:
-        scorer, left_off = _generate(cfg, output)
+        scorer, left_off = _generate(cfg, output, pair)
     _engine.hit("fairseq.generate_command", left_off)
     return scorer
 
@@ -83,7 +85,7 @@ def _output(cfg: Any) -> Iterator[TextIO]:
         raise SystemExit(f"fairseq-generate: {partial} is not whole: {error.strerror}") from error
 
 
-def _generate(cfg: Any, output: TextIO) -> tuple[Any, Iterable[str]]:
+def _generate(cfg: Any, output: TextIO, pair: Pair) -> tuple[Any, Iterable[str]]:
     """Translate a data set; return the scorer, and what was left off."""
     logging.basicConfig(
         format="%(asctime)s | %(levelname)s | %(name)s | %(message)s",
@@ -95,7 +97,7 @@ def _generate(cfg: Any, output: TextIO) -> tuple[Any, Iterable[str]]:
     utils.import_user_module(cfg.common)
     if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
         cfg.dataset.max_tokens = 12000
-    run = Run(cfg, logger)
+    run = Run(cfg, logger, pair)
     run.task.load_dataset(cfg.dataset.gen_subset, task_cfg=run.saved.task)
     dataset = run.task.dataset(cfg.dataset.gen_subset)
     language_model = _language_model(run, logger)
@@ -120,9 +122,13 @@ def _generate(cfg: Any, output: TextIO) -> tuple[Any, Iterable[str]]:
             else:
                 scorer.add(torch.IntTensor(sentence.target_tokens), torch.IntTensor(sentence.hypothesis_tokens))
 
-    translations = Translations(run.task, run.models, generator, batches, timer, cfg.generation.prefix_size, run.cuda)
-    progress = _under_bar(run, translations)
-    with InOrder(speaker.batch, write, given.postprocess_workers) as background:
+    with (
+        pair.drafting(generator) as drafting,
+        InOrder(speaker.batch, write, given.postprocess_workers) as background,
+    ):
+        prefix_size = cfg.generation.prefix_size
+        translations = Translations(run.task, run.models, generator, batches, timer, prefix_size, run.cuda)
+        progress = _under_bar(run, translations)
         for sample, found, generated in progress:
             if found is None:
                 continue
@@ -136,6 +142,8 @@ def _generate(cfg: Any, output: TextIO) -> tuple[Any, Iterable[str]]:
         f"Translated {count:,} sentences ({timer.n:,} tokens) in {timer.sum:.1f}s "
         f"({count / timer.sum:.2f} sentences/s, {1.0 / timer.avg:.2f} tokens/s)"
     )
+    if drafting is not None:
+        logger.info(drafting)
     if has_target:
         _warn_of_bleu(cfg, logger)
         subset, beam = cfg.dataset.gen_subset, cfg.generation.beam

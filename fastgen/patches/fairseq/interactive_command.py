@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fastgen.patches import _engine
 from fastgen.patches.fairseq.background import InOrder
+from fastgen.patches.fairseq.bild_command import Pair
 from fastgen.patches.fairseq.lines import Sentence, Speaker, spoken
 from fastgen.patches.fairseq.options import given
 from fastgen.patches.fairseq.setup import Run, check_sampling, without
@@ -30,12 +31,13 @@ def interactive(original: Callable[..., Any], cfg: Any) -> None:
     """`fairseq_cli.interactive.main`: the lines of a buffer are printed as soon as all of it is translated."""
     if isinstance(cfg, Namespace):
         cfg = convert_namespace_to_omegaconf(cfg)
+    pair = Pair(cfg, "fairseq-interactive")
     with _engine.running("fairseq-interactive"):
-        _interactive(cfg)
+        _interactive(cfg, pair)
     _engine.hit("fairseq.interactive_command")
 
 
-def _interactive(cfg: Any) -> None:
+def _interactive(cfg: Any, pair: Pair) -> None:
     began, translating = time.time(), 0.0
     utils.import_user_module(cfg.common)
     logger = logging.getLogger("fairseq_cli.interactive")
@@ -46,7 +48,7 @@ def _interactive(cfg: Any) -> None:
     assert not cfg.dataset.batch_size or cfg.dataset.batch_size <= cfg.interactive.buffer_size, (
         "--batch-size cannot be larger than --buffer-size"
     )
-    run = Run(cfg, logger)
+    run = Run(cfg, logger, pair)
     run.prepare(run.models)
     generator = run.task.build_generator(run.models, cfg.generation)
     speaker = run.speaker(generator, run.task.source_dictionary, interactive=True)
@@ -58,7 +60,10 @@ def _interactive(cfg: Any) -> None:
     logger.info("Type the input sentence and press return:")
     start = 0
     said: list[tuple[int, str]] = []  # what is said of each sentence of a buffer
-    with InOrder(lambda sentences: _said(speaker, sentences), said.extend, given.postprocess_workers) as background:
+    with (
+        pair.drafting(generator) as drafting,
+        InOrder(lambda sentences: _said(speaker, sentences), said.extend, given.postprocess_workers) as background,
+    ):
         for count, batches in _buffers(run):
             for batch in batches:
                 began_batch = time.time()
@@ -73,6 +78,8 @@ def _interactive(cfg: Any) -> None:
             sys.stdout.flush()
             said.clear()
             start += count
+    if drafting is not None:
+        logger.info(drafting)
     logger.info(f"Total time: {time.time() - began:.3f} seconds; translation time: {translating:.3f}")
 
 

@@ -5,13 +5,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fastgen.decoding.bild_options import FALLBACK, MAX_DRAFT, ROLLBACK
+from fastgen.patches import _engine
+
 
 @dataclass
 class Options:
-    """postprocess_workers: 0 for none, 1 for a thread, more for processes. decode_hypothesis: whether D lines."""
+    """What the command line may say.
+
+    Attributes:
+        postprocess_workers: 0 for none, 1 for a thread, more for processes.
+        decode_hypothesis: whether D lines.
+        bild_small: a checkpoint, or bild_early_exit, layers: what drafts. The others are those of
+            `decoding.bild_options`; None where nothing is said.
+    """
 
     postprocess_workers: int = 1
     decode_hypothesis: bool = True
+    bild_small: str | None = None
+    bild_early_exit: int | None = None
+    bild_fallback: float | None = None
+    bild_rollback: float | None = None
+    bild_max_draft: int | None = None
+    bild_lossless: bool | None = None
+    bild_adaptive_draft: bool | None = None
 
 
 given = Options()
@@ -25,13 +42,15 @@ class _Keep(argparse.Action):
 
 class _KeepSwitch(argparse.BooleanOptionalAction):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        given.decode_hypothesis = not str(option_string).startswith("--no-")
+        setattr(given, self.dest, not str(option_string).startswith("--no-"))
 
 
-def get_generation_parser(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`options.get_generation_parser`, with FastSeq's options, which are at their defaults until it parses."""
+def get_generation_parser(
+    original: Callable[..., Any], interactive: bool = False, *args: Any, **kwargs: Any
+) -> argparse.ArgumentParser:
+    """`options.get_generation_parser`, with options of ours, which are at their defaults until it parses."""
     vars(given).update(vars(Options()))
-    parser = original(*args, **kwargs)
+    parser: argparse.ArgumentParser = original(interactive, *args, **kwargs)
     group = parser.add_argument_group("fastgen")
     group.add_argument(
         "--postprocess-workers", type=_count, action=_Keep, default=argparse.SUPPRESS, metavar="N",
@@ -42,7 +61,41 @@ def get_generation_parser(original: Callable[..., Any], *args: Any, **kwargs: An
         "--decode-hypothesis", action=_KeepSwitch, default=argparse.SUPPRESS,
         help="print detokenized hypotheses as D lines (default: yes)",
     )  # fmt: skip
+    if _engine.is_applied(f"fairseq.{'interactive' if interactive else 'generate'}_command"):
+        _add_bild(parser)
     return parser
+
+
+def _add_bild(parser: argparse.ArgumentParser) -> None:
+    """Options that only our way through a command knows what to do with."""
+    group = parser.add_argument_group(
+        "fastgen: big-little decoding", "a small model drafts, the large one looks over it; with --beam 1"
+    )
+    keep: dict[str, Any] = {"action": _Keep, "default": argparse.SUPPRESS}
+    group.add_argument("--bild-small", metavar="CHECKPOINT", **keep, help="the small model, of the same dictionary")
+    group.add_argument(
+        "--bild-early-exit", type=int, metavar="N", **keep,
+        help="in its place the first N layers of the large model's decoder",
+    )  # fmt: skip
+    group.add_argument(
+        "--bild-fallback", type=float, metavar="P", **keep,
+        help=f"probability of its likeliest token below which the small model stops (default: {FALLBACK})",
+    )  # fmt: skip
+    group.add_argument(
+        "--bild-rollback", type=float, metavar="COST", **keep,
+        help=f"-log p under the large model above which a drafted token does not stand (default: {ROLLBACK})",
+    )  # fmt: skip
+    group.add_argument(
+        "--bild-max-draft", type=int, metavar="N", **keep, help=f"tokens of a draft at most (default: {MAX_DRAFT})"
+    )
+    group.add_argument(
+        "--bild-lossless", action=_KeepSwitch, default=argparse.SUPPRESS,
+        help="let no token stand but the large model's own: the output is that of --beam 1",
+    )  # fmt: skip
+    group.add_argument(
+        "--bild-adaptive-draft", action=_KeepSwitch, default=argparse.SUPPRESS,
+        help="draft only where that is faster, by the clock (default: with --bild-lossless)",
+    )  # fmt: skip
 
 
 def _count(text: str) -> int:

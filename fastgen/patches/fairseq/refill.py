@@ -27,6 +27,7 @@ from fastgen.decoding.plan import Unsupported
 from fastgen.models.memory import is_out_of_memory
 from fastgen.patches import _engine
 from fastgen.patches._room import NO_MEMORY, make_room
+from fastgen.patches.fairseq.bild import asked
 from fastgen.patches.fairseq.decide import decide
 from fastgen.patches.fairseq.generate import Begun, Found, answered, begin, models_of, routes, source_lengths
 
@@ -235,6 +236,8 @@ def _reason_not_to_refill(task: Any, generator: Any, prefix_size: int) -> str | 
         return f"{name} has its own generate"
     if type(generator.search) is not BeamSearch:
         return f"{type(generator.search).__name__} may look at all sentences of a batch"
+    if asked() is not None:
+        return "a small model drafts"
     if prefix_size > 0:
         return "hypotheses begin with a prefix"
     if not _engine.is_on_top("fairseq.generate"):

@@ -45,7 +45,7 @@ class Beam:
     def __call__(self, prediction: Prediction, state: FirstFinished) -> Candidates:
         count, logits = len(state.running), prediction.logits
         if logits is not None and runs_kernels(logits) and not self._in_prefix(state):
-            edits = sparse([*self.first, *self.free, *self.last], _text(state, logits), logits.shape[1])
+            edits = sparse(self.edits, _text(state, logits), logits.shape[1])
             if edits is not None:
                 rows = logits.view(count, -1, logits.shape[1])
                 return best_of_logits(rows, state.running_scores(rows.shape[1]), state.beams, edits)
@@ -68,9 +68,14 @@ class Beam:
                 return 0
         return count
 
+    @property
+    def edits(self) -> list[Edit]:
+        """What is done to the log-probabilities of tokens that no prefix gives, in fairseq's order."""
+        return [*self.first, *self.free, *self.last]
+
     def edited(self, log_probs: Tensor, state: FirstFinished) -> Tensor:
         """Apply the generator's options, in fairseq's order; in place, or at R rows where prefixes want them."""
-        _without_nan(log_probs)
+        without_nan(log_probs)
         log_probs = edited(log_probs, _text(state, log_probs), self.first)
         if self._in_prefix(state):
             if log_probs.shape[0] != state.tokens.shape[0]:
@@ -142,7 +147,7 @@ def _text(state: FirstFinished, rows: Tensor) -> Text:
     return Text(state.tokens[::each, : state.step + 1], 1)
 
 
-def _without_nan(log_probs: Tensor) -> None:
+def without_nan(log_probs: Tensor) -> None:
     """Replace NaN by -inf, as fairseq does."""
     if log_probs.device.type == "cpu":  # a NaN among the logits makes a whole row of log-probabilities NaN
         bad = log_probs[:, 0].isnan()

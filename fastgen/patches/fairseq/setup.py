@@ -9,6 +9,7 @@ import torch
 from fairseq import checkpoint_utils, tasks, utils
 from fairseq_cli.generate import get_symbols_to_strip_from_output
 
+from fastgen.patches.fairseq.bild_command import Pair
 from fastgen.patches.fairseq.lines import Speaker
 from fastgen.patches.fairseq.options import given
 
@@ -16,8 +17,8 @@ from fastgen.patches.fairseq.options import given
 class Run:
     """What both commands set up: task, models, and how text is split into tokens and put together."""
 
-    def __init__(self, cfg: Any, logger: logging.Logger) -> None:
-        self.cfg = cfg
+    def __init__(self, cfg: Any, logger: logging.Logger, pair: Pair) -> None:
+        self.cfg, self.pair = cfg, pair
         logger.info(cfg)
         if cfg.common.seed is not None and not cfg.generation.no_seed_provided:
             np.random.seed(cfg.common.seed)
@@ -35,10 +36,11 @@ class Run:
             strict=cfg.checkpoint.checkpoint_shard_count == 1,
             num_shards=cfg.checkpoint.checkpoint_shard_count,
         )
+        pair.load(self.task, logger)
 
     def prepare(self, models: list[Any]) -> None:
-        """Half precision, device and fairseq's preparations, as asked for."""
-        for model in models:
+        """Half precision, device and fairseq's preparations, as asked for; of the small model, too."""
+        for model in (*models, *self.pair.small):
             if self.cfg.common.fp16:
                 model.half()
             if self.cuda and not self.cfg.distributed_training.pipeline_model_parallel:

@@ -42,7 +42,7 @@ class Member:
         """Return the prediction for R rows, and attention over the source (R, S) or None."""
         self.layers.begin_step(ancestry, self.dtype)
         if ancestry is not None and self.fused is None and self.left_off is None:
-            self._fuse()
+            self.fuse()
         if ancestry is None or self.fused is None:
             logits, attention, extra = self._by_modules(tokens)
         elif self.fused.ready:
@@ -78,7 +78,8 @@ class Member:
         attention = extra["attn"][0] if extra is not None and extra.get("attn") else None
         return logits[:, -1:], None if attention is None else attention[:, -1], extra
 
-    def _fuse(self) -> None:
+    def fuse(self) -> None:
+        """Have the steps behind the first one made from the weights, or note why not."""
         try:
             if not self.plain:
                 raise NotFused("log-probabilities of its own")

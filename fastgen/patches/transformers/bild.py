@@ -5,13 +5,11 @@ and there `decode` sends the small model the same way with the same inputs, up t
 """
 
 import inspect
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,8 +17,10 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as lp
 from transformers.generation import utils as gu
 
+from fastgen.decoding import bild_options
 from fastgen.decoding.bild import Bild, Counts
-from fastgen.decoding.pace import Pace
+from fastgen.decoding.bild_options import Options
+from fastgen.decoding.pace import pace_of
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.policies import Drawn, Likeliest, Policy, Rejection
 from fastgen.models.early_exit import early_exit
@@ -38,51 +38,14 @@ from fastgen.patches.transformers.fused import FusedDecoder
 from fastgen.patches.transformers.report import note
 from fastgen.patches.transformers.shared import SharedStepper
 
-FALLBACK, ROLLBACK, MAX_DRAFT = 0.6, 2.0, 10
-"""What holds where a call does not say."""
-
-_NAMES = (
-    "fallback_threshold",
-    "rollback_threshold",
-    "max_draft",
-    "lossless",
-    "paper_compat",
-    "adaptive_draft",
-    "speculative_beams",
-)
-DEPTH = 1
-"""Steps of a beam search that are drafted at most: with more, most drafts are of beams that do not come to be."""
+WIDTH = 2
+"""Drafts of a step of a beam search, times its beams."""
 
 _OF_A_TEXT = (lp.RepetitionPenaltyLogitsProcessor, lp.EncoderNoRepeatNGramLogitsProcessor)
 """Processors that look at a text, and at what is given for it, though not those by which rows may leave a batch."""
 
 _PADDING = 1024
 """Rows of an embedding that stand for no token, at most: two models of one tokenizer may differ by so many."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a call asks for.
-
-    Attributes:
-        small: the assistant; None where it is the first `layers` of the model itself.
-        fallback: the least probability with which the small model goes on. rollback: the most that one of its tokens
-            may cost, -log p under the large model.
-        lossless: whether the output is the large model's own.
-        adaptive: whether the small model drafts only where that is faster; None: where that cannot be told from the
-            output, which is lossless and not drawn.
-        beams: whether the steps of a beam search may be drafted.
-    """
-
-    small: Any
-    layers: int | None
-    fallback: float
-    rollback: float
-    max_draft: int
-    lossless: bool
-    paper_compat: bool
-    adaptive: bool | None
-    beams: bool
 
 
 def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
@@ -97,34 +60,14 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
     config = arguments.get("generation_config") or model.generation_config
     small, layers = arguments.get("assistant_model"), arguments.get("assistant_early_exit")
     layers = getattr(config, "assistant_early_exit", None) if layers is None else layers
-    asked = {name: arguments[name] for name in _NAMES if arguments.get(name) is not None}
-    stored = {name: getattr(config, name) for name in _NAMES if getattr(config, name, None) is not None}
+    asked = {name: arguments[name] for name in bild_options.NAMES if arguments.get(name) is not None}
+    stored = {name: getattr(config, name) for name in bild_options.NAMES if getattr(config, name, None) is not None}
     if not asked and (not stored or (small is None and layers is None)):
         return None
-    for name in (*_NAMES, "assistant_model", "assistant_early_exit"):
+    for name in (*bild_options.NAMES, "assistant_model", "assistant_early_exit"):
         arguments.pop(name, None)
     tokenizers = arguments.get("tokenizer"), arguments.pop("assistant_tokenizer", None)
-    if (small is None) == (layers is None):
-        raise ValueError(
-            f"{', '.join(asked or stored)}: big-little decoding needs a small model, either assistant_model or "
-            f"assistant_early_exit (layers of the model itself), and got {'neither' if small is None else 'both'}"
-        )
-    if asked.get("lossless") and asked.get("rollback_threshold") is not None:
-        raise ValueError(
-            f"lossless=True keeps no token but the large model's own; rollback_threshold={asked['rollback_threshold']} "
-            "would keep others"
-        )
-    values: dict[str, Any] = stored | asked
-    options = Options(
-        small, layers,
-        _number("fallback_threshold", values.get("fallback_threshold", FALLBACK), 1.0),
-        _number("rollback_threshold", values.get("rollback_threshold", ROLLBACK), math.inf),
-        _count("max_draft", values.get("max_draft", MAX_DRAFT)),
-        bool(values.get("lossless", False)), bool(values.get("paper_compat", False)),
-        values.get("adaptive_draft"), bool(values.get("speculative_beams", False)),
-    )  # fmt: skip
-    if options.adaptive and not options.lossless:
-        raise ValueError("adaptive_draft=True goes by the clock, and would change the output: it needs lossless=True")
+    options = bild_options.options(small, layers, asked, stored, ("assistant_model", "assistant_early_exit"))
     beams, texts = (
         arguments.get(name) or getattr(config, name, None) or getattr(model.generation_config, name, None) or 1
         for name in ("num_beams", "num_return_sequences")
@@ -133,36 +76,14 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
         raise ValueError("speculative_beams=True gives what the beam search gives: it needs lossless=True and a model")
     if beams != 1 and not options.beams:
         raise ValueError(
-            f"big-little decoding writes one text per input: num_beams is {beams}, and must be 1; with "
-            "speculative_beams=True and lossless=True the steps of the beam search are drafted"
+            f"{bild_options.one_text('num_beams', beams)}; with speculative_beams=True and lossless=True the steps of "
+            "the beam search are drafted"
         )
     if texts != 1 and beams == 1:
-        raise ValueError(f"big-little decoding writes one text per input: num_return_sequences is {texts}")
+        raise ValueError(bild_options.one_text("num_return_sequences", texts))
     if small is not None:
         _check_pair(model, small, tokenizers)
     return options
-
-
-def _number(name: str, value: Any, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is a {type(value).__name__}, {value!r}; it must be a number")
-    if not 0.0 <= value <= most:
-        raise ValueError(
-            f"{name} is {value}; it must be from 0 to {most:g}" if most < math.inf else _below(name, value)
-        )
-    return float(value)
-
-
-def _below(name: str, value: float) -> str:
-    return f"{name} is {value}; it must be 0 or more"
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is a {type(value).__name__}, {value!r}; it must be an integer")
-    if value < 1:
-        raise ValueError(f"{name} is {value}; it must be 1 or more")
-    return value
 
 
 def _check_pair(large: Any, small: Any, tokenizers: tuple[Any, Any]) -> None:
@@ -287,7 +208,7 @@ def decode(call: Call, asked: Asked) -> Any:
         max_draft=options.max_draft,
         shared=options.small is None,
         paper_compat=options.paper_compat,
-        pace=_pace_of(call.model, options) if adaptive else None,
+        pace=pace_of(call.model, options.small, options.layers) if adaptive else None,
         on_tokens=None if streamer is None else lambda _, tokens: streamer.put(torch.tensor(tokens)),
     )
     plan = replace(large.stepper.plan, method="big-little decoding")
@@ -311,16 +232,6 @@ def decode(call: Call, asked: Asked) -> Any:
     return kind(sequences=cast(Any, sequences), bild=counts)
 
 
-_paces: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[int | None, Pace]]]" = WeakKeyDictionary()
-"""By large and small model, and by the layer of an early exit: what drafts have cost so far."""
-
-
-def _pace_of(model: Any, options: Options) -> Pace:
-    of_large = _paces.setdefault(model, WeakKeyDictionary())
-    of_pair = of_large.setdefault(model if options.small is None else options.small, {})
-    return of_pair.setdefault(options.layers, Pace())
-
-
 def drafted(call: Call, asked: Asked) -> DraftedStepper:
     """The model of a beam search whose steps the small one drafts.
 
@@ -329,7 +240,7 @@ def drafted(call: Call, asked: Asked) -> DraftedStepper:
     """
     plan, step = _planned(call, "beam")
     small = _small(call, asked).stepper
-    return DraftedStepper(call, plan, step, small, 2 * plan.beams, min(asked.options.max_draft, DEPTH))
+    return DraftedStepper(call, plan, step, small, WIDTH * plan.beams, asked.options.beams)
 
 
 def _by_name(counts: Sequence[Counts]) -> dict[str, Tensor]:
@@ -399,6 +310,7 @@ class _Whole:
         return self.fused.extend(spans)
 
     def keep(self, rows: Tensor) -> None:
+        self.prompt = self.prompt[rows]
         self.stepper.keep(rows)
 
 
@@ -414,7 +326,7 @@ class _FirstLayers:
         self.step = early_exit(step, layers)
 
     def prefill(self) -> Tensor:
-        """Run the last token of each prompt once more, to the layer of the exit."""
+        """Run the last token of each prompt that is present once more, to the layer of the exit."""
         last: list[int] = cast(Any, self.whole.prompt[:, -1]).tolist()
         return self.extend([Span(row, -1, [token]) for row, token in enumerate(last)])
 
