@@ -98,7 +98,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--fallback", type=float, nargs="+", default=list(FALLBACKS), metavar="X")
     parser.add_argument("--rollback", type=float, nargs="+", default=list(ROLLBACKS), metavar="X")
     parser.add_argument("--threads", type=positive, metavar="N", help="torch's CPU threads (default: torch's choice)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument(
         "--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the benchmark itself"

@@ -25,6 +25,7 @@ from transformers import (
 import fastgen
 from benchmarks import bild as benchmark
 from benchmarks import plot
+from fastgen import config
 from fastgen.cli import main
 from fastgen.cli.bild import align, outputs, pair, quality, sweep, tune
 from fastgen.cli.bild.finetune import collate, examples
@@ -48,21 +49,21 @@ def tokenizer_of(words: str = "</s>") -> PreTrainedTokenizerFast:
 
 def marian(width: int, seed: int) -> MarianMTModel:
     torch.manual_seed(seed)
-    config = MarianConfig(
+    shape = MarianConfig(
         vocab_size=259, d_model=width, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64, init_std=0.5,
         pad_token_id=0, bos_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None, dropout=0.0,
     )  # fmt: skip
-    return MarianMTModel(config).eval()
+    return MarianMTModel(shape).eval()
 
 
 def llama(width: int, seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    shape = LlamaConfig(
         vocab_size=259, hidden_size=width, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         initializer_range=0.5, pad_token_id=0, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(shape).eval()
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +188,7 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert not file.exists()
     part = tmp_path / "o.jsonl.part"
     with part.open("ab") as stream:
-        stream.write(b"[4,")  # of a line that was being written
+        stream.write(b"[4" + b",4" * 50)  # a line that was being written
     asked = []
 
     def make(at: int) -> Iterator[list[int]]:
@@ -198,6 +199,7 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert outputs.finished(file, HEADER, make, restart=False) == expected
     assert asked == [3]
     assert not part.exists()
+    assert file.read_text().splitlines()[-1] == "[3,1]", "the line that was being written is gone"
     assert outputs.finished(file, HEADER, make, restart=False) == expected
     assert asked == [3], "a whole file is read"
     assert outputs.finished(file, HEADER, lambda at: ([at] for _ in range(5)), restart=True) == [[0]] * 5
@@ -273,7 +275,8 @@ def test_what_is_wrong_is_said_before_anything_is_done(
     says("empty is empty", "--input", tmp_path / "empty")
     (tmp_path / "latin").write_bytes(b"one\ntwo\nGr\xfc\xdfe\n")
     says("latin, line 3: not UTF-8 (invalid start byte at byte 2)", "--input", tmp_path / "latin")
-    says("--device none:", "--device", "none")
+    if not torch.cuda.is_available():
+        says("--device cuda:", "--device", "cuda")
 
     for name in ("large", "small"):
         given = words(folder, "align", tmp_path / "new")
@@ -372,13 +375,13 @@ def test_a_sweep_ends_in_a_config_that_generate_honours(
     assert "lossless" in capsys.readouterr().out
     assert (tmp_path / "c.sweep.svg").read_text().count("<svg") == 1
 
-    config = GenerationConfig.from_pretrained(tmp_path, config_file_name="c.json")
-    assert config.fallback_threshold == chosen["fallback"]
-    assert config.max_draft == 4
+    tuned = GenerationConfig.from_pretrained(tmp_path, config_file_name="c.json")
+    assert tuned.fallback_threshold == chosen["fallback"]
+    assert tuned.max_draft == 4
     large, small = (pair.load_model(folder / f"{kind}-{name}", "cpu", "float32") for name in ("large", "small"))
     inputs = sweep.batches_of(encoded(), 6, large)[0].inputs
     call = {"assistant_model": small, "max_new_tokens": NEW, "return_dict_in_generate": True}
-    found = large.generate(**inputs, generation_config=config, **call)
+    found = large.generate(**inputs, generation_config=tuned, **call)
     given = sweep.Point(chosen["fallback"], chosen["rollback"], 4).options
     expected = large.generate(**inputs, **call, **given)
     assert torch.equal(found.sequences, expected.sequences)
@@ -397,8 +400,8 @@ def test_where_nothing_is_faster_no_config_is_written(
 def test_a_tuned_config_can_be_tuned_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an earlier tuning has left in the large model's own config does not reach the measurement."""
     model = marian(16, 0)
-    model.generation_config.update(num_beams=4, lossless=True, fallback_threshold=1.0)
-    vars(model.generation_config).update(lossless=True, fallback_threshold=1.0)
+    model.generation_config.num_beams = 4
+    vars(model.generation_config).update(lossless=True, fallback_threshold=1.0, _from_model_config=False)
     model.save_pretrained(tmp_path / "large")
     tokenizer_of().save_pretrained(tmp_path / "large")
     monkeypatch.setattr(sweep, "paired_ratio", lambda baseline, seconds: (2.0, 1.5, 2.5))
@@ -408,10 +411,10 @@ def test_a_tuned_config_can_be_tuned_again(folder: Path, tmp_path: Path, monkeyp
     free, lossless = json.loads((tmp_path / "large" / "generation_config.sweep.json").read_text())["points"]
     assert free["counts"]["rollbacks"] == 0
     assert lossless["counts"]["rollbacks"] > 0
-    config = GenerationConfig.from_pretrained(tmp_path / "large")
-    assert config.rollback_threshold == 99
-    assert config.num_beams == 1
-    assert getattr(config, "lossless", None) is None
+    tuned = GenerationConfig.from_pretrained(tmp_path / "large")
+    assert tuned.rollback_threshold == 99
+    assert tuned.num_beams == 1
+    assert getattr(tuned, "lossless", None) is None
     large, small = pair.load_model(tmp_path / "large", "cpu", "float32"), marian(8, 1)
     call = {"assistant_model": small, "max_new_tokens": NEW, "return_dict_in_generate": True}
     assert large.generate(torch.tensor([[5, 6, 1]]), **call).bild["tokens"].item() == NEW
@@ -436,6 +439,38 @@ def test_tune_refuses_texts_that_do_not_match(folder: Path, tmp_path: Path, caps
     assert "has 7 lines" in capsys.readouterr().err
     assert run_tune(folder, tmp_path / "short") == 2
     assert "is a file, and neither a folder nor CONFIG.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [("FASTGEN", "0", "FASTGEN=0 switches off"), ("FASTGEN_STEP", "module", "needs decode steps from the weights")],
+)
+def test_what_cannot_be_measured_is_said(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    variable: str, value: str, message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv(variable, value)
+    config.reload()
+    try:
+        assert run_tune(folder, tmp_path / "c.json") == 2
+    finally:
+        monkeypatch.undo()
+        config.reload()
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_generation_config_that_cannot_be_written_is_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is trained."""
+    marian(8, 1).save_pretrained(tmp_path / "small")
+    tokenizer_of().save_pretrained(tmp_path / "small")
+    (tmp_path / "small" / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
+    given = words(folder, "align", tmp_path / "new")
+    given[3] = str(tmp_path / "small")
+    assert main(given) == 2
+    assert "its generation config cannot be written again" in capsys.readouterr().err
 
 
 def test_metrics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizers = tuple(pair.load_tokenizer(folder) for folder in (args.large, args.small))
     sources = pair.encode(tokenizers[0], lines, args.append_eos, args.max_source_tokens)
     small = pair.load_model(args.small, "cpu", "float32")
+    _check_writable(small, args.small)
     header = {
         "large": outputs.digest(args.large), "input": outputs.digest(args.input), "lines": len(lines),
         "append_eos": args.append_eos, "max_source_tokens": args.max_source_tokens,
@@ -81,6 +82,14 @@ def run(args: argparse.Namespace) -> int:
     _save(small, tokenizers[1], record, args.small, output)
     print(f"{output}: the aligned model, its tokenizer, and {RECORD}")
     return 0
+
+
+def _check_writable(model: Any, folder: Path) -> None:
+    """Raise CommandError where transformers would not write the model's generation config."""
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError as error:
+        raise CommandError(f"{folder}: its generation config cannot be written again: {error}") from error
 
 
 def _written(

@@ -70,7 +70,6 @@ def finetune(model: Any, data: list[Example], pad: int, recipe: Recipe, on_cpu: 
             label_smoothing_factor=recipe.label_smoothing,
             seed=recipe.seed,
             train_sampling_strategy="group_by_length",
-            remove_unused_columns=False,
             save_strategy="no",
             logging_steps=50,
             report_to="none",

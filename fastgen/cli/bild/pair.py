@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         help="cut longer sources (default: what the tokenizer says)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive(int), default=MAX_NEW_TOKENS, metavar="N",
                         help="longest output (%(default)s)")  # fmt: skip
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: cuda where there is one)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"],
                         help="type in which the models generate (%(default)s)")  # fmt: skip
     parser.add_argument("--threads", type=positive(int), metavar="N", help="torch's CPU threads")

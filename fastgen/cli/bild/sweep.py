@@ -41,7 +41,7 @@ class Point:
     max_draft: int
 
     def __str__(self) -> str:
-        return f"fallback {self.fallback:g}, {'lossless' if self.rollback is None else f'rollback {self.rollback:g}'}"
+        return f"fallback {self.fallback}, {'lossless' if self.rollback is None else f'rollback {self.rollback}'}"
 
     @property
     def options(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.bild import pair, quality
 from fastgen.cli.errors import CommandError
+from fastgen.config import settings
 
 if TYPE_CHECKING:
     from fastgen.cli.bild.sweep import Arm, Batch, Point
@@ -72,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         pair.check_folder(folder)
     lines, references = _texts(args)
     pair.need("transformers")
+    if not settings().enabled:
+        raise CommandError("FASTGEN=0 switches off what is to be measured")
     metric = quality.METRICS[args.metric]()
     device = pair.device_of(args)
     tokenizers = tuple(pair.load_tokenizer(folder) for folder in (args.large, args.small))
@@ -150,14 +153,18 @@ def _measured(
 
     points = [
         sweep.Point(fallback, rollback, args.max_draft)
-        for fallback in args.fallback
-        for rollback in (*args.rollback, None)
+        for fallback in dict.fromkeys(args.fallback)
+        for rollback in (*dict.fromkeys(args.rollback), None)
     ]
     greedy = pair.greedy(large, args.max_new_tokens) | {"return_dict_in_generate": True}
     arms: dict[str, Arm] = {_LARGE: functools.partial(_generate, large, greedy)}
     for point in points:
         arms[str(point)] = functools.partial(_generate, large, greedy | point.options | {"assistant_model": small})
     batches = sweep.batches_of(sources, args.batch_size, large)
+    try:
+        arms[str(points[0])](batches[0])
+    except ValueError as error:  # models that cannot decode together
+        raise CommandError(str(error)) from error
     with tqdm(total=args.rounds * len(batches), unit="batch", file=sys.stderr, mininterval=5) as bar:
         found = sweep.measure(arms, batches, args.rounds, bar.update)
     alone = found.pop(_LARGE)
