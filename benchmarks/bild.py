@@ -29,6 +29,7 @@ FALLBACKS, ROLLBACKS, MAX_DRAFT = (0.2, 0.4, 0.6, 0.8), (1.0, 2.0, 4.0), 10
 FIXED_DRAFTS = (2, 4, 8)
 PASS_WIDTHS = (1, 2, 3, 4, 5, 7, 9, 11)
 LARGE, SMALL, STOCK, ASSISTED = "large alone", "small alone", "transformers, large alone", "transformers, assisted"
+ADAPTIVE = "adaptive, lossless"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,12 +127,13 @@ def _align(args: argparse.Namespace) -> None:
 
 
 def _points(args: argparse.Namespace) -> dict[str, Point]:
-    """By kind and thresholds: the sweep, lossless, and drafts of a fixed length."""
+    """By kind and thresholds: the sweep, lossless, drafts of a fixed length, and drafts where they pay by the clock."""
     from fastgen.cli.bild.sweep import Point
 
     sweep = [Point(f, r, MAX_DRAFT) for f, r in itertools.product(args.fallback, args.rollback)]
     lossless = [Point(fallback, None, MAX_DRAFT) for fallback in args.fallback]
     found = {str(point): point for point in (*sweep, *lossless)}
+    found[ADAPTIVE] = lossless[len(lossless) // 2]
     return found | {f"drafts of {n}, lossless": Point(0.0, None, n) for n in FIXED_DRAFTS}
 
 
@@ -152,9 +154,10 @@ def _of_batch_size(
         arms[f"{SMALL}, {which}"] = _arm(small, pair.greedy(small, args.max_new_tokens))
         kinds[f"{SMALL}, {which}"] = {"small": which, "point": None}
     for (which, small), (label, point) in itertools.product(smalls.items(), points.items()):
-        options = greedy | point.options | {"assistant_model": small, "return_dict_in_generate": True}
-        arms[f"{which}, {label}"] = _arm(large, options)
-        kinds[f"{which}, {label}"] = {"small": which, "point": vars(point)}
+        adaptive = label == ADAPTIVE
+        options = greedy | point.options | {"assistant_model": small, "adaptive_draft": adaptive}
+        arms[f"{which}, {label}"] = _arm(large, options | {"return_dict_in_generate": True})
+        kinds[f"{which}, {label}"] = {"small": which, "point": vars(point) | {"adaptive": adaptive}}
     for which, small in smalls.items() if size == 1 else ():
         arms[f"{ASSISTED}, {which}"] = _stock(_arm(large, greedy | {"assistant_model": small}))
         kinds[f"{ASSISTED}, {which}"] = {"small": which, "point": None}
@@ -230,7 +233,7 @@ def _costs(large: Any, smalls: dict[str, Any], sources: list[list[int]], args: a
         point = sweep.Point(1.0, None, 1) if width == 1 else sweep.Point(0.0, None, width - 1)
         with _watched_passes(large, passes):
             for batch in batches[: max(1, len(batches) // len(PASS_WIDTHS))]:
-                _arm(large, greedy | point.options | {"assistant_model": small})(batch)
+                _arm(large, greedy | point.options | {"assistant_model": small, "adaptive_draft": False})(batch)
     table = {tokens: statistics.median(times) for (is_large, tokens), times in sorted(passes.items()) if is_large}
     return {"large_pass": table, "small_pass": statistics.median(passes[False, 1]), "encoder": encoders}
 

@@ -380,7 +380,7 @@ def test_a_sweep_ends_in_a_config_that_generate_honours(
     assert tuned.max_draft == 4
     large, small = (pair.load_model(folder / f"{kind}-{name}", "cpu", "float32") for name in ("large", "small"))
     inputs = sweep.batches_of(encoded(), 6, large)[0].inputs
-    call = {"assistant_model": small, "max_new_tokens": NEW, "return_dict_in_generate": True}
+    call = {"assistant_model": small, "max_new_tokens": NEW, "return_dict_in_generate": True, "adaptive_draft": False}
     found = large.generate(**inputs, generation_config=tuned, **call)
     given = sweep.Point(chosen["fallback"], chosen["rollback"], 4).options
     expected = large.generate(**inputs, **call, **given)
@@ -505,7 +505,7 @@ def test_the_benchmark_of_a_pair(folder: Path, tmp_path: Path, capsys: pytest.Ca
     data = json.loads((tmp_path / "results" / "bild.json").read_text())
     cells, cost = data["result"]["cells"], data["result"]["cost"]
     lossless = [c for c in cells.values() if c["point"] and c["point"]["rollback"] is None]
-    assert len(lossless) == 2 * 2 * (1 + len(benchmark.FIXED_DRAFTS))
+    assert len(lossless) == 2 * 2 * (2 + len(benchmark.FIXED_DRAFTS))
     assert all(cell["equal"] and cell["p_value"] == 1.0 for cell in lossless)
     assert {cell["batch"] for name, cell in cells.items() if "assisted" in name} == {1}
     assert {"1", "2"} < set(cost["large_pass"])

@@ -26,7 +26,7 @@ HELP = "measure the thresholds on a validation file, and write the best ones int
 FALLBACKS = (0.2, 0.4, 0.6, 0.8)
 ROLLBACKS = (1.0, 2.0, 3.0, 5.0)
 _LARGE = "large"
-_FIELDS = ("fallback_threshold", "rollback_threshold", "max_draft", "lossless", "paper_compat")
+_FIELDS = ("fallback_threshold", "rollback_threshold", "max_draft", "lossless", "paper_compat", "adaptive_draft")
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 
 
@@ -158,8 +158,9 @@ def _measured(
     ]
     greedy = pair.greedy(large, args.max_new_tokens) | {"return_dict_in_generate": True}
     arms: dict[str, Arm] = {_LARGE: functools.partial(_generate, large, greedy)}
+    always = {"assistant_model": small, "adaptive_draft": False}  # else lossless points learn of each other's costs
     for point in points:
-        arms[str(point)] = functools.partial(_generate, large, greedy | point.options | {"assistant_model": small})
+        arms[str(point)] = functools.partial(_generate, large, greedy | point.options | always)
     batches = sweep.batches_of(sources, args.batch_size, large)
     try:
         arms[str(points[0])](batches[0])
