@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FALLBACKS, ROLLBACKS, MAX_DRAFT = (0.2, 0.4, 0.6, 0.8), (1.0, 2.0, 4.0), 10
 FIXED_DRAFTS = (2, 4, 8)
-PASS_WIDTHS = (1, 2, 3, 4, 5, 7, 9, 11)
+PASS_WIDTHS, COST_SOURCES = (1, 2, 3, 4, 5, 7, 9, 11), 50
 LARGE, SMALL, STOCK, ASSISTED = "large alone", "small alone", "transformers, large alone", "transformers, assisted"
 ADAPTIVE = "adaptive, lossless"
 
@@ -229,11 +229,11 @@ def _costs(large: Any, smalls: dict[str, Any], sources: list[list[int]], args: a
     small = smalls["unaligned"]
     encoders = {name: _encoder_seconds(model, batches) for name, model in (("large", large), ("small", small))}
     passes: dict[tuple[bool, int], list[float]] = {}
-    for width in PASS_WIDTHS:
-        point = sweep.Point(1.0, None, 1) if width == 1 else sweep.Point(0.0, None, width - 1)
-        with _watched_passes(large, passes):
-            for batch in batches[: max(1, len(batches) // len(PASS_WIDTHS))]:
-                _arm(large, greedy | point.options | {"assistant_model": small, "adaptive_draft": False})(batch)
+    points = [sweep.Point(0.0, None, width - 1) if width > 1 else sweep.Point(1.0, None, 1) for width in PASS_WIDTHS]
+    with _watched_passes(large, passes):
+        for batch, point in itertools.product(batches[:: max(1, len(batches) // COST_SOURCES)], points):
+            options = greedy | point.options | {"assistant_model": small, "adaptive_draft": False}
+            _arm(large, options)(batch)
     table = {tokens: statistics.median(times) for (is_large, tokens), times in sorted(passes.items()) if is_large}
     return {"large_pass": table, "small_pass": statistics.median(passes[False, 1]), "encoder": encoders}
 
