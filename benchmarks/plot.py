@@ -255,6 +255,42 @@ def ops(data: Data) -> Any:
     return figure
 
 
+def bild(data: Data) -> Any:
+    """Quality against speed of big-little decoding at every point, one panel per batch size."""
+    rows = {name: d for name, d in data.items() if d["kind"] == "bild"}
+    if not rows:
+        return None
+    cells = {name: c for d in rows.values() for name, c in d["result"]["cells"].items() if c["ratio"] is not None}
+    sizes = sorted({cell["batch"] for cell in cells.values()})
+    title = f"Big-little decoding over the large model alone, both by fastgen\n{_where(rows)}"
+    figure, axes = _axes(title, (4.4 * len(sizes), 3.8), len(sizes))
+    for ax, size in zip(axes, sizes, strict=True):
+        mine = {name: cell for name, cell in cells.items() if cell["batch"] == size}
+        for small, colour in (("unaligned", STOCK), ("aligned", FASTGEN)):
+            for lossless, marker in ((False, "o"), (True, "s")):
+                points = [
+                    (cell["ratio"], cell["bleu"])
+                    for cell in mine.values()
+                    if cell["small"] == small and cell["point"] and (cell["point"]["rollback"] is None) == lossless
+                ]
+                label = f"{small}, lossless" if lossless else small
+                ax.plot(*zip(*points, strict=True) if points else ((), ()), marker, color=colour, markersize=4,
+                        fillstyle="none" if lossless else "full", label=label)  # fmt: skip
+        for name, cell in mine.items():
+            if not cell["point"]:
+                label = name.partition(", ")[2]
+                ax.plot(cell["ratio"], cell["bleu"], "x", color=PEER if cell["small"] else "black", markersize=5)
+                ax.annotate(label, (cell["ratio"], cell["bleu"]), fontsize=6, xytext=(3, 3), textcoords="offset points")
+                if label == "large alone":
+                    ax.axhline(cell["bleu"], color=STOCK, linewidth=0.8)
+        ax.axvline(1, color=STOCK, linewidth=0.8)
+        ax.set_title(f"batch {size}", fontsize=10)
+        ax.set_xlabel("times as fast")
+    axes[0].set_ylabel("BLEU")
+    axes[0].legend(frameon=False, fontsize=7)
+    return figure
+
+
 PLOTS: dict[str, Callable[[Data], Any]] = {
     "speed": speed,
     "fairseq-speed": fairseq_speed,
@@ -264,6 +300,7 @@ PLOTS: dict[str, Callable[[Data], Any]] = {
     "trained-steps": trained_steps,
     "step-time": step_time,
     "ops": ops,
+    "bild": bild,
 }
 
 

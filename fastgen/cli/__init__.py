@@ -9,10 +9,17 @@ import sys
 from collections.abc import Sequence
 
 from fastgen._version import __version__
-from fastgen.cli import demo, hook, run, status
+from fastgen.cli import bild, demo, hook, run, status
 from fastgen.cli.errors import CommandError
 
-COMMANDS = {"status": status, "demo": demo, "run": run, "install-hook": hook.install, "remove-hook": hook.remove}
+COMMANDS = {
+    "status": status,
+    "demo": demo,
+    "run": run,
+    "bild": bild,
+    "install-hook": hook.install,
+    "remove-hook": hook.remove,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

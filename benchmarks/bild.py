@@ -1,0 +1,321 @@
+"""Big-little decoding of a trained pair: quality and speed at every threshold, beside each model alone.
+
+    python -m benchmarks.bild LARGE SMALL --aligned FOLDER --train FILE --input FILE --reference FILE --append-eos
+
+Where FOLDER is not there, `fastgen bild align` makes it of the lines of --train first. All ways to generate take turns
+at every batch. At batch 1 the counters also say what the best coordination of the same passes would take. One JSON
+file goes to benchmarks/results/<hardware>/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.run import RESULTS, hardware, positive
+
+if TYPE_CHECKING:
+    from fastgen.cli.bild.sweep import Arm, Batch, Point
+
+FALLBACKS, ROLLBACKS, MAX_DRAFT = (0.2, 0.4, 0.6, 0.8), (1.0, 2.0, 4.0), 10
+FIXED_DRAFTS = (2, 4, 8)
+PASS_WIDTHS, COST_SOURCES = (1, 2, 3, 4, 5, 7, 9, 11), 50
+LARGE, SMALL, STOCK, ASSISTED = "large alone", "small alone", "transformers, large alone", "transformers, assisted"
+ADAPTIVE = "adaptive, lossless"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure all batch sizes; return 1 if a lossless output differed from the large model's."""
+    args = _arguments().parse_args(argv)
+    if args.scale == "tiny":
+        args.sentences, args.rounds, args.batch, args.max_new_tokens = 5, 1, [1, 3], 8
+        args.fallback, args.rollback = args.fallback[:1], args.rollback[:1]
+
+    import torch
+    from transformers.utils import logging
+
+    import fastgen
+    from fastgen.cli.bild import pair
+    from fastgen.cli.measure import environment
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if not args.aligned.is_dir():
+        _align(args)
+    torch.set_grad_enabled(False)
+    large = pair.load_model(args.large, args.device, args.dtype)
+    smalls = {
+        name: pair.load_model(folder, args.device, args.dtype)
+        for name, folder in (("unaligned", args.small), ("aligned", args.aligned))
+    }
+    if not large.config.is_encoder_decoder:
+        raise SystemExit(f"{args.large} is no encoder-decoder, whose encoders' time this benchmark tells apart")
+    tokenizer = pair.load_tokenizer(args.large)
+    lines, references = (pair.read_lines(file)[: args.sentences] for file in (args.input, args.reference))
+    sources = pair.encode(tokenizer, lines, args.append_eos, None)
+    result: dict[str, Any] = {"cells": {}, "sentences": len(sources)}
+    file = (args.out or RESULTS / hardware(args.device)) / "bild.json"
+    for size in args.batch:
+        result["cells"] |= _of_batch_size(size, large, smalls, tokenizer, sources, references, args)
+        if size == 1:
+            result["cost"] = _costs(large, smalls, sources, args)
+            _add_ideal(result, len(sources))
+        chosen = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        data = {
+            "case": "bild", "kind": "bild", "arguments": chosen, "environment": environment(),
+            "status": fastgen.status().to_dict(), "result": result,
+        }  # fmt: skip
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        print("\n".join(_lines(result["cells"], size)), flush=True)
+    return 0 if all(cell["equal"] is not False for cell in result["cells"].values()) else 1
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bild", description=(__doc__ or "").split("\n\n", 1)[0])
+    parser.add_argument("large", type=Path, metavar="LARGE")
+    parser.add_argument("small", type=Path, metavar="SMALL", help="folders of the pair")
+    parser.add_argument("--aligned", type=Path, required=True, metavar="FOLDER", help="the aligned small model")
+    parser.add_argument("--train", type=Path, metavar="FILE", help="sources to align it on, where it is not there yet")
+    parser.add_argument("--align-options", default="--epochs 5 --learning-rate 3e-4", metavar="TEXT",
+                        help="further options of `fastgen bild align` (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--input", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--reference", type=Path, required=True, metavar="FILE", help="validation text")
+    parser.add_argument("--append-eos", action="store_true", help="as of `fastgen bild align`")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N")
+    parser.add_argument("--sentences", type=positive, default=300, metavar="N", help="first lines (default: 300)")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 32], metavar="N", help="default: 1 8 32")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="default: 3")
+    parser.add_argument("--fallback", type=float, nargs="+", default=list(FALLBACKS), metavar="X")
+    parser.add_argument("--rollback", type=float, nargs="+", default=list(ROLLBACKS), metavar="X")
+    parser.add_argument("--threads", type=positive, metavar="N", help="torch's CPU threads (default: torch's choice)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the benchmark itself"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    return parser
+
+
+def _align(args: argparse.Namespace) -> None:
+    from fastgen.cli import main as command
+
+    if args.train is None:
+        raise SystemExit(f"--aligned {args.aligned}: there is no such folder, and no --train to make it from")
+    words = ["bild", "align", args.large, args.small, "--input", args.train, "--output", args.aligned]
+    words += [
+        "--device",
+        args.device,
+        "--max-new-tokens",
+        args.max_new_tokens,
+        *args.align_options.split(),
+        *["--append-eos"] * args.append_eos,
+    ]
+    if command([str(word) for word in words]):
+        raise SystemExit("the small model could not be aligned")
+
+
+def _points(args: argparse.Namespace) -> dict[str, Point]:
+    """By kind and thresholds: the sweep, lossless, drafts of a fixed length, and drafts where they pay by the clock."""
+    from fastgen.cli.bild.sweep import Point
+
+    sweep = [Point(f, r, MAX_DRAFT) for f, r in itertools.product(args.fallback, args.rollback)]
+    lossless = [Point(fallback, None, MAX_DRAFT) for fallback in args.fallback]
+    found = {str(point): point for point in (*sweep, *lossless)}
+    found[ADAPTIVE] = lossless[len(lossless) // 2]
+    return found | {f"drafts of {n}, lossless": Point(0.0, None, n) for n in FIXED_DRAFTS}
+
+
+def _of_batch_size(
+    size: int, large: Any, smalls: dict[str, Any], tokenizer: Any, sources: list[list[int]], references: list[str],
+    args: argparse.Namespace,
+) -> dict[str, Any]:  # fmt: skip
+    """A cell for each way to generate in batches of this size."""
+    from fastgen.cli.agreement import Agreement, all_agree
+    from fastgen.cli.bild import pair, sweep
+
+    greedy = pair.greedy(large, args.max_new_tokens)
+    batches = sweep.batches_of(sources, size, large)
+    points = _points(args)
+    arms: dict[str, Arm] = {LARGE: _arm(large, greedy), STOCK: _stock(_arm(large, greedy))}
+    kinds = {name: {"small": None, "point": None} for name in arms}
+    for which, small in smalls.items():
+        arms[f"{SMALL}, {which}"] = _arm(small, pair.greedy(small, args.max_new_tokens))
+        kinds[f"{SMALL}, {which}"] = {"small": which, "point": None}
+    for (which, small), (label, point) in itertools.product(smalls.items(), points.items()):
+        adaptive = label == ADAPTIVE
+        options = greedy | point.options | {"assistant_model": small, "adaptive_draft": adaptive}
+        arms[f"{which}, {label}"] = _arm(large, options | {"return_dict_in_generate": True})
+        kinds[f"{which}, {label}"] = {"small": which, "point": vars(point) | {"adaptive": adaptive}}
+    for which, small in smalls.items() if size == 1 else ():
+        arms[f"{ASSISTED}, {which}"] = _stock(_arm(large, greedy | {"assistant_model": small}))
+        kinds[f"{ASSISTED}, {which}"] = {"small": which, "point": None}
+    found = sweep.measure(arms, batches, args.rounds)
+    texts = {name: sweep.texts_of(each, batches, tokenizer, True) for name, each in found.items()}
+    quality = _quality(texts, references, args.scale == "tiny")
+    agreements = [Agreement(large, batch.inputs, greedy) for batch in batches]
+    cells: dict[str, Any] = {}
+    for name, each in found.items():
+        point = kinds[name]["point"]
+        exact = name == LARGE or name.startswith(ASSISTED) or (point is not None and point["rollback"] is None)
+        verdict = all_agree(agreements, found[STOCK].outputs, each.outputs) if exact else None
+        equal = None if verdict is None else verdict.equal
+        cell = kinds[name] | {"batch": size, "equal": equal, **quality[name], **each.over(found[LARGE])}
+        cell["over_transformers"] = each.over(found[STOCK])["ratio"]
+        if verdict is not None:
+            cell |= {"near_ties": verdict.near_ties, "note": verdict.note}
+        if equal is False:
+            cell |= dict.fromkeys(("ratio", "low", "high", "over_transformers"))  # no speed on a mismatch
+        cells[f"batch {size}, {name}"] = cell
+    return cells
+
+
+def _arm(model: Any, options: dict[str, Any]) -> Arm:
+    def generate(batch: Batch) -> Any:
+        return model.generate(**batch.inputs, **options)
+
+    return generate
+
+
+def _stock(arm: Arm) -> Arm:
+    import fastgen
+
+    def generate(batch: Batch) -> Any:
+        with fastgen.disabled():
+            return arm(batch)
+
+    return generate
+
+
+def _quality(texts: dict[str, list[str]], references: list[str], tiny: bool) -> dict[str, dict[str, Any]]:
+    """BLEU of each way, its 95% interval, and how likely so much of a difference to the large model is by chance.
+
+    Source: Koehn 2004, paired bootstrap; by sacrebleu.
+    """
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.significance import PairedTest
+
+    names = [LARGE, *(name for name in texts if name != LARGE)]
+    metric = BLEU(references=[references])
+    test = PairedTest([(name, texts[name]) for name in names], {"BLEU": metric}, None, "bs", 20 if tiny else 1000)
+    _, scores = test()
+    return {
+        name: {
+            "bleu": score.score,
+            "bleu_interval": score.ci,
+            "p_value": 1.0 if texts[name] == texts[LARGE] else score.p_value,
+        }
+        for name, score in zip(names, scores["BLEU"], strict=True)
+    }
+
+
+def _costs(large: Any, smalls: dict[str, Any], sources: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds, at batch 1: a pass of the large model over k tokens, one of the small model, and the encoders."""
+    from fastgen.cli.bild import pair, sweep
+
+    greedy = pair.greedy(large, args.max_new_tokens)
+    batches = sweep.batches_of(sources, 1, large)
+    small = smalls["unaligned"]
+    encoders = {name: _encoder_seconds(model, batches) for name, model in (("large", large), ("small", small))}
+    passes: dict[tuple[bool, int], list[float]] = {}
+    points = [sweep.Point(0.0, None, width - 1) if width > 1 else sweep.Point(1.0, None, 1) for width in PASS_WIDTHS]
+    with _watched_passes(large, passes):
+        for batch, point in itertools.product(batches[:: max(1, len(batches) // COST_SOURCES)], points):
+            options = greedy | point.options | {"assistant_model": small, "adaptive_draft": False}
+            _arm(large, options)(batch)
+    table = {tokens: statistics.median(times) for (is_large, tokens), times in sorted(passes.items()) if is_large}
+    return {"large_pass": table, "small_pass": statistics.median(passes[False, 1]), "encoder": encoders}
+
+
+@contextmanager
+def _watched_passes(large: Any, passes: dict[tuple[bool, int], list[float]]) -> Iterator[None]:
+    """Within it, the seconds of every pass of both models are noted, by whose it is and over how many tokens."""
+    from fastgen.patches.transformers import bild
+
+    whole = bild._Whole
+    original = whole.extend
+
+    def extend(self: Any, spans: Any) -> Any:
+        began = time.perf_counter()
+        logits = original(self, spans)
+        if logits.is_cuda:
+            logits.sum().item()
+        seconds = time.perf_counter() - began
+        passes.setdefault((self.stepper.model is large, sum(len(span.tokens) for span in spans)), []).append(seconds)
+        return logits
+
+    whole.extend = extend
+    try:
+        yield
+    finally:
+        whole.extend = original
+
+
+def _encoder_seconds(model: Any, batches: Sequence[Batch]) -> float:
+    """Of one source, as `generate` runs it; the median."""
+    began: list[float] = []
+    times: list[float] = []
+    hooks: list[Callable[..., Any]] = [
+        model.get_encoder().register_forward_pre_hook(lambda *_: began.append(time.perf_counter())),
+        model.get_encoder().register_forward_hook(lambda *_: times.append(time.perf_counter() - began.pop())),
+    ]
+    for batch in batches:
+        model.generate(**batch.inputs, num_beams=1, do_sample=False, max_new_tokens=1)
+    for hook in hooks:
+        hook.remove()
+    return statistics.median(times)
+
+
+def _add_ideal(result: dict[str, Any], sentences: int) -> None:
+    """Add to the cells of batch 1 how fast the passes that were made can be, and how much of that was reached."""
+    for cell in result["cells"].values():
+        if cell["batch"] == 1 and cell["point"] is not None and cell["ratio"] is not None:
+            cell["ideal"] = ideal(cell["counts"], sentences, result["cost"])
+            cell["efficiency"] = cell["ratio"] / cell["ideal"]
+
+
+def ideal(counts: dict[str, int], sentences: int, cost: dict[str, Any]) -> float:
+    """How many times as fast as the large model alone the counted passes are, with nothing around them.
+
+    A pass of the large model reads what was drafted since its last one and its own last token; the table of its
+    times is read, between its entries, at the mean of that.
+    """
+    import numpy as np
+
+    widths = sorted(cost["large_pass"])
+    mean = (counts["drafted"] + counts["large_calls"]) / max(1, counts["large_calls"])
+    at_mean = float(np.interp(mean, widths, [cost["large_pass"][width] for width in widths]))
+    encoders = cost["encoder"]
+    alone = sentences * encoders["large"] + counts["tokens"] * cost["large_pass"][1]
+    together = sentences * (encoders["large"] + encoders["small"])
+    together += counts["small_calls"] * cost["small_pass"] + counts["large_calls"] * at_mean
+    return alone / together
+
+
+def _lines(cells: dict[str, Any], size: int) -> list[str]:
+    found: list[str] = []
+    for name, cell in cells.items():
+        if cell["batch"] != size:
+            continue
+        if cell["ratio"] is None:
+            found.append(f"{name:<62}outputs differ, no speed given: {cell['note']}")
+            continue
+        reached = f"  {cell['efficiency']:.0%} of ideal {cell['ideal']:.2f}x" if "ideal" in cell else ""
+        bleu = f"BLEU {cell['bleu']:.2f} (p {cell['p_value']:.3f})"
+        found.append(f"{name:<62}{cell['ratio']:6.2f}x  {bleu}{reached}")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Align a small model with a large one: fine-tune it on what the large one writes for a file of sources.
+
+The large model's outputs go to a file beside the output folder, so that a run that was killed goes on where it ended.
+Source: Kim et al. 2023 (BiLD), section 3.5.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastgen.cli.bild import outputs, pair
+from fastgen.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from fastgen.cli.bild.finetune import Example, Recipe
+
+HELP = "fine-tune the small model on the large model's outputs"
+RECORD = "alignment.json"
+WINDOW = 512
+"""Outputs that a killed run loses at most."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    pair.arguments(parser)
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="new folder of the aligned model")
+    parser.add_argument("--restart", action="store_true", help="forget the large model's outputs of an earlier run")
+    parser.add_argument("--batch-tokens", type=pair.positive(int), default=4096, metavar="N",
+                        help="source tokens of a batch in which the large model generates (%(default)s)")  # fmt: skip
+    parser.add_argument("--epochs", type=pair.positive(float), default=3.0, metavar="N",
+                        help="passes over the outputs (%(default)g)")  # fmt: skip
+    parser.add_argument("--max-steps", type=pair.positive(int), metavar="N", help="updates, in place of --epochs")
+    parser.add_argument("--learning-rate", type=pair.positive(float), default=1e-4, metavar="X",
+                        help="at the start; it falls to zero in a line (%(default)g)")  # fmt: skip
+    parser.add_argument("--batch-size", type=pair.positive(int), default=32, metavar="N",
+                        help="lines of an update (%(default)s)")  # fmt: skip
+    parser.add_argument("--label-smoothing", type=_share, default=0.0, metavar="X", help="(%(default)g)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of dropout and order (%(default)s)")
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"must be from 0 to below 1, got {text}")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate, fine-tune, and write the aligned model; what can be wrong is found before the first of it."""
+    output: Path = args.output
+    if output.exists():
+        raise CommandError(f"--output {output} exists: name a new folder")
+    pair.check_parent(output)
+    for folder in (args.large, args.small):
+        pair.check_folder(folder)
+    lines = [line for line in pair.read_lines(args.input) if line.strip()]
+    pair.need("transformers", "accelerate")
+    device = pair.device_of(args)
+    tokenizers = tuple(pair.load_tokenizer(folder) for folder in (args.large, args.small))
+    sources = pair.encode(tokenizers[0], lines, args.append_eos, args.max_source_tokens)
+    small = pair.load_model(args.small, "cpu", "float32")
+    _check_writable(small, args.small)
+    header = {
+        "large": outputs.digest(args.large), "input": outputs.digest(args.input), "lines": len(lines),
+        "append_eos": args.append_eos, "max_source_tokens": args.max_source_tokens,
+        "max_new_tokens": args.max_new_tokens, "dtype": args.dtype,
+    }  # fmt: skip
+    written = _written(args, header, small, tokenizers, sources, device)
+
+    from fastgen.cli.bild.finetune import Recipe, examples
+
+    recipe = Recipe(args.epochs, args.max_steps, args.learning_rate, args.batch_size, args.label_smoothing, args.seed)
+    data = examples(sources, written, bool(small.config.is_encoder_decoder))
+    log = _train(small, data, recipe, device)
+    record = {"large": str(args.large), "small": str(args.small), "outputs": header, "recipe": vars(recipe), "log": log}
+    _save(small, tokenizers[1], record, args.small, output)
+    print(f"{output}: the aligned model, its tokenizer, and {RECORD}")
+    return 0
+
+
+def _check_writable(model: Any, folder: Path) -> None:
+    """Raise CommandError where transformers would not write the model's generation config."""
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError as error:
+        raise CommandError(f"{folder}: its generation config cannot be written again: {error}") from error
+
+
+def _written(
+    args: argparse.Namespace, header: outputs.Header, small: Any, tokenizers: tuple[Any, ...],
+    sources: Sequence[list[int]], device: str,
+) -> outputs.Outputs:  # fmt: skip
+    """The large model's outputs; it is let go behind them, as its memory is the training's."""
+    large = pair.load_model(args.large, device, args.dtype)
+    pair.check_pair(large, small, tokenizers)
+    file = args.output.with_name(f"{args.output.name}.outputs.jsonl")
+    written = outputs.finished(file, header, lambda done: _generated(large, sources, done, args), args.restart)
+    starts = [1 if large.config.is_encoder_decoder else len(source) for source in sources]
+    cut = sum(len(output) - start >= args.max_new_tokens for output, start in zip(written, starts, strict=True))
+    print(f"{file}: the large model's outputs for {len(written)} lines")
+    if cut:
+        print(f"{cut} of them have all of the {args.max_new_tokens} tokens that --max-new-tokens allows: cut, perhaps")
+    sys.stdout.flush()
+    return written
+
+
+def _generated(large: Any, sources: Sequence[list[int]], done: int, args: argparse.Namespace) -> Iterator[list[int]]:
+    """The large model's greedy outputs from the source number `done` on."""
+    from tqdm import tqdm
+
+    import fastgen
+
+    if done:
+        print(f"goes on behind line {done} of {len(sources)}", flush=True)
+    stream = fastgen.generate_stream(
+        large, itertools.islice(sources, done, None), max_tokens=args.batch_tokens, window=WINDOW,
+        **pair.greedy(large, args.max_new_tokens),
+    )  # fmt: skip
+    with tqdm(total=len(sources), initial=done, unit="line", file=sys.stderr, mininterval=5) as bar:
+        for sequences in stream:
+            bar.update()
+            yield sequences[0].tolist()
+
+
+def _train(small: Any, data: list[Example], recipe: Recipe, device: str) -> list[dict[str, float]]:
+    from fastgen.cli.bild.finetune import finetune
+
+    pad = small.generation_config.pad_token_id
+    return finetune(small, data, 0 if pad is None else pad, recipe, on_cpu=device == "cpu")
+
+
+def _save(small: Any, tokenizer: Any, record: dict[str, Any], source: Path, output: Path) -> None:
+    """Write the model in the type of its source, all at once."""
+    from transformers import AutoConfig
+
+    scratch = output.with_name(f"{output.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    stored = AutoConfig.from_pretrained(source, local_files_only=True).dtype
+    small.to(stored or small.dtype).save_pretrained(scratch)
+    tokenizer.save_pretrained(scratch)
+    (scratch / RECORD).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    scratch.rename(output)

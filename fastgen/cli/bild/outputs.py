@@ -1,0 +1,91 @@
+"""What the large model wrote for the lines of a file, on disk, so that a killed run goes on where it ended.
+
+The file begins with a header of all that the outputs depend on; each line behind it is the tokens of one output, as
+JSON. Its name ends in `.part` until the last one is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from fastgen.cli.errors import CommandError
+
+Header = dict[str, Any]
+Outputs = list[list[int]]
+_MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
+
+
+def finished(file: Path, header: Header, make: Callable[[int], Iterable[list[int]]], restart: bool) -> Outputs:
+    """The outputs of all lines: those that the file holds, and behind them those that are made now.
+
+    Args:
+        header: what they depend on, JSON-ready; `lines` of it is how many there are.
+        make: `make(n)` yields the outputs from the n-th line on.
+        restart: forget what there is.
+    Raises:
+        CommandError: the file's outputs were made otherwise; the message says what differs.
+    """
+    part = file.with_name(f"{file.name}.part")
+    if restart:
+        file.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
+    if file.exists():
+        done, _ = _read(file, header)
+        if len(done) != header["lines"]:
+            raise CommandError(f"{file} holds {len(done)} outputs of {header['lines']}; --restart makes them anew")
+        return done
+    done, length = _read(part, header) if part.exists() else ([], 0)
+    with part.open("r+b" if length else "wb") as stream:
+        stream.truncate(length)  # a line that was being written when the run was killed
+        stream.seek(length)
+        if not length:
+            stream.write(_line(header))
+        for tokens in make(len(done)) if len(done) < header["lines"] else ():
+            stream.write(_line(tokens))
+            stream.flush()
+            done.append(tokens)
+    if len(done) != header["lines"]:
+        raise RuntimeError(f"{len(done)} outputs for {header['lines']} lines")
+    part.replace(file)
+    return done
+
+
+def digest(path: Path) -> str:
+    """What tells a file, or the files of a model's folder, from any other."""
+    whole = hashlib.sha256()
+    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in _MODEL_FILES)
+    for file in files:
+        with file.open("rb") as stream:
+            name = "" if file == path else file.name
+            whole.update(f"{name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()[:16]
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def _read(file: Path, header: Header) -> tuple[Outputs, int]:
+    """The outputs of a file, and its bytes up to the end of its last whole line."""
+    *lines, torn = file.read_bytes().split(b"\n")
+    if not lines:
+        return [], 0
+    try:
+        found, *outputs = (json.loads(line) for line in lines)
+    except ValueError:
+        found, outputs = None, []
+    if not isinstance(found, dict) or not all(isinstance(tokens, list) for tokens in outputs):
+        raise CommandError(f"{file} does not hold outputs of a large model; --restart makes them anew")
+    changed = [f"{name} was {_shown(found, name)} and is {_shown(header, name)}"
+               for name in header | found if found.get(name) != header.get(name)]  # fmt: skip
+    if changed:
+        raise CommandError(f"{file} was made otherwise: {'; '.join(changed)}. --restart makes its outputs anew")
+    return outputs, file.stat().st_size - len(torn)
+
+
+def _shown(header: Header, name: str) -> Any:
+    return header.get(name, "not there")

@@ -1,0 +1,58 @@
+"""How good texts are, against references: BLEU and chrF by sacrebleu, ROUGE-L by rouge-score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastgen.cli.bild.pair import need
+
+Score = Callable[[Sequence[str], Sequence[str]], float]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """score: of texts against references, in points from 0 to 100. signature: how it is computed."""
+
+    score: Score
+    signature: str
+
+
+def _bleu() -> Metric:
+    need("sacrebleu")
+    from sacrebleu.metrics.bleu import BLEU
+
+    return _of_sacrebleu(BLEU)
+
+
+def _chrf() -> Metric:
+    need("sacrebleu")
+    from sacrebleu.metrics.chrf import CHRF
+
+    return _of_sacrebleu(CHRF)
+
+
+def _of_sacrebleu(kind: Callable[[], Any]) -> Metric:
+    found = kind()
+    found.corpus_score(["a"], [["a"]])  # a signature knows how many references there are
+    return Metric(
+        lambda texts, references: float(kind().corpus_score(texts, [references]).score), str(found.get_signature())
+    )
+
+
+def _rouge_l() -> Metric:
+    need("rouge_score")
+    from rouge_score.rouge_scorer import RougeScorer  # pyright: ignore[reportMissingImports]
+
+    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+
+    def score(texts: Sequence[str], references: Sequence[str]) -> float:
+        each = [scorer.score(r, t)["rougeL"].fmeasure for t, r in zip(texts, references, strict=True)]
+        return 100 * sum(each) / len(each)
+
+    return Metric(score, "rougeL|mean of F1|stemmer:yes")
+
+
+METRICS: dict[str, Callable[[], Metric]] = {"bleu": _bleu, "chrf": _chrf, "rougeL": _rouge_l}
+"""By name; what one needs is imported when it is asked for."""

@@ -1,0 +1,139 @@
+"""Time and output of several ways to generate from the same batches, which take turns at every batch.
+
+So each way is timed within moments of the first one, and what is left of the machine's drift shows as a spread.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.cli.measure import interleave, paired_ratio
+
+WARM_UP = 2
+"""Batches that every way generates once, untimed."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """places: of its sources in the file. inputs: of `generate`."""
+
+    places: list[int]
+    inputs: dict[str, Tensor]
+
+
+Arm = Callable[[Batch], Any]
+"""A way to generate: returns what `generate` does."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What big-little decoding is asked for; rollback: None for lossless."""
+
+    fallback: float
+    rollback: float | None
+    max_draft: int
+
+    def __str__(self) -> str:
+        return f"fallback {self.fallback}, {'lossless' if self.rollback is None else f'rollback {self.rollback}'}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As arguments of `generate`, or as fields of a generation config."""
+        kept = {"lossless": True} if self.rollback is None else {"rollback_threshold": self.rollback}
+        return {"fallback_threshold": self.fallback, "max_draft": self.max_draft} | kept
+
+
+@dataclass
+class Measured:
+    """What one way did.
+
+    Attributes:
+        seconds: of each round through all batches.
+        outputs: token ids (B, L) of each batch, of the first round.
+        counts: of big-little decoding, summed over all texts of a round; empty elsewhere.
+    """
+
+    seconds: list[float]
+    outputs: list[Tensor] = field(default_factory=list[Tensor])
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+
+    def over(self, baseline: Measured) -> dict[str, Any]:
+        """How many times as fast as another one: median over the rounds, and its 95% interval."""
+        ratio, low, high = paired_ratio(baseline.seconds, self.seconds)
+        return {"seconds": self.seconds, "ratio": ratio, "low": low, "high": high, "counts": self.counts}
+
+
+def batches_of(sources: Sequence[list[int]], size: int, model: Any) -> list[Batch]:
+    """Batches of `size` sources of like lengths, padded behind, or before a prompt."""
+    order = sorted(range(len(sources)), key=lambda place: len(sources[place]))
+    pad = model.generation_config.pad_token_id or 0
+    side = "right" if model.config.is_encoder_decoder else "left"
+    found: list[Batch] = []
+    for at in range(0, len(order), size):
+        places = order[at : at + size]
+        rows = [torch.tensor(sources[place]) for place in places]
+        inputs = {
+            name: torch.nn.utils.rnn.pad_sequence(tensors, True, value, side).to(model.device)
+            for name, tensors, value in (
+                ("input_ids", rows, pad),
+                ("attention_mask", [torch.ones_like(row) for row in rows], 0),
+            )
+        }
+        found.append(Batch(places, inputs))
+    return found
+
+
+def measure(
+    arms: Mapping[str, Arm], batches: Sequence[Batch], rounds: int, advance: Callable[[], object] = lambda: None
+) -> dict[str, Measured]:
+    """Generate from all batches by each arm, `rounds` times; `advance` is called behind each batch."""
+    found = {name: Measured([0.0] * rounds) for name in arms}
+    for batch in batches[:WARM_UP]:
+        for arm in arms.values():
+            arm(batch)
+    gc.collect()
+    gc.freeze()  # so that collecting before each call costs little
+    try:
+        for number in range(rounds):
+            for place, batch in enumerate(batches):
+                names = list(arms) if (number + place) % 2 == 0 else list(arms)[::-1]
+                outputs: list[Any] = []
+                times, _ = interleave(
+                    [functools.partial(arms[name], batch) for name in names], 1, outputs.extend, 0, _synchronize
+                )
+                for name, seconds, output in zip(names, times[0], outputs, strict=True):
+                    found[name].seconds[number] += seconds
+                    if number == 0:
+                        _note(found[name], output)
+                advance()
+    finally:
+        gc.unfreeze()
+    return found
+
+
+def texts_of(measured: Measured, batches: Sequence[Batch], tokenizer: Any, encoder_decoder: bool) -> list[str]:
+    """What an arm wrote, in the order of the file."""
+    texts: dict[int, str] = {}
+    for batch, output in zip(batches, measured.outputs, strict=True):
+        written = output if encoder_decoder else output[:, batch.inputs["input_ids"].shape[1] :]
+        decoded = tokenizer.batch_decode(written, skip_special_tokens=True)
+        texts.update(zip(batch.places, (text.strip() for text in decoded), strict=True))
+    return [texts[place] for place in sorted(texts)]
+
+
+def _note(measured: Measured, output: Any) -> None:
+    measured.outputs.append((output if isinstance(output, Tensor) else output.sequences).cpu())
+    for name, values in (getattr(output, "bild", None) or {}).items():
+        measured.counts[name] = measured.counts.get(name, 0) + int(values.sum())
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,218 @@
+"""Choose the thresholds of big-little decoding for a pair of models by measuring them on a validation file.
+
+Every pair of a fallback and a rollback threshold, and each fallback threshold with lossless=True, is timed in turn with
+the large model alone. The fastest one that loses at most --max-loss points goes into a generation config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastgen.cli.bild import pair, quality
+from fastgen.cli.errors import CommandError
+from fastgen.config import settings
+
+if TYPE_CHECKING:
+    from fastgen.cli.bild.sweep import Arm, Batch, Point
+
+HELP = "measure the thresholds on a validation file, and write the best ones into a generation config"
+FALLBACKS = (0.2, 0.4, 0.6, 0.8)
+ROLLBACKS = (1.0, 2.0, 3.0, 5.0)
+_LARGE = "large"
+_FIELDS = ("fallback_threshold", "rollback_threshold", "max_draft", "lossless", "paper_compat", "adaptive_draft")
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    pair.arguments(parser)
+    parser.add_argument("--reference", type=Path, required=True, metavar="FILE", help="a reference for each source")
+    parser.add_argument("--output", type=Path, required=True, metavar="CONFIG.json|FOLDER",
+                        help="generation config to write; in a folder, its generation_config.json")  # fmt: skip
+    parser.add_argument("--metric", choices=list(quality.METRICS), default="bleu", help="(%(default)s)")
+    parser.add_argument("--max-loss", type=_not_negative, default=0.0, metavar="X",
+                        help="points of the metric that may be lost (%(default)g)")  # fmt: skip
+    parser.add_argument("--fallback", type=_share, nargs="+", default=list(FALLBACKS), metavar="X", help="to try")
+    parser.add_argument("--rollback", type=pair.positive(float), nargs="*", default=list(ROLLBACKS), metavar="X",
+                        help="to try, beside lossless")  # fmt: skip
+    parser.add_argument("--max-draft", type=pair.positive(int), default=10, metavar="N", help="(%(default)s)")
+    parser.add_argument("--batch-size", type=pair.positive(int), default=1, metavar="N", help="(%(default)s)")
+    parser.add_argument("--lines", type=pair.positive(int), default=200, metavar="N",
+                        help="of the files, from the first on (%(default)s)")  # fmt: skip
+    parser.add_argument("--rounds", type=pair.positive(int), default=3, metavar="N",
+                        help="times that everything is generated (%(default)s)")  # fmt: skip
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 1, got {text}")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not value >= 0.0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and choose; return 1 where nothing is to be chosen."""
+    config_file: Path = args.output if args.output.suffix == ".json" else args.output / "generation_config.json"
+    pair.check_parent(args.output)
+    if config_file != args.output and args.output.is_file():
+        raise CommandError(f"--output {args.output} is a file, and neither a folder nor CONFIG.json")
+    for folder in (args.large, args.small):
+        pair.check_folder(folder)
+    lines, references = _texts(args)
+    pair.need("transformers")
+    if not settings().enabled:
+        raise CommandError("FASTGEN=0 switches off what is to be measured")
+    metric = quality.METRICS[args.metric]()
+    device = pair.device_of(args)
+    tokenizers = tuple(pair.load_tokenizer(folder) for folder in (args.large, args.small))
+    large, small = (pair.load_model(folder, device, args.dtype) for folder in (args.large, args.small))
+    pair.check_pair(large, small, tokenizers)
+    sources = pair.encode(tokenizers[0], lines, args.append_eos, args.max_source_tokens)
+
+    for name in _FIELDS:  # of an earlier tuning
+        vars(large.generation_config).pop(name, None)
+    config = copy.deepcopy(large.generation_config)
+    data = _measured(args, large, small, tokenizers[0], sources, references, metric)
+    data["chosen"] = choose(data["points"], data["large"]["quality"], args.max_loss)
+    config_file.parent.mkdir(exist_ok=True)
+    sweep_file = config_file.with_name(f"{config_file.stem}.sweep.json")
+    sweep_file.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    print("\n".join(table(data)))
+    print(f"\n{sweep_file}: every figure")
+    chosen = data["chosen"]
+    if chosen is None:
+        within = f"within {args.max_loss:g} points of it" if args.max_loss else "without a loss"
+        print(f"nothing is faster than the large model alone {within}: no generation config is written")
+        return 1
+    _plot(sweep_file)
+    point = _point(chosen)
+    _set(config, point)
+    config.save_pretrained(config_file.parent, config_file_name=config_file.name)
+    print(f"{config_file}: {point}, {chosen['ratio']:.2f} times as fast as the large model alone")
+    return 0
+
+
+def choose(points: Sequence[dict[str, Any]], quality: float, max_loss: float) -> dict[str, Any] | None:
+    """The fastest point whose quality is at most `max_loss` below that of the large model alone.
+
+    None where none of them is faster than the large model in all that the rounds show (`low`).
+    """
+    good = [point for point in points if point["quality"] >= quality - max_loss and point["low"] > 1.0]
+    return max(good, key=lambda point: point["ratio"], default=None)
+
+
+def table(data: dict[str, Any]) -> list[str]:
+    """What was measured, a line for each point."""
+    large = data["large"]
+    title = f"{'fallback':>8}{'rollback':>10}{data['metric']:>8}{'loss':>7}{'times as fast':>15}{'range':>14}"
+    lines = [f"{title}{'tokens/large pass':>19}{'drafted/token':>15}"]
+    lines.append(f"{'large alone':>18}{large['quality']:8.2f}{'':7}{1:15.2f}{'':14}{1:19.2f}")
+    for point in data["points"]:
+        rollback = "lossless" if point["rollback"] is None else f"{point['rollback']:g}"
+        counts, spread = point["counts"], f"{point['low']:.2f}-{point['high']:.2f}"
+        lines.append(
+            f"{point['fallback']:8g}{rollback:>10}{point['quality']:8.2f}{large['quality'] - point['quality']:7.2f}"
+            f"{point['ratio']:15.2f}{spread:>14}{counts['tokens'] / max(1, counts['large_calls']):19.2f}"
+            f"{counts['drafted'] / max(1, counts['tokens']):15.2f}"
+        )
+    return lines
+
+
+def _texts(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The sources and references that are measured; blank sources are left out."""
+    sources, references = (pair.read_lines(file) for file in (args.input, args.reference))
+    if len(sources) != len(references):
+        raise CommandError(f"{args.input} has {len(sources)} lines, and {args.reference} {len(references)}")
+    both = [(s, r) for s, r in zip(sources, references, strict=True) if s.strip()][: args.lines]
+    return [s for s, _ in both], [r for _, r in both]
+
+
+def _measured(
+    args: argparse.Namespace, large: Any, small: Any, tokenizer: Any, sources: list[list[int]],
+    references: Sequence[str], metric: quality.Metric,
+) -> dict[str, Any]:  # fmt: skip
+    """Everything that a figure rests on, JSON-ready."""
+    from tqdm import tqdm
+
+    import fastgen  # noqa: F401  (patches transformers)
+    from fastgen.cli.bild import sweep
+    from fastgen.cli.measure import environment
+
+    points = [
+        sweep.Point(fallback, rollback, args.max_draft)
+        for fallback in dict.fromkeys(args.fallback)
+        for rollback in (*dict.fromkeys(args.rollback), None)
+    ]
+    greedy = pair.greedy(large, args.max_new_tokens) | {"return_dict_in_generate": True}
+    arms: dict[str, Arm] = {_LARGE: functools.partial(_generate, large, greedy)}
+    always = {"assistant_model": small, "adaptive_draft": False}  # else lossless points learn of each other's costs
+    for point in points:
+        arms[str(point)] = functools.partial(_generate, large, greedy | point.options | always)
+    batches = sweep.batches_of(sources, args.batch_size, large)
+    try:
+        arms[str(points[0])](batches[0])
+    except ValueError as error:  # models that cannot decode together
+        raise CommandError(str(error)) from error
+    with tqdm(total=args.rounds * len(batches), unit="batch", file=sys.stderr, mininterval=5) as bar:
+        found = sweep.measure(arms, batches, args.rounds, bar.update)
+    alone = found.pop(_LARGE)
+
+    def score(measured: sweep.Measured) -> float:
+        texts = sweep.texts_of(measured, batches, tokenizer, large.config.is_encoder_decoder)
+        return metric.score(texts, references)
+
+    results = [
+        vars(point) | {"quality": score(measured)} | measured.over(alone)
+        for point, measured in zip(points, found.values(), strict=True)
+    ]
+    return {
+        "models": {"large": str(args.large), "small": str(args.small)}, "lines": len(sources),
+        "batch_size": args.batch_size, "metric": args.metric, "signature": metric.signature,
+        "max_loss": args.max_loss, "environment": environment(),
+        "large": {"quality": score(alone), "seconds": alone.seconds}, "points": results,
+    }  # fmt: skip
+
+
+def _generate(model: Any, options: dict[str, Any], batch: Batch) -> Any:
+    return model.generate(**batch.inputs, **options)
+
+
+def _point(chosen: dict[str, Any]) -> Point:
+    from fastgen.cli.bild.sweep import Point
+
+    return Point(chosen["fallback"], chosen["rollback"], chosen["max_draft"])
+
+
+def _set(config: Any, point: Point) -> None:
+    """Make a generation config one for greedy big-little decoding at a point."""
+    config.update(num_beams=1, do_sample=False, num_return_sequences=1, **dict.fromkeys(_OF_SAMPLING))
+    config._from_model_config = False  # else transformers drops the fields that it does not know when it reads the file
+    for name, value in point.options.items():
+        setattr(config, name, value)
+
+
+def _plot(sweep_file: Path) -> None:
+    """Draw what the sweep's file holds, where there is matplotlib."""
+    try:
+        from fastgen.cli.bild.plot import draw
+
+        figure = draw(json.loads(sweep_file.read_text("utf-8")))
+    except ModuleNotFoundError as error:
+        print(f"no plot: needs {error.name}: pip install 'fastgen[bild]'")
+        return
+    file = sweep_file.with_suffix(".svg")
+    figure.savefig(file)
+    print(f"{file}: quality against speed")
