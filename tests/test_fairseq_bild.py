@@ -333,6 +333,12 @@ def test_two_large_models() -> None:
         zoo.call([large, small], zoo.batch(3, 6), {"beam_size": 1})
 
 
+def test_a_large_model_of_another_family() -> None:
+    complaint = pytest.raises(ValueError, match="of the large model: LSTMDecoder is no transformer decoder")
+    with complaint, fastgen.bild(early_exit=1):
+        zoo.call([zoo.build("lstm", torch.float32)], zoo.batch(3, 6), {"beam_size": 1})
+
+
 def test_where_fairseqs_own_generator_runs() -> None:
     _, small = pair("transformer")
     complaint = pytest.raises(ValueError, match=r"fairseq\.generate is not in it")

@@ -115,14 +115,16 @@ def check(generator: Any, options: Options) -> None:
     for what, is_there in in_the_way.items():
         if is_there:
             raise _impossible(what)
+    pair = {"large": models[0]} if options.layers is not None else {"large": models[0], "small": options.small}
+    for size, model in pair.items():
+        try:
+            decide.check_model(model)
+        except Unsupported as unsupported:
+            raise ValueError(f"big-little decoding, of the {size} model: {unsupported.reason}") from None
     if options.layers is not None:
         check_exit(options.layers, len(models[0].decoder.layers))
-        return
-    try:
-        decide.check_model(options.small)
-    except Unsupported as unsupported:
-        raise ValueError(f"big-little decoding, of the small model: {unsupported.reason}") from None
-    _check_dictionaries(models[0], options.small)
+    else:
+        _check_dictionaries(models[0], options.small)
 
 
 def _impossible(what: str) -> ValueError:
