@@ -80,7 +80,8 @@ def options(
         _number(called("rollback_threshold"), values.get("rollback_threshold", ROLLBACK), math.inf),
         _count(called("max_draft"), values.get("max_draft", MAX_DRAFT)),
         bool(values.get("lossless", False)), bool(values.get("paper_compat", False)),
-        values.get("adaptive_draft"), int(values.get("speculative_beams", 0)),
+        values.get("adaptive_draft"),
+        _steps(called("speculative_beams"), values.get("speculative_beams", 0)),
     )  # fmt: skip
 
 
@@ -95,6 +96,11 @@ def _number(name: str, value: Any, most: float) -> float:
     if not 0.0 <= value <= most:
         raise ValueError(f"{name} is {value}; it must be {f'from 0 to {most:g}' if most < math.inf else '0 or more'}")
     return float(value)
+
+
+def _steps(name: str, value: Any) -> int:
+    """True is one step at a time, False none."""
+    return int(value) if isinstance(value, bool) or value == 0 else _count(name, value)
 
 
 def _count(name: str, value: Any) -> int:
