@@ -12,7 +12,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +96,7 @@ def _cell(
     after = fastgen.status().bild
     counts = {name: after[name] - before.get(name, 0) for name in ("beam_steps", "large_calls", "small_calls")}
     per_pass = counts["beam_steps"] / counts["large_calls"]
-    return asdict(outcome) | {"beams": beams, "steps": steps, "counts": counts, "steps_per_pass": per_pass}
+    return outcome.to_dict() | {"beams": beams, "steps": steps, "counts": counts, "steps_per_pass": per_pass}
 
 
 if __name__ == "__main__":

@@ -305,3 +305,31 @@ def test_a_small_model_that_begins_late_holds_the_texts_that_are_left() -> None:
     assert isinstance(search.small, Held)
     assert search.small.passes, "it has drafted"
     assert len(search.small.prompts) < 12, "texts had left"
+
+
+def test_the_small_models_prompt_counts() -> None:
+    clock = _Clock()
+    pace, alone = Pace(clock), _short(None, clock, fallback=1.1)
+    for _ in range(10):
+        _short(pace, clock)
+    assert _short(pace, clock) <= 1.05 * alone
+    assert _short(None, clock) > 1.5 * alone, "always drafting would lose"
+
+
+def _short(pace: Pace | None, clock: _Clock, fallback: float = 0.0) -> float:
+    """What a call of twelve tokens takes whose small model drafts well, and has a prompt that takes long to read."""
+    toys, began = pair(4, rows=1), clock.now
+    toys.small = toys.large
+    search = toys.search(policy=Likeliest(0.0), fallback=fallback, max_draft=4, pace=pace)
+    end = len(toys.prompts[0]) + 12
+    search.stop = Stop(None, [lambda length: length >= end])
+    search.large = Timed(toys.large, list(toys.prompts), clock=clock)
+    search.small = Timed(toys.small, list(toys.prompts), clock=clock, seconds=0.05)
+    read, search.small.prefill = search.small.prefill, lambda: _late(clock, read) if fallback <= 1.0 else read()  # type: ignore[method-assign]
+    search.run()
+    return clock.now - began
+
+
+def _late(clock: _Clock, read: Any) -> torch.Tensor:
+    clock.now += 20.0
+    return read()

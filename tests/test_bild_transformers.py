@@ -125,8 +125,12 @@ def test_lossless_is_the_large_models_greedy_output(family: str) -> None:
     padding = "none" if family.startswith("gemma") else "natural"
     for inputs in (zoo.batch(large, 5, 7, padding, seed=1), zoo.batch(large, 1, 7)):
         options = {"max_new_tokens": NEW, "eos_token_id": ENDS, "num_beams": 1}
-        output = large.generate(**inputs, assistant_model=small, lossless=True, fallback_threshold=0.2, **options)
-        assert torch.equal(output, greedy(large, inputs))
+        output = large.generate(
+            **inputs, assistant_model=small, lossless=True, fallback_threshold=0.2, adaptive_draft=False,
+            return_dict_in_generate=True, **options,
+        )  # fmt: skip
+        assert torch.equal(output.sequences, greedy(large, inputs))
+        assert int(output.bild["drafted"].sum()) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -278,7 +282,13 @@ def test_the_generation_config_may_ask() -> None:
         pad_token_id=zoo.PAD,
     )  # fmt: skip
     assert generated(large, inputs, assistant_model=small, generation_config=settings) == found
+    assert (
+        generated(large, inputs, assistant_model=small, generation_config=tf.GenerationConfig(**settings.to_dict()))
+        == found
+    )
     large.generation_config = tf.GenerationConfig.from_dict(settings.to_dict())
+    other = tf.GenerationConfig(max_new_tokens=NEW, decoder_start_token_id=zoo.START, pad_token_id=zoo.PAD)
+    assert generated(large, inputs, assistant_model=small, generation_config=other) == found, "the model's own says"
     assert generated(large, inputs, assistant_model=small) == found
     plain = large.generate(**inputs, max_new_tokens=NEW, eos_token_id=ENDS)
     assert torch.equal(plain, greedy(large, inputs)), "without an assistant the thresholds ask for nothing"
@@ -462,3 +472,91 @@ def test_in_a_stream() -> None:
         alone = [large.generate(torch.tensor([sentence]), **options) for sentence in sentences]
     for found, stock in zip(together, alone, strict=True):
         assert torch.equal(found, stock)
+
+
+def test_a_config_may_come_by_position() -> None:
+    large, small = pair("gpt2")
+    inputs = zoo.batch(large, 1, 5)["input_ids"]
+    with pytest.raises(ValueError, match="num_beams is 4"):
+        large.generate(inputs, tf.GenerationConfig(num_beams=4), assistant_model=small, fallback_threshold=0.5)
+    found = large.generate(inputs, tf.GenerationConfig(max_new_tokens=4), assistant_model=small, lossless=True)
+    with fastgen.disabled():
+        assert torch.equal(found, large.generate(inputs, max_new_tokens=4))
+
+
+def test_a_call_asks_for_more_than_the_config_says() -> None:
+    large, small = pair("marian", seed=2)
+    inputs = zoo.batch(large, 2, 6)
+    large.generation_config.lossless = True
+    options = {"assistant_model": small, "fallback_threshold": 0.1, "max_draft": 5}
+    assert generated(large, inputs, rollback_threshold=3.0, **options) == expected(large, small, inputs, 0.1, 3.0, 5)
+    assert generated(large, inputs, lossless=False, **options) == expected(large, small, inputs, 0.1, 2.0, 5)
+
+
+def test_what_is_off_asks_for_nothing() -> None:
+    large, small = pair("gpt2")
+    before = fastgen.status().bild
+    inputs = zoo.batch(large, 1, 5)
+    for options in ({"lossless": False}, {"speculative_beams": False}, {"lossless": False, "assistant_model": small}):
+        output = large.generate(**inputs, max_new_tokens=NEW, eos_token_id=ENDS, **options)
+        assert torch.equal(output, greedy(large, inputs))
+    assert fastgen.status().bild == before
+
+
+def test_another_way_to_decode_is_not_taken_for_it() -> None:
+    large, small = pair("gpt2")
+    inputs = zoo.batch(large, 1, 5)
+    with pytest.raises(ValueError, match="generate ran another way to decode"):
+        large.generate(
+            **inputs, assistant_model=small, fallback_threshold=0.5, prompt_lookup_num_tokens=3, max_new_tokens=5
+        )
+    large.generation_config.assistant_early_exit = 1
+    with pytest.raises(ValueError, match="assistant_early_exit=1 is in the generation config"):
+        large.generate(**inputs, assistant_model=small, fallback_threshold=0.5, max_new_tokens=5)
+
+
+def test_a_call_within_a_call_is_its_own() -> None:
+    large, small = pair("gpt2")
+    inputs, other = zoo.batch(large, 1, 5), zoo.batch(large, 1, 4, seed=9)
+    within = list[Tensor]()
+
+    class Calling(_Noting):
+        def put(self, value: Tensor) -> None:
+            super().put(value)
+            if not within:
+                within.append(large.generate(**other, max_new_tokens=5, eos_token_id=ENDS))
+
+    before = fastgen.status().bild.get("tokens", 0)
+    output = large.generate(
+        **inputs, assistant_model=small, fallback_threshold=0.2, max_new_tokens=NEW, streamer=Calling()
+    )
+    with fastgen.disabled():
+        assert torch.equal(within[0], large.generate(**other, max_new_tokens=5, eos_token_id=ENDS))
+    assert fastgen.status().bild["tokens"] - before == output.shape[1] - 5
+
+
+def test_a_small_model_with_settings_of_its_own() -> None:
+    large, small = pair("t5", seed=3)
+    inputs = zoo.batch(large, 2, 6)
+    small.generation_config.num_return_sequences = 2
+    options = {"assistant_model": small, "fallback_threshold": 0.3, "rollback_threshold": 2.0, "max_draft": 5}
+    assert generated(large, inputs, **options) == expected(large, small, inputs, 0.3, 2.0, 5)
+    small.generation_config.max_new_tokens = 3
+    with pytest.raises(ValueError, match="max_new_tokens=3: set it to None"):
+        generated(large, inputs, **options)
+
+
+class _Counting(tf.LogitsProcessor):
+    """One that remembers how often it was asked."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+def test_a_processor_that_may_remember_is_refused() -> None:
+    large, small = pair("gpt2")
+    with pytest.raises(ValueError, match="_Counting may remember"):
+        large.generate(
+            **zoo.batch(large, 1, 5), assistant_model=small, lossless=True, logits_processor=[_Counting()],
+            max_new_tokens=5,
+        )  # fmt: skip

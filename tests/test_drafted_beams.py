@@ -101,7 +101,7 @@ def _assert_same(large: Any, small: Any, inputs: dict[str, Tensor], depth: int, 
     assert torch.equal(found.beam_indices, stock.beam_indices)
     assert torch.allclose(found.sequences_scores, stock.sequences_scores, rtol=0.0, atol=1e-9)
     for ours, theirs in zip(found.scores, stock.scores, strict=True):
-        assert torch.allclose(ours, theirs, rtol=0.0, atol=1e-6)
+        assert torch.allclose(ours, theirs, rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -148,5 +148,16 @@ def test_what_it_needs_is_said() -> None:
         large.generate(**inputs, num_beams=4, assistant_model=small, speculative_beams=True)
     with pytest.raises(ValueError, match="it needs lossless=True and a model"):
         large.generate(**inputs, num_beams=4, assistant_early_exit=1, lossless=True, speculative_beams=True)
+    with pytest.raises(ValueError, match="num_beams is 1"):
+        large.generate(**inputs, assistant_model=small, lossless=True, speculative_beams=True)
+    with pytest.raises(ValueError, match="max_draft says nothing of it"):
+        large.generate(**inputs, num_beams=4, assistant_model=small, lossless=True, speculative_beams=1, max_draft=3)
     with pytest.raises(ValueError, match="speculative_beams is -1"):
         large.generate(**inputs, num_beams=4, assistant_model=small, lossless=True, speculative_beams=-1)
+
+
+def test_drafts_end_where_the_positions_do() -> None:
+    large, small = pair("bart", seed=2, apart=0.02)
+    longest = large.config.max_position_embeddings
+    settings = _settings(2, min_new_tokens=longest, eos_token_id=None) | {"max_new_tokens": longest - 1}
+    _assert_same(large, small, zoo.batch(large, 1, 5), 3, settings)

@@ -18,14 +18,12 @@ from fastgen import config
 from fastgen.decoding import cohorts
 
 pytest.importorskip("fairseq")
-import fairseq.options
 from fairseq import checkpoint_utils
 from fairseq import options as fairseq_options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer import TransformerModel
 from fairseq.tasks import setup_task
 from fairseq_cli import generate
-from fairseq_cli import generate as generate_command
 
 from fastgen.patches.fairseq.bild_command import Pair
 from tests.fairseq_commands import GENERATE, STOCK, assert_alike, preprocess, printed, run, train
@@ -139,7 +137,7 @@ def test_what_two_models_cannot_do_is_said_first(corpus: Path, name: str) -> Non
     options, message = WRONG[name]
     cfg = _cfg(corpus, "--beam", "1", *options)
     with pytest.raises(SystemExit, match=f"^fairseq-generate: .*{re.escape(message)}"):
-        generate_command.main(cfg)
+        generate.main(cfg)
 
 
 @pytest.mark.parametrize("what", ["nothing", "no checkpoint"])
@@ -339,8 +337,8 @@ def test_batches_that_refill_print_the_same(
     checkpoint = str(corpus / "model/checkpoint_last.pt")
     paths = f"{checkpoint}:{checkpoint}" if "--min-len" in options else checkpoint
     arguments = (str(corpus / "data"), "--path", paths, *GENERATE, *options)
-    parser = fairseq.options.get_generation_parser()
-    given = fairseq.options.parse_args_and_arch(parser, [*arguments, "--results-path", str(tmp_path)])
+    parser = fairseq_options.get_generation_parser()
+    given = fairseq_options.parse_args_and_arch(parser, [*arguments, "--results-path", str(tmp_path)])
     with caplog.at_level("INFO"):
         generate.main(given)
     assert max(together) > 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria
 
 import fastgen
 from fastgen import config
@@ -17,6 +17,7 @@ from fastgen.models.footprint import Footprint
 from fastgen.models.memory import Memory
 from tests import zoo
 from tests.allocations import allocations
+from tests.parity import assert_same
 
 _SIZE: dict[str, Any] = {"vocab_size": 2_000, "d_model": 256}
 _LAYERS: dict[str, Any] = {
@@ -251,3 +252,17 @@ def test_a_steady_step(family: str, beams: int) -> None:
     assert len(long) - len(short) <= 10 * STEADY[family, beams]
     logits = 4 * beams * 2_000 * 4
     assert sum(size > logits for size in long) == sum(size > logits for size in short), "only before the steps"
+
+
+def test_a_text_longer_than_the_config_says() -> None:
+    """A stopping criterion of the user's stands in the place of the config's length."""
+    model = zoo.build("gpt2")
+    inputs = zoo.batch(model, 2, 5)
+    for _ in range(3):  # the second call finds the first one's memory
+        kwargs = inputs | {
+            "max_new_tokens": 6, "eos_token_id": None, "num_beams": 1,
+            "stopping_criteria": [MaxLengthCriteria(max_length=90)],
+        }  # fmt: skip
+        found = assert_same(model, kwargs)
+        assert found.error is None
+        assert found.value.shape[1] == 90

@@ -127,6 +127,7 @@ class Bild:
         self._present = list(self._all)
         eos: list[int] = [] if self.stop.eos is None else cast(Any, self.stop.eos).tolist()
         self._ends = frozenset(eos)
+        self._start = 0.0  # seconds of the small model's prompts
         self._first: dict[int, Tensor] = {}  # what the models say of the tokens that follow the prompts
 
     def run(self) -> Tensor:
@@ -137,6 +138,8 @@ class Bild:
         while running := [text for text in self._present if not text.finished]:
             self._round(running)
             self._let_go()
+        if self.pace is not None and _SMALL in self._first:
+            self.pace.note_start(self._start, sum(len(text.tokens) for text in self._all))
         longest = max(len(text.tokens) for text in self._all)
         rows = [text.tokens + [self.pad] * (longest - len(text.tokens)) for text in self._all]
         return torch.cat([self.prompt, torch.tensor(rows, device=self.prompt.device).view(len(rows), -1)], 1)
@@ -151,15 +154,21 @@ class Bild:
         pace, before = self.pace, sum(len(text.tokens) for text in texts)
         drafts = pace is None or pace.drafts(len(texts))
         if drafts and _SMALL not in self._first:
-            self._first[_SMALL] = self.small.prefill()
-            if len(self._present) < len(self._all):
-                self.small.keep(torch.tensor([text.index for text in self._present], device=self.prompt.device))
+            self._begin_small()
         began = 0.0 if pace is None else pace.clock()
         if drafts:
             self._draft(texts)
         self._check([text for text in texts if not text.finished])
         if pace is not None:
             pace.note(drafts, len(texts), sum(len(text.tokens) for text in texts) - before, pace.clock() - began)
+
+    def _begin_small(self) -> None:
+        began = 0.0 if self.pace is None else self.pace.clock()
+        self._first[_SMALL] = self.small.prefill()
+        if len(self._present) < len(self._all):
+            self.small.keep(torch.tensor([text.index for text in self._present], device=self.prompt.device))
+        if self.pace is not None:
+            self._start = self.pace.clock() - began
 
     def _draft(self, texts: Sequence[_Text]) -> None:
         """Let the small model write on."""
@@ -248,6 +257,7 @@ class Bild:
         ]
         first = self._first[size]
         logits = (self.large if size == _LARGE else self.small).extend(spans) if spans else first[:0]
+        whole = all(text.held[size] + 1 == wanted[0] for text, wanted in zip(texts, lengths, strict=True))
         pieces, end = list[Tensor](), 0
         for text, wanted in zip(texts, lengths, strict=True):
             if wanted[0] == 0:
@@ -256,7 +266,7 @@ class Bild:
             pieces.append(logits[end - (wanted[-1] - max(wanted[0] - 1, 0)) : end])
             text.held[size] = wanted[-1]
         places = [(text.index, place) for text, wanted in zip(texts, lengths, strict=True) for place in wanted]
-        scores = logits if len(places) == len(logits) else torch.cat(pieces)
+        scores = logits if whole else torch.cat(pieces)
         vocabulary = self._first[_LARGE].shape[1]
         if scores.shape[1] != vocabulary:  # one tokenizer, but another number of rows that stand for nothing
             missing = vocabulary - scores.shape[1]

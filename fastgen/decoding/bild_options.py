@@ -68,6 +68,8 @@ def options(
             f"{called('lossless')}=True keeps no token but the large model's own; {called('rollback_threshold')}="
             f"{asked['rollback_threshold']} would keep others"
         )
+    if asked.get("rollback_threshold") is not None or asked.get("lossless") is False:
+        stored = {name: value for name, value in stored.items() if name not in ("lossless", "adaptive_draft")}
     values = {**stored, **asked}
     if values.get("adaptive_draft") and not values.get("lossless"):
         raise ValueError(

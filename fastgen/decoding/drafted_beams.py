@@ -6,6 +6,7 @@ tokens and new drafts: the small model makes a beam search of its own from the p
 step's `width` best continuations are drafts. So the result is that of the search alone, whatever is drafted.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
@@ -101,16 +102,17 @@ class DraftedBeams:
     Args:
         large, small: the models, with the logits (B, V) of what follows the prompts.
         width: drafts of a step. depth: steps that are drafted.
-        ends: tokens behind which no beam goes on.
+        ends: tokens behind which no beam goes on. longest: tokens of a text at most.
     """
 
     def __init__(
         self, large: Branching, small: Branching, first: tuple[Tensor, Tensor], beams: int, width: int, depth: int,
-        ends: Sequence[int] = (),
+        ends: Sequence[int] = (), longest: float = math.inf,
     ) -> None:  # fmt: skip
         sentences = len(first[0])
         self.large, self.small = _Known(large, first[0]), _Known(small, first[1])
         self.width, self.depth, self.ends = width, depth, list(ends)
+        self.longest = longest
         self.passes = Passes()
         self._at = [[ROOT] * beams for _ in range(sentences)]  # of each beam, without its newest token
         self._scores = [{ROOT: 0.0} for _ in range(sentences)]  # by node of the large tree
@@ -124,7 +126,7 @@ class DraftedBeams:
         each = [list(zip(at, tokens, strict=True)) for at, tokens in zip(self._at, newest, strict=True)]
         scores = [self._scores_of(b, children) for b, children in enumerate(each)]
         if not all(self.large.has(b, *child) for b, children in enumerate(each) for child in children):
-            self._pass(each, scores)
+            self._pass(each, scores, int(min(self.depth, self.longest - ids.shape[1])))
         self._at = [[self.large.node(b, *child) for child in children] for b, children in enumerate(each)]
         for known, nodes, found in zip(self._scores, self._at, scores, strict=True):
             known.update(zip(nodes, found, strict=True))
@@ -135,14 +137,14 @@ class DraftedBeams:
         chosen: list[list[int]] = cast(Any, parents).tolist()
         self._at = [[at[parent] for parent in row] for at, row in zip(self._at, chosen, strict=True)]
 
-    def _pass(self, newest: Sequence[Sequence[tuple[int, int]]], scores: Sequence[Sequence[float]]) -> None:
-        """Let the large model read the newest tokens, each behind its node, and drafts behind them."""
+    def _pass(self, newest: Sequence[Sequence[tuple[int, int]]], scores: Sequence[Sequence[float]], depth: int) -> None:
+        """Let the large model read the newest tokens, each behind its node, and drafts of some steps behind them."""
         self.large.forget([set(at) for at in self._at])
         self.small.forget(
             [{same[node] for node in at if node in same} for same, at in zip(self._same, self._at, strict=True)]
         )
         fronts = [self._begin(b, *each) for b, each in enumerate(zip(newest, scores, strict=True))]
-        for _ in range(self.depth):
+        for _ in range(depth):
             for b, front in enumerate(fronts):
                 self._small_nodes(b, front.nodes)
             nodes = self.small.run()

@@ -49,11 +49,11 @@ class _Costs:
             self.alone = _mean(self.alone, cost)
             self.tried, self.rest = 0 if self.tried >= STALE else self.tried, max(0, self.rest - 1)
             return
-        self.together, self.tried = _mean(self.together, cost), self.tried + 1
-        assert self.alone is not None
-        if self.tried < TRIAL:
+        together = self.together = _mean(self.together, cost)
+        self.tried += 1
+        if self.tried < TRIAL or self.alone is None:
             return
-        if self.together <= self.alone:
+        if together <= self.alone:
             self.next_rest = REST
             return
         self.together, self.tried = None, 0
@@ -69,6 +69,7 @@ class Pace:
     """The costs of a pair of models, over all their calls."""
 
     clock: Callable[[], float] = time.perf_counter
+    start: float = 0.0  # seconds of the small model's prompt, for each token of a call
     _costs: dict[int, _Costs] = field(default_factory=dict[int, _Costs])
 
     def drafts(self, texts: int) -> bool:
@@ -77,7 +78,11 @@ class Pace:
 
     def note(self, drafted: bool, texts: int, tokens: int, seconds: float) -> None:
         """Note a round: whether it was one with drafts, the tokens that all its texts gained, and how long it took."""
-        self._of(texts).note(drafted, seconds / tokens)
+        self._of(texts).note(drafted, seconds / tokens + (self.start if drafted else 0.0))
+
+    def note_start(self, seconds: float, tokens: int) -> None:
+        """Note, when a call is over, what the small model's prompts took, and how many tokens the call gave."""
+        self.start = _mean(self.start or None, seconds / max(1, tokens))
 
     def _of(self, texts: int) -> _Costs:
         return self._costs.setdefault(texts.bit_length(), _Costs())

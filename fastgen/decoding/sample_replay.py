@@ -47,7 +47,7 @@ class ReplayedSampling(Sampling):
         return Text(self.ids[:, : self.length] if self._has_room else self.ids, self.prompt_length)
 
     def advance(self, model: Stepper, logits: Tensor) -> bool:
-        if self.choices.able(logits):
+        if self.length < self.longest and self.choices.able(logits):  # a criterion of the user's may allow more
             with contextlib.suppress(graph.NotCaptured):
                 return self._advance(model, logits)
         if self._has_room:

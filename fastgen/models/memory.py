@@ -60,15 +60,15 @@ class Memory:
             return cast(Any, like.new_empty(0)).set_(storage, 0, shape)
 
     def room(self, like: Tensor, elements: int, least: int, most: int) -> int:
-        """Return how many entries to take at once, of so many elements each, between `least` and `most`.
+        """Return how many entries to take at once for each of two tensors, of so many elements each: `least`, or more.
 
-        More than the least only where free memory has room for them, so that it need not be left for more soon.
+        More, up to `most`, only where free memory has room for them twice, so that it need not be left for more soon.
         """
         size = elements * like.element_size()
         with self._lock:
             sizes = [storage.nbytes() for storage in self._free()]
-        fitting = [held for held in sizes if least * size <= held <= 2 * _rounded(most * size)]
-        return min(most, min(fitting) // size) if fitting and size else least
+        fitting = sorted(held for held in sizes if least * size <= held <= 2 * _rounded(most * size))
+        return max(least, min(most, fitting[0] // size)) if len(fitting) > 1 and size else least
 
     def forget(self, tensor: Tensor) -> None:
         """Hold the memory of a tensor no longer than its other holders do."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.cli.errors import CommandError
+from fastgen.decoding import bild_options
 
 MAX_NEW_TOKENS = 128
 _UNLIMITED = 10**6  # a tokenizer's model_max_length above this stands for none
@@ -100,6 +101,9 @@ def load_model(folder: Path, device: str, dtype: str) -> Any:
         model: Any = kind.from_pretrained(folder, local_files_only=True, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:
         raise CommandError(f"{folder}: the model cannot be read: {_first_line(error)}") from error
+    for name in (*bild_options.NAMES, "assistant_early_exit"):  # of an earlier tuning
+        vars(model.generation_config).pop(name, None)
+    model.generation_config.assistant_early_exit = None
     return model.to(device).eval()
 
 

@@ -26,7 +26,9 @@ HELP = "measure the thresholds on a validation file, and write the best ones int
 FALLBACKS = (0.2, 0.4, 0.6, 0.8)
 ROLLBACKS = (1.0, 2.0, 3.0, 5.0)
 _LARGE = "large"
-_FIELDS = ("fallback_threshold", "rollback_threshold", "max_draft", "lossless", "paper_compat", "adaptive_draft")
+_OF_BEAMS = (
+    "early_stopping", "length_penalty", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
+)  # fmt: skip
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 
 
@@ -69,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
     pair.check_parent(args.output)
     if config_file != args.output and args.output.is_file():
         raise CommandError(f"--output {args.output} is a file, and neither a folder nor CONFIG.json")
+    if config_file.is_dir():
+        raise CommandError(f"--output {config_file} is a folder, and not a file")
     for folder in (args.large, args.small):
         pair.check_folder(folder)
     lines, references = _texts(args)
@@ -82,9 +86,8 @@ def run(args: argparse.Namespace) -> int:
     pair.check_pair(large, small, tokenizers)
     sources = pair.encode(tokenizers[0], lines, args.append_eos, args.max_source_tokens)
 
-    for name in _FIELDS:  # of an earlier tuning
-        vars(large.generation_config).pop(name, None)
     config = copy.deepcopy(large.generation_config)
+    _check_writable(config, args.large)
     data = _measured(args, large, small, tokenizers[0], sources, references, metric)
     data["chosen"] = choose(data["points"], data["large"]["quality"], args.max_loss)
     config_file.parent.mkdir(exist_ok=True)
@@ -198,10 +201,22 @@ def _point(chosen: dict[str, Any]) -> Point:
 
 def _set(config: Any, point: Point) -> None:
     """Make a generation config one for greedy big-little decoding at a point."""
-    config.update(num_beams=1, do_sample=False, num_return_sequences=1, **dict.fromkeys(_OF_SAMPLING))
+    config.update(num_beams=1, do_sample=False, num_return_sequences=1, **dict.fromkeys((*_OF_SAMPLING, *_OF_BEAMS)))
     config._from_model_config = False  # else transformers drops the fields that it does not know when it reads the file
     for name, value in point.options.items():
         setattr(config, name, value)
+
+
+def _check_writable(config: Any, folder: Path) -> None:
+    """Raise CommandError where transformers would not write what is to be chosen."""
+    from fastgen.cli.bild.sweep import Point
+
+    trial = copy.deepcopy(config)
+    _set(trial, Point(0.5, None, 1))
+    try:
+        trial.validate(strict=True)
+    except ValueError as error:
+        raise CommandError(f"{folder}: its generation config cannot be written again: {error}") from error
 
 
 def _plot(sweep_file: Path) -> None:

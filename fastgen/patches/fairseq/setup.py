@@ -48,7 +48,8 @@ class Run:
             model.prepare_for_inference_(self.cfg)
 
     def max_positions(self) -> Any:
-        return utils.resolve_max_positions(self.task.max_positions(), *[m.max_positions() for m in self.models])
+        models = (*self.models, *self.pair.small)
+        return utils.resolve_max_positions(self.task.max_positions(), *[model.max_positions() for model in models])
 
     def speaker(self, generator: Any, source_dictionary: Any, interactive: bool) -> Speaker:
         cfg = self.cfg

@@ -31,7 +31,7 @@ from fastgen.models.routes import routed
 from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
 from fastgen.patches.transformers.call import Call
-from fastgen.patches.transformers.decide import decide
+from fastgen.patches.transformers.decide import check_model, decide
 from fastgen.patches.transformers.drafted import DraftedStepper
 from fastgen.patches.transformers.edits import edits_of, known, rowwise, stop_of
 from fastgen.patches.transformers.fused import FusedDecoder
@@ -43,6 +43,9 @@ WIDTH = 2
 
 _OF_A_TEXT = (lp.RepetitionPenaltyLogitsProcessor, lp.EncoderNoRepeatNGramLogitsProcessor)
 """Processors that look at a text, and at what is given for it, though not those by which rows may leave a batch."""
+
+_OF_ONE_TEXT = (lp.EncoderRepetitionPenaltyLogitsProcessor, lp.PrefixConstrainedLogitsProcessor)
+"""Others that look at what is given for all texts, and remember nothing."""
 
 _PADDING = 1024
 """Rows of an embedding that stand for no token, at most: two models of one tokenizer may differ by so many."""
@@ -57,21 +60,28 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
     Raises:
         ValueError, TypeError: a value is not one that it can have; or two models do not fit.
     """
-    config = arguments.get("generation_config") or model.generation_config
     small, layers = arguments.get("assistant_model"), arguments.get("assistant_early_exit")
-    layers = getattr(config, "assistant_early_exit", None) if layers is None else layers
-    asked = {name: arguments[name] for name in bild_options.NAMES if arguments.get(name) is not None}
-    stored = {name: getattr(config, name) for name in bild_options.NAMES if getattr(config, name, None) is not None}
-    if not asked and (not stored or (small is None and layers is None)):
+    given = {name: arguments.pop(name) for name in bild_options.NAMES if name in arguments}
+    asked = {name: value for name, value in given.items() if value is not None}
+    if all(value is False for value in asked.values()) and small is None and layers is None:
         return None
-    for name in (*bild_options.NAMES, "assistant_model", "assistant_early_exit"):
+    configs = {"generation_config": arguments.get("generation_config")}
+    stored = {name: said(model, configs, name) for name in bild_options.NAMES}
+    stored = {name: value for name, value in stored.items() if value is not None}
+    if all(value is False for value in (*asked.values(), *stored.values())):
+        return None
+    for name in ("assistant_model", "assistant_early_exit"):
         arguments.pop(name, None)
+    if (behind := said(model, arguments, "assistant_early_exit")) is not None:
+        raise ValueError(
+            f"assistant_early_exit={behind} is in the generation config, where it is transformers' own assisted "
+            "decoding: set it to None there, and give it in the call"
+        )
     tokenizers = arguments.get("tokenizer"), arguments.pop("assistant_tokenizer", None)
     options = bild_options.options(small, layers, asked, stored, ("assistant_model", "assistant_early_exit"))
-    beams, texts = (
-        arguments.get(name) or getattr(config, name, None) or getattr(model.generation_config, name, None) or 1
-        for name in ("num_beams", "num_return_sequences")
-    )
+    beams, texts = (said(model, arguments, name) or 1 for name in ("num_beams", "num_return_sequences"))
+    if options.beams:
+        _check_beams(asked, beams)
     if options.beams and not (options.lossless and small is not None):
         raise ValueError("speculative_beams=True gives what the beam search gives: it needs lossless=True and a model")
     if beams != 1 and not options.beams:
@@ -84,6 +94,23 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
     if small is not None:
         _check_pair(model, small, tokenizers)
     return options
+
+
+def said(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
+    """What a call of `generate` says of one of its settings: itself, by its generation config, or by the model's."""
+    found = arguments.get(name)
+    for config in (arguments.get("generation_config"), model.generation_config):
+        found = getattr(config, name, None) if found is None else found
+    return found
+
+
+def _check_beams(asked: Mapping[str, Any], beams: int) -> None:
+    """Raise ValueError where a call says what the drafts of a beam search have not."""
+    if beams == 1:
+        raise ValueError("speculative_beams drafts the steps of a beam search, and num_beams is 1")
+    others = ", ".join(sorted(set(asked) - {"speculative_beams", "lossless"}))
+    if others:
+        raise ValueError(f"speculative_beams drafts the best continuations of a step: {others} says nothing of it")
 
 
 def _check_pair(large: Any, small: Any, tokenizers: tuple[Any, Any]) -> None:
@@ -116,11 +143,13 @@ class Asked:
     """A call of `generate` that asks for it.
 
     inputs: what its model gets, by name, once it is called.
+    decoded: whether the call has come to the loop.
     """
 
     model: Any
     options: Options
     inputs: dict[str, Any] | None = None
+    decoded: bool = False
 
     def noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`generate` that notes its inputs."""
@@ -142,8 +171,8 @@ _handing_over: ContextVar[Any] = ContextVar("fastgen_bild_small", default=None)
 
 
 @contextmanager
-def asking(asked: Asked) -> Generator[None]:
-    """Within it, the model's decoding loop is `decode`."""
+def asking(asked: Asked | None) -> Generator[None]:
+    """Within it, the model's decoding loop is `decode`; None: what has been asked outside is not meant."""
     token = _asked.set(asked)
     try:
         yield
@@ -188,7 +217,11 @@ def decode(call: Call, asked: Asked) -> Any:
         ValueError: the call has what cannot be had here; the message says what.
     """
     options, config = asked.options, call.config
+    asked.decoded = True
     _check_call(call)
+    if options.small is not None:
+        _inputs_of_small(asked)
+        _check_small(options.small)
     large = _Whole(call)
     small = _FirstLayers(large, options.layers) if options.layers is not None else _Later(lambda: _small(call, asked))
     policy: Policy = Likeliest(0.0 if options.lossless else options.rollback)
@@ -238,9 +271,15 @@ def drafted(call: Call, asked: Asked) -> DraftedStepper:
     Raises:
         ValueError: its steps cannot be made from its weights.
     """
+    asked.decoded = True
     plan, step = _planned(call, "beam")
     small = _small(call, asked).stepper
     return DraftedStepper(call, plan, step, small, WIDTH * plan.beams, asked.options.beams)
+
+
+def not_proven(model: DraftedStepper, reason: NotFused) -> ValueError:
+    """What is raised where one of the two models has turned out to compute something else."""
+    return _not_fused(model.model if model.fused is None else model.small.model, reason)
 
 
 def _by_name(counts: Sequence[Counts]) -> dict[str, Tensor]:
@@ -255,11 +294,13 @@ def _check_call(call: Call) -> None:
     if (name := known(call.stopping_criteria)) is not None:
         raise ValueError(f"big-little decoding cannot tell for single tokens where a {name} ends a text")
     several = call.input_ids.shape[0] > 1
-    others = [processor for processor in call.logits_processor if type(processor) not in _OF_A_TEXT]
-    if several and (name := rowwise(others)) is not None:
+    allowed = _OF_A_TEXT if several else (*_OF_A_TEXT, *_OF_ONE_TEXT)
+    others = [processor for processor in call.logits_processor if type(processor) not in allowed]
+    if (name := rowwise(others)) is not None:
+        why = "may look at the whole batch" if several else "may remember what it was asked before"
         raise ValueError(
-            f"big-little decoding looks at some texts of a batch at a time, but {name} may look at the whole batch: "
-            "generate one text at a time"
+            f"big-little decoding asks logits processors of some texts at a time, and of tokens that do not come to "
+            f"stay, but {name} {why}"
         )
     if several and call.streamer is not None:
         raise ValueError(f"a streamer follows one text, and the batch has {call.input_ids.shape[0]}")
@@ -311,15 +352,13 @@ class _Whole:
 
     def keep(self, rows: Tensor) -> None:
         self.prompt = self.prompt[rows]
-        self.stepper.keep(rows)
+        self.stepper.keep_cache(rows, rows)
 
 
 class _FirstLayers:
     """The first layers of a model, over its own keys and values (`decoding.bild.Model`)."""
 
     def __init__(self, whole: _Whole, layers: int) -> None:
-        if whole.prompt.shape[1] == 0:
-            raise ValueError("big-little decoding by the first layers needs a prompt of tokens, and not inputs_embeds")
         self.whole = whole
         step = whole.stepper.of_weights
         assert step is not None
@@ -359,17 +398,11 @@ class _Later:
 
 def _small(call: Call, asked: Asked) -> _Whole:
     """The small model of a call, with the call's inputs."""
-    model, config = asked.options.small, call.config
-    assert asked.inputs is not None
-    inputs: Mapping[str, Any] = {k: v for k, v in asked.inputs.items() if v is not None and k != "encoder_outputs"}
-    if "inputs_embeds" in inputs or not inputs.keys() & {"inputs", "input_ids", "input_features", "pixel_values"}:
-        raise ValueError(
-            f"the small model needs inputs that are not the large one's alone, and got {', '.join(inputs) or 'none'}"
-        )
+    model, config, inputs = asked.options.small, call.config, _inputs_of_small(asked)
     settings = GenerationConfig(
-        max_length=config.max_length, num_beams=1, do_sample=False, use_cache=True, return_dict_in_generate=False,
-        eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id, bos_token_id=config.bos_token_id,
-        decoder_start_token_id=config.decoder_start_token_id,
+        max_length=config.max_length, num_beams=1, num_return_sequences=1, do_sample=False, use_cache=True,
+        return_dict_in_generate=False, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id,
+        bos_token_id=config.bos_token_id, decoder_start_token_id=config.decoder_start_token_id,
     )  # fmt: skip
     token = _handing_over.set(model)
     try:
@@ -378,4 +411,34 @@ def _small(call: Call, asked: Asked) -> _Whole:
         _handing_over.reset(token)
     if not isinstance(handed_over, Call):
         raise ValueError(f"{type(model).__name__} has a generate of its own, which does not come to the decoding loop")
+    if handed_over.config.max_length != config.max_length:
+        raise ValueError(
+            f"the generation config of the small {type(model).__name__} has a length of its own, "
+            f"max_new_tokens={handed_over.config.max_new_tokens}: set it to None there"
+        )
+    texts = call.input_ids[:: config.num_beams]
+    if not torch.equal(handed_over.input_ids.to(texts.device), texts):
+        raise ValueError(f"the small {type(model).__name__} begins its texts with other tokens than the large model")
     return _Whole(handed_over)
+
+
+def _inputs_of_small(asked: Asked) -> Mapping[str, Any]:
+    """What the small model's `generate` gets: the call's inputs.
+
+    Raises:
+        ValueError: there are none but those that are the large model's alone.
+    """
+    assert asked.inputs is not None
+    inputs = {k: v for k, v in asked.inputs.items() if v is not None and k != "encoder_outputs"}
+    if "inputs_embeds" in inputs or not inputs.keys() & {"inputs", "input_ids", "input_features", "pixel_values"}:
+        raise ValueError(
+            f"the small model needs inputs that are not the large one's alone, and got {', '.join(inputs) or 'none'}"
+        )
+    return inputs
+
+
+def _check_small(model: Any) -> None:
+    try:
+        check_model(model)
+    except Unsupported as unsupported:
+        raise ValueError(f"big-little decoding of {type(model).__name__}: {unsupported.reason}") from None

@@ -50,7 +50,8 @@ class DraftedStepper(SharedStepper):
         self.prove(logits)
         self.small.prove(small)
         trees = self._tree(self.fused, m + self.width * self.depth), self._tree(self.small.fused, m + self.width)
-        self.drafts = DraftedBeams(*trees, (logits[::m], small), m, self.width, self.depth, self.ends)
+        first, longest = (logits[::m], small), self.config.max_length
+        self.drafts = DraftedBeams(*trees, first, m, self.width, self.depth, self.ends, longest)
         return logits
 
     def _tree(self, fused: FusedDecoder | None, nodes: int) -> Tree:

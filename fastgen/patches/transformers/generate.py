@@ -1,6 +1,7 @@
 """transformers' `generate` and its two decoding loops, on the engine of `decoding`."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Edit, all_sparse
 from fastgen.models import graph, linear, memory
 from fastgen.models.families import family_of
+from fastgen.models.reader import NotFused
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
 from fastgen.patches.transformers import bild, parity, pausing, split
@@ -40,19 +42,31 @@ _engine.on_release(graph.release)
 def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`GenerationMixin.generate` with the model's linear layers on their fastest route; in parity mode, both ways."""
     pausing.note_call(self)
+    if len(args) > 1:  # by name, as options are looked for
+        names = list(inspect.signature(original).parameters)[2:]
+        args, kwargs = args[:1], kwargs | dict(zip(names, args[1:], strict=False))
     options = bild.options_of(self, kwargs)
-    run = _accelerated if options is None else functools.partial(_decoded_together, options)
+    run = functools.partial(_as_asked, options)
     if parity.wanted():
-        if options is None or (options.lossless and not kwargs.get("do_sample")):
+        if options is None or (options.lossless and not bild.said(self, kwargs, "do_sample")):
             return parity.both_ways(run, original, self, *args, **kwargs)
         _engine.compared("run once: big-little decoding changes the output, without lossless=True or with sampling")
     return run(original, self, *args, **kwargs)
 
 
-def _decoded_together(options: bild.Options, original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _as_asked(options: bild.Options | None, original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if options is None:
+        with bild.asking(None):  # another call, be it of the same model
+            return _accelerated(original, self, *args, **kwargs)
     asked = bild.Asked(self, options)
     with bild.asking(asked):
-        return _accelerated(asked.noting(original), self, *args, **kwargs)
+        output = _accelerated(asked.noting(original), self, *args, **kwargs)
+    if not asked.decoded:
+        raise ValueError(
+            "big-little decoding was asked for, and generate ran another way to decode, which its other arguments or "
+            f"the generation config of {type(self).__name__} ask for"
+        )
+    return output
 
 
 def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +155,11 @@ def _drafted_beams(call: Call, asked: bild.Asked) -> Any:
     assistant = asked.options.small
     with _engine.running(model.plan), routed(assistant, family_of(assistant.config.model_type)):
         decoding = _beam_search(call, model)
-        run(decoding.search, model, model.prefill())
+        try:
+            first = model.prefill()
+        except NotFused as reason:
+            raise bild.not_proven(model, reason) from None
+        run(decoding.search, model, first)
     passes = model.passes
     _engine.decoded_together(
         {"beam_steps": passes.steps, "large_calls": passes.large_calls, "small_calls": passes.small_calls}

@@ -6,10 +6,14 @@ transformers' own `generate` runs on a copy of the model that shares its weights
 
 import copy
 import inspect
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
 from fastgen.decoding.beam import BeamSearch, Stepper
@@ -69,7 +73,7 @@ def peak_bytes(bare: Any, prepared: Prepared, plan: Plan, kwargs: dict[str, Any]
             given = (prepared.logits_processor, prepared.stopping_criteria, config, prepared.kwargs)
             step = decide(clone, prepared.loop, prepared.input_ids, *given)[1] if plan.fused else None
             clone.__class__ = _planned(type(clone), plan, step)
-            with Footprint() as footprint:
+            with Footprint() as footprint, _unheard():
                 inspect.unwrap(MIXIN.generate)(clone, **kwargs)
     except NotPredicted:
         raise
@@ -79,17 +83,30 @@ def peak_bytes(bare: Any, prepared: Prepared, plan: Plan, kwargs: dict[str, Any]
     return footprint.peak
 
 
+@contextmanager
+def _unheard() -> Generator[None]:
+    """Within it transformers warns of nothing: it has said all there is to say when the call was prepared."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
 def _clone(model: Any) -> Any:
     """Return a copy of a model that shares its weights.
 
     Raises:
         NotPredicted: parts of it run code that is not known here, and that is not to run for this.
     """
-    clone = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    for module in clone.modules():
+    for module in model.modules():
         kind = cast(Any, type(module))
         if kind.__module__.partition(".")[0] not in ("torch", "transformers") or not untouched(module):
             raise NotPredicted(f"{kind.__name__} may take any")
+    clone = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     plan_for(clone)
     return clone
 
@@ -137,7 +154,8 @@ class _Ends:
     def advance(self, model: Stepper, logits: Tensor) -> bool:
         stepper = cast(SharedStepper, model)
         cache, length = stepper.cache, self.search.text.length + 1
-        assert cache is not None
+        if cache is None:
+            raise NotPredicted("the cache is transformers' own")
         self.search.advance(model, logits)
         skipped = 0
         if stepper.fused is not None:

@@ -188,9 +188,9 @@ class SharedStepper(Stepper):
         left_off = (not_shared(computes_alone(self.model)), *self.plan.left_off)
         self.plan = replace(self.plan, shared=False, fused=False, left_off=left_off)
 
-    def _keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
+    def keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
         if self.cache is None:
-            super()._keep_cache(sentences, rows)
+            super().keep_cache(sentences, rows)
         else:
             self.cache.keep(sentences)
             if self.fused is not None:

@@ -67,7 +67,7 @@ class Stepper:
         rows = self._rows_of(sentences, torch.arange(self.plan.beams, device=sentences.device))
         self.kwargs = {name: _select(rows, value) for name, value in self.kwargs.items()}
         self._rows = rows.shape[0]
-        self._keep_cache(sentences, rows)
+        self.keep_cache(sentences, rows)
 
     def report(self) -> CallReport:
         """What this call did; to be asked when it has ended."""
@@ -83,7 +83,7 @@ class Stepper:
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=newest, **self.kwargs)
         return self.model(**inputs, return_dict=True)
 
-    def _keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
+    def keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
         """Keep what the cache holds of these sentences, which are `rows` in a cache by rows."""
         cache = self.kwargs.get("past_key_values")
         if cache is not None:
