@@ -401,7 +401,9 @@ def test_a_tuned_config_can_be_tuned_again(folder: Path, tmp_path: Path, monkeyp
     """What an earlier tuning has left in the large model's own config does not reach the measurement."""
     model = marian(16, 0)
     model.generation_config.num_beams = 4
-    vars(model.generation_config).update(lossless=True, fallback_threshold=1.0, _from_model_config=False)
+    vars(model.generation_config).update(
+        lossless=True, fallback_threshold=1.0, speculative_beams=1, length_penalty=2.0, _from_model_config=False
+    )
     model.save_pretrained(tmp_path / "large")
     tokenizer_of().save_pretrained(tmp_path / "large")
     monkeypatch.setattr(sweep, "paired_ratio", lambda baseline, seconds: (2.0, 1.5, 2.5))
@@ -415,7 +417,7 @@ def test_a_tuned_config_can_be_tuned_again(folder: Path, tmp_path: Path, monkeyp
     assert tuned.rollback_threshold == 99
     assert tuned.num_beams == 1
     assert getattr(tuned, "lossless", None) is None
-    large, small = pair.load_model(tmp_path / "large", "cpu", "float32"), marian(8, 1)
+    large, small = MarianMTModel.from_pretrained(tmp_path / "large").eval(), marian(8, 1)
     call = {"assistant_model": small, "max_new_tokens": NEW, "return_dict_in_generate": True}
     assert large.generate(torch.tensor([[5, 6, 1]]), **call).bild["tokens"].item() == NEW
 

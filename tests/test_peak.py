@@ -227,14 +227,17 @@ def test_a_second_call_allocates_no_keys_and_values(family: str) -> None:
 def test_free_memory_gives_more_room_but_is_no_reason_for_more() -> None:
     held, like = Memory(), torch.empty(0)
     assert held.room(like, 10, 5, 50) == 5
-    taken = held.take(like, 30, 10)
+    one, other = held.take(like, 30, 10), held.take(like, 30, 10)
     assert held.room(like, 10, 5, 50) == 5, "somebody has it"
-    del taken
+    del one
+    assert held.room(like, 10, 5, 50) == 5, "keys would have it, and values nothing"
+    del other
     assert held.room(like, 10, 5, 50) == 30
     assert held.room(like, 10, 5, 20) == 20
     assert held.room(like, 10, 5, 8) == 5, "far too much"
     assert held.room(like, 10, 31, 50) == 31
-    held.forget(held.take(like, 30, 10))
+    for tensor in (held.take(like, 30, 10), held.take(like, 30, 10)):
+        held.forget(tensor)
     assert held.free == 0
 
 
