@@ -115,7 +115,7 @@ def greedy(model: Any, max_new_tokens: int) -> dict[str, Any]:
 
 def check_pair(large: Any, small: Any, tokenizers: tuple[Any, ...]) -> None:
     """Raise CommandError where two models do not read and write the same tokens."""
-    from fastgen.patches.transformers.bild import options_of
+    from fastgen.patches.transformers.bild_call import options_of
 
     call = {
         "assistant_model": small, "tokenizer": tokenizers[0], "assistant_tokenizer": tokenizers[1],

@@ -12,6 +12,7 @@ from transformers.generation import utils as gu
 
 from fastgen.decoding.beam import BeamSearch, Trace
 from fastgen.decoding.beam_replay import ReplayedBeamSearch
+from fastgen.decoding.bild_options import Options
 from fastgen.decoding.choices import not_captured
 from fastgen.decoding.cohorts import Search, run
 from fastgen.decoding.plan import Unsupported
@@ -25,7 +26,7 @@ from fastgen.models.families import family_of
 from fastgen.models.reader import NotFused
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
-from fastgen.patches.transformers import bild, parity, pausing, split
+from fastgen.patches.transformers import bild, bild_call, parity, pausing, split
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import edits_of, fill_of, stop_of
@@ -45,16 +46,16 @@ def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) > 1:  # by name, as options are looked for
         names = list(inspect.signature(original).parameters)[2:]
         args, kwargs = args[:1], kwargs | dict(zip(names, args[1:], strict=False))
-    options = bild.options_of(self, kwargs)
+    options = bild_call.options_of(self, kwargs)
     run = functools.partial(_as_asked, options)
     if parity.wanted():
-        if options is None or (options.lossless and not bild.said(self, kwargs, "do_sample")):
+        if options is None or (options.lossless and not bild_call.said(self, kwargs, "do_sample")):
             return parity.both_ways(run, original, self, *args, **kwargs)
         _engine.compared("run once: big-little decoding changes the output, without lossless=True or with sampling")
     return run(original, self, *args, **kwargs)
 
 
-def _as_asked(options: bild.Options | None, original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _as_asked(options: Options | None, original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if options is None:
         with bild.asking(None):  # another call, be it of the same model
             return _accelerated(original, self, *args, **kwargs)
