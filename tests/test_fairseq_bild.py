@@ -50,6 +50,9 @@ def scores_of(model: Any, source: Sequence[int], options: dict[str, Any]) -> Sco
     n, longest = options.get("no_repeat_ngram_size", 0), options.get("max_len_b", LONGEST)
 
     def scores(text: Sequence[int]) -> Tensor:
+        for module in model.modules():  # fairseq's attention keeps that of the last generator that it met
+            if hasattr(module, "set_beam_size"):
+                module.set_beam_size(1)
         with torch.no_grad(), fastgen.disabled():
             encoded = model.encoder(torch.tensor([source]), src_lengths=torch.tensor([len(source)]))
             logits, _ = model.decoder(torch.tensor([text]), encoder_out=encoded)
