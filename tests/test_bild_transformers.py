@@ -110,6 +110,8 @@ def test_every_text_is_that_of_the_definition(family: str) -> None:
     inputs = zoo.batch(large, 4, 9)
     if family.startswith("gemma"):
         inputs = zoo.batch(large, 4, 9, padding="none")  # whose own forward gives NaN for padding
+    if family == "umt5" and not torch.equal(greedy(large, inputs), greedy(large, inputs, use_cache=False)):
+        pytest.skip("of this version, says other things with a cache than without")
     drafted = 0
     for fallback, rollback in ((0.4, 2.0), (rng.uniform(0.1, 0.6), rng.uniform(0.0, 4.0))):
         options = {"fallback_threshold": fallback, "rollback_threshold": rollback, "max_draft": rng.choice([2, 5, 10])}
