@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if size == 1:
             result["cost"] = _costs(large, smalls, sources, args)
             _add_ideal(result, len(sources))
-        chosen = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        chosen = {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
         data = {
             "case": "bild", "kind": "bild", "arguments": chosen, "environment": environment(),
             "status": fastgen.status().to_dict(), "result": result,

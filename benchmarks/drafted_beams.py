@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, cell in cells.items():
         speed = "{ratio:.2f} [{low:.2f}, {high:.2f}]".format(**cell) if cell["equal"] else "outputs differ"
         print(f"{name:<20}{speed:<22}{cell['steps_per_pass']:.2f} steps per pass")
-    chosen = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    chosen = {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
     data = {
         "case": "drafted_beams", "kind": "drafted_beams", "arguments": chosen, "environment": environment(),
         "result": {"cells": cells, "sentences": len(sources)},
