@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastgen.models.step import Context, RelativeBias, Rotary, turn
+from fastgen.models.step import Context, RelativeBias, Rotary, turned_once
 
 
 @dataclass
@@ -35,9 +35,7 @@ class Joint:
         return torch.cat(list(of_rows))
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
-        if id(rotary) not in self.rotations:
-            self.rotations[id(rotary)] = turn(rotary, self.position, x)
-        return self.rotations[id(rotary)]
+        return turned_once(self.rotations, rotary, self.position, x)
 
     def over_text(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: RelativeBias | None, scale: float,

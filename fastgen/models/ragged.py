@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastgen.models.step import KeysAndValues, RelativeBias, Rotary, turn
+from fastgen.models.step import KeysAndValues, RelativeBias, Rotary, turned_once
 from fastgen.ops.beam_attention import beam_attention
 
 
@@ -112,9 +112,7 @@ class Ragged:
         return last.index_copy_(0, self.folded, self.slots).view(self.present, self.queries)
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
-        if id(rotary) not in self.rotations:
-            self.rotations[id(rotary)] = turn(rotary, self.position, x)
-        return self.rotations[id(rotary)]
+        return turned_once(self.rotations, rotary, self.position, x)
 
     def over_text(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: RelativeBias | None, scale: float,

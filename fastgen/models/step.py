@@ -104,9 +104,7 @@ class Context:
 
     def rotation(self, rotary: "Rotary", x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the newest token's position, made once for all layers; x: of their dtype and device."""
-        if id(rotary) not in self.rotations:
-            self.rotations[id(rotary)] = turn(rotary, self.position, x)
-        return self.rotations[id(rotary)]
+        return turned_once(self.rotations, rotary, self.position, x)
 
     def over_text(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: "RelativeBias | None", scale: float,
@@ -133,9 +131,15 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Gives cosine and sine (1 or R, 1, E), of the dtype and device of a tensor, for positions (1 or R, 1)."""
 
 
-def turn(rotary: Rotary, at: int | Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine for positions `at`, as `Context` has them."""
-    return rotary(x, at[:, None] if isinstance(at, Tensor) else torch.full((1, 1), at, device=x.device))
+def turned_once(
+    known: dict[int, tuple[Tensor, Tensor]], rotary: Rotary, at: int | Tensor, x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine for positions `at`, as `Context` has them, kept in `known` for the other layers of a step."""
+    if id(rotary) not in known:
+        known[id(rotary)] = rotary(
+            x, at[:, None] if isinstance(at, Tensor) else torch.full((1, 1), at, device=x.device)
+        )
+    return known[id(rotary)]
 
 
 @dataclass(frozen=True)

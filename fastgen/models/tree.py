@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastgen.models.ragged import Written
-from fastgen.models.step import DecoderStep, KeysAndValues, RelativeBias, Rotary, turn
+from fastgen.models.step import DecoderStep, KeysAndValues, RelativeBias, Rotary, turned_once
 from fastgen.ops.beam_attention import beam_attention
 
 ROOT = -1
@@ -106,9 +106,7 @@ class _Pass:
         return self.positions.flatten()
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
-        if id(rotary) not in self.rotations:
-            self.rotations[id(rotary)] = turn(rotary, self.position, x)
-        return self.rotations[id(rotary)]
+        return turned_once(self.rotations, rotary, self.position, x)
 
     def over_text(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: RelativeBias | None, scale: float,
