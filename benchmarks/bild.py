@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import fastgen
     from fastgen.cli.bild import pair
     from fastgen.cli.measure import environment
+    from fastgen.corpus import models
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if not large.config.is_encoder_decoder:
         raise SystemExit(f"{args.large} is no encoder-decoder, whose encoders' time this benchmark tells apart")
-    tokenizer = pair.load_tokenizer(args.large)
+    tokenizer = models.load_tokenizer(args.large)
     lines, references = (pair.read_lines(file)[: args.sentences] for file in (args.input, args.reference))
     sources = pair.encode(tokenizer, lines, args.append_eos, None)
     result: dict[str, Any] = {"cells": {}, "sentences": len(sources)}

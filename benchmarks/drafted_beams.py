@@ -28,13 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from fastgen.cli.bild import pair
     from fastgen.cli.measure import environment
+    from fastgen.corpus import models
 
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.set_grad_enabled(False)
     large, small = (pair.load_model(folder, args.device, "float32") for folder in (args.large, args.small))
     lines = pair.read_lines(args.input)[: args.sentences]
-    sources = pair.encode(pair.load_tokenizer(args.large), lines, args.append_eos, None)
+    sources = pair.encode(models.load_tokenizer(args.large), lines, args.append_eos, None)
     cells = {
         f"{beams} beams, {steps} drafted": _cell(large, small, sources, beams, steps, args)
         for beams in BEAMS

@@ -29,7 +29,8 @@ from fastgen import config
 from fastgen.cli import main
 from fastgen.cli.bild import align, outputs, pair, quality, sweep, tune
 from fastgen.cli.bild.finetune import collate, examples
-from fastgen.cli.errors import CommandError
+from fastgen.corpus.models import load_tokenizer
+from fastgen.errors import CommandError
 
 LINES = ["a dog runs", "two men sit on a bench", "", "the cat", "a girl in a red coat", "one", "snow falls on a town"]
 SOURCES = [line for line in LINES if line]
@@ -138,7 +139,7 @@ def test_the_small_model_learns_what_the_large_one_writes(folder: Path, tmp_path
     stored = json.loads((tmp_path / "aligned" / "config.json").read_text())
     assert stored["dtype"] == "float16", "as the small model was stored"
     assert aligned.generation_config.max_length == 60
-    assert pair.load_tokenizer(tmp_path / "aligned").get_vocab() == tokenizer_of().get_vocab()
+    assert load_tokenizer(tmp_path / "aligned").get_vocab() == tokenizer_of().get_vocab()
     record = json.loads((tmp_path / "aligned" / align.RECORD).read_text())
     assert record["outputs"] == header
     assert record["log"][-1]["step"] == 40
@@ -302,7 +303,7 @@ def test_other_tokenizers_and_a_missing_package_are_said(
         given[3] = str(tmp_path / "other")
         assert main(given) == 2
         assert "'</s>' is 1 to the large one and None to the small one" in capsys.readouterr().err
-    monkeypatch.setattr(pair, "find_spec", lambda name: None if name == "accelerate" else name)
+    monkeypatch.setattr("fastgen.corpus.models.find_spec", lambda name: None if name == "accelerate" else name)
     assert run_align(folder, tmp_path / "new") == 2
     assert "needs accelerate: pip install 'fastgen[bild]'" in capsys.readouterr().err
     assert not list(tmp_path.glob("new*"))
@@ -482,7 +483,7 @@ def test_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
         assert metric.score(same, same) == pytest.approx(100)
         assert metric.score(other, same) < 90
         assert metric.signature.startswith("nrefs:1")
-    monkeypatch.setattr(pair, "find_spec", lambda name: None)
+    monkeypatch.setattr("fastgen.corpus.models.find_spec", lambda name: None)
     with pytest.raises(CommandError, match=r"needs rouge_score: pip install 'fastgen\[bild\]'"):
         quality.METRICS["rougeL"]()
 

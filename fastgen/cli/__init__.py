@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from fastgen._version import __version__
 from fastgen.cli import bild, demo, hook, run, status
-from fastgen.cli.errors import CommandError
+from fastgen.errors import CommandError
 
 COMMANDS = {
     "status": status,

@@ -14,7 +14,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import fastgen
-from fastgen.cli.errors import CommandError
+from fastgen.errors import CommandError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
-from fastgen.cli.errors import CommandError
+from fastgen.errors import CommandError
 
 LINE = 'import sys; exec("try:\\n import fastgen_hook\\nexcept ImportError:\\n pass")\n'
 NAME = "fastgen.pth"

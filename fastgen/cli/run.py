@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import fastgen  # noqa: F401  (patches what the program will import)
-from fastgen.cli.errors import CommandError
+from fastgen.errors import CommandError
 
 HELP = "run a console script (fairseq-generate), a Python file or a module, accelerated"
 

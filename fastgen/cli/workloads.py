@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import BartConfig, BartForConditionalGeneration, MarianMTModel, PreTrainedTokenizerFast
 
-from fastgen.cli.errors import CommandError
+from fastgen.errors import CommandError
 
 Batch = dict[str, torch.Tensor]
 

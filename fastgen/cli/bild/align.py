@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.bild import outputs, pair
-from fastgen.cli.errors import CommandError
+from fastgen.corpus import models
+from fastgen.errors import CommandError
 
 if TYPE_CHECKING:
     from fastgen.cli.bild.finetune import Example, Recipe
@@ -58,11 +59,11 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--output {output} exists: name a new folder")
     pair.check_parent(output)
     for folder in (args.large, args.small):
-        pair.check_folder(folder)
+        models.check_folder(folder)
     lines = [line for line in pair.read_lines(args.input) if line.strip()]
     pair.need("transformers", "accelerate")
     device = pair.device_of(args)
-    tokenizers = tuple(pair.load_tokenizer(folder) for folder in (args.large, args.small))
+    tokenizers = tuple(models.load_tokenizer(folder) for folder in (args.large, args.small))
     sources = pair.encode(tokenizers[0], lines, args.append_eos, args.max_source_tokens)
     small = pair.load_model(args.small, "cpu", "float32")
     _check_writable(small, args.small)

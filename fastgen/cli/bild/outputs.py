@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from fastgen.cli.errors import CommandError
+from fastgen.errors import CommandError
 
 Header = dict[str, Any]
 Outputs = list[list[int]]

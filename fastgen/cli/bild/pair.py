@@ -6,12 +6,12 @@ import argparse
 import codecs
 import math
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fastgen.cli.errors import CommandError
+from fastgen.corpus import models
 from fastgen.decoding import bild_options
+from fastgen.errors import CommandError
 
 MAX_NEW_TOKENS = 128
 _UNLIMITED = 10**6  # a tokenizer's model_max_length above this stands for none
@@ -48,23 +48,12 @@ def positive(kind: type) -> Callable[[str], Any]:
 
 def need(*modules: str) -> None:
     """Raise CommandError with the line that installs what is missing."""
-    missing = [name for name in modules if find_spec(name) is None]
-    if missing:
-        raise CommandError(f"needs {', '.join(missing)}: pip install 'fastgen[bild]'")
+    models.need("bild", *modules)
 
 
 def device_of(args: argparse.Namespace) -> str:
     """The device to run on; torch gets the number of threads on the way."""
-    import torch
-
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
-        raise CommandError(f"--device {device}: {_first_line(error)}") from error
-    return device
+    return models.usable_device(args.device, args.threads)
 
 
 def check_parent(output: Path) -> None:
@@ -73,38 +62,13 @@ def check_parent(output: Path) -> None:
         raise CommandError(f"--output {output}: there is no folder {output.absolute().parent}")
 
 
-def check_folder(folder: Path) -> None:
-    """Raise CommandError where no model can lie."""
-    if not folder.is_dir():
-        raise CommandError(f"{folder}: there is no such folder; a model is a folder, as save_pretrained writes it")
-    if not (folder / "config.json").is_file():
-        raise CommandError(f"{folder} holds no model: config.json is missing")
-
-
-def load_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{folder}: its tokenizer cannot be read: {_first_line(error)}") from error
-
-
 def load_model(folder: Path, device: str, dtype: str) -> Any:
-    """The model of a folder, ready to generate."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model: Any = kind.from_pretrained(folder, local_files_only=True, dtype=getattr(torch, dtype))
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{folder}: the model cannot be read: {_first_line(error)}") from error
-    for name in (*bild_options.NAMES, "assistant_early_exit"):  # of an earlier tuning
+    """The model of a folder, ready to generate, without what an earlier tuning stored with it."""
+    model = models.load_model(folder, device, dtype)
+    for name in (*bild_options.NAMES, "assistant_early_exit"):
         vars(model.generation_config).pop(name, None)
     model.generation_config.assistant_early_exit = None
-    return model.to(device).eval()
+    return model
 
 
 def greedy(model: Any, max_new_tokens: int) -> dict[str, Any]:
@@ -170,7 +134,3 @@ def encode(tokenizer: Any, lines: Sequence[str], append_eos: bool, limit: int | 
         if not ids:
             raise CommandError(f"{line[:60]!r} has no tokens")
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

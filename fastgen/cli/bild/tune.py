@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.bild import pair, quality
-from fastgen.cli.errors import CommandError
 from fastgen.config import settings
+from fastgen.corpus import models
+from fastgen.errors import CommandError
 
 if TYPE_CHECKING:
     from fastgen.cli.bild.sweep import Arm, Batch, Point
@@ -74,14 +75,14 @@ def run(args: argparse.Namespace) -> int:
     if config_file.is_dir():
         raise CommandError(f"--output {config_file} is a folder, and not a file")
     for folder in (args.large, args.small):
-        pair.check_folder(folder)
+        models.check_folder(folder)
     lines, references = _texts(args)
     pair.need("transformers")
     if not settings().enabled:
         raise CommandError("FASTGEN=0 switches off what is to be measured")
     metric = quality.METRICS[args.metric]()
     device = pair.device_of(args)
-    tokenizers = tuple(pair.load_tokenizer(folder) for folder in (args.large, args.small))
+    tokenizers = tuple(models.load_tokenizer(folder) for folder in (args.large, args.small))
     large, small = (pair.load_model(folder, device, args.dtype) for folder in (args.large, args.small))
     pair.check_pair(large, small, tokenizers)
     sources = pair.encode(tokenizers[0], lines, args.append_eos, args.max_source_tokens)
