@@ -81,7 +81,7 @@ clean:  ## remove what make and the tools made: .venv, caches, build output
 
 # PyTorch first, alone and without what it needs, which the next line installs from the usual index: so pip never
 # picks a build by itself. The CPU build lies in PyTorch's own index, where pip is not told of a nearer place.
-# antlr4-python3-runtime, of hydra, comes as source alone and builds in an environment of its own; so does fairseq.
+# antlr4-python3-runtime, of hydra, and rouge-score come as source alone and build in an environment of their own; so does fairseq.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "fastgen needs Python 3.11 or newer: none found; name one with PYTHON=/path/to/python" >&2; exit 1; }
 	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
@@ -90,7 +90,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	    $(PY) -m pip install --quiet --no-deps $(TORCH_PIN)+cpu \
 	    || $(PY) -m pip install --no-deps --index-url https://download.pytorch.org/whl/cpu $(TORCH_PIN)+cpu; \
 	  else $(PY) -m pip install --no-deps $(TORCH_PIN); fi
-	$(PY) -m pip install --quiet -c constraints.txt hatchling editables antlr4-python3-runtime
+	$(PY) -m pip install --quiet -c constraints.txt hatchling editables antlr4-python3-runtime rouge-score
 	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	$(PY) -m pip install --quiet --no-deps $(FAIRSEQ)
 	touch $@
