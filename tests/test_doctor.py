@@ -13,6 +13,8 @@ import torch
 
 from fastgen.cli import checks, hook, main
 from fastgen.cli.checks import Finding, examine, openmp_runtimes, usable_cores
+from fastgen.cli.doctor import CHECKS
+from fastgen.cli.self_check import self_check
 from fastgen.patches.transformers import canary
 
 ROOT = Path(__file__).parents[1]
@@ -67,13 +69,14 @@ def test_all_is_well() -> None:
     assert done.stdout.startswith("fastgen ")
     assert "all is well" in done.stdout.splitlines()[0]
     lines = [line.strip() for line in done.stdout.splitlines()]
-    assert set(checks.CHECKS) <= set(lines)
+    assert set(CHECKS) <= set(lines)
     assert f"ok       torch {torch.__version__}" in done.stdout
     assert "ok       transformers: 4 patches applied" in lines
     assert any(line.startswith("ok       fairseq: ") for line in lines)
-    (check,) = [line for line in lines if line.startswith("ok       BART and GPT-2")]
-    assert "equal tokens; 4 calls ran fastgen's loops, keys and values shared" in check
-    assert "steps from the weights, operations by reference" in check
+    assert (
+        "ok       BART and GPT-2, beams and greedy: equal tokens; 4 calls ran fastgen's loops, operations by torch"
+    ) in lines
+    assert any("fairseq's transformer, beams and greedy: equal tokens; 2 calls ran fastgen's" in line for line in lines)
     assert "trouble" not in done.stdout
 
 
@@ -113,7 +116,7 @@ def test_an_unsupported_transformers(tmp_path: Path) -> None:
     (text,) = texts(found, "trouble")
     assert text.startswith("transformers: 4 patches skipped: transformers 4.40.0 found; >=5.17 is supported; pip")
     assert any(text.startswith("transformers 4.40.0 (>=5.17 is supported") for text in texts(found, "note", "versions"))
-    assert texts(found, "note", "self-check") == ["not made, as transformers' loops are not patched"]
+    assert texts(found, "note", "self-check")[0] == "transformers: not tried, as its loops are not patched"
 
 
 def test_a_transformers_whose_functions_are_others(tmp_path: Path) -> None:
@@ -188,11 +191,19 @@ def test_other_tokens_are_trouble(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert "trouble  other tokens than without fastgen: BART gave other tokens" in shown
-    assert "-> until then FASTGEN=0" in shown
+    assert "-> FASTGEN=0 until it is found" in shown
 
     monkeypatch.setattr(canary, "agrees", lambda: (True, "equal"))  # of calls that nobody has made
-    (found,) = examine(checks.self_check)
+    found = examine(self_check)[0]
     assert (found.level, found.text) == ("trouble", "equal, but fastgen's loops did not run")
+
+
+def test_what_tiny_models_leave_off() -> None:
+    found = findings(doctor("--json", FASTGEN_STEP="module", FASTGEN_SKIP="transformers.sample"))
+    (equal,) = texts(found, "ok", "self-check")
+    assert "2 calls ran fastgen's loops" in equal
+    (left_off,) = [text for text in texts(found, "note", "self-check") if "in 2 of the calls: " in text]
+    assert left_off.endswith("decode steps run through the model's own modules: FASTGEN_STEP=module")
 
 
 def test_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,6 @@ from fastgen.cli import hook
 from fastgen.cli.status import import_targets
 from fastgen.config import VARIABLES, settings
 from fastgen.errors import CommandError
-from fastgen.patches._status import Row
-
-REPORT = "run it with FASTGEN_PARITY=1 and report it, with what `fastgen doctor --json` prints"
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,13 @@ def examine(check: Check) -> list[Finding]:
     try:
         found.extend(check())
     except Exception as error:
-        found.append(Finding("trouble", f"this check ended in {_said(error)}"))
+        found.append(Finding("trouble", f"this check ended in {said(error)}"))
     return found
+
+
+def said(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {error}"
 
 
 def versions() -> Iterator[Finding]:
@@ -128,37 +130,6 @@ def patches() -> Iterator[Finding]:
             yield Finding("trouble", text)
 
 
-def self_check() -> Iterator[Finding]:
-    """Tiny random models of transformers generate with fastgen and without."""
-    if not any(row.state == "applied" for row in _loops()):
-        yield Finding("note", "not made, as transformers' loops are not patched")
-        return
-    before = _calls()
-    try:
-        from fastgen.patches.transformers.canary import agrees
-        from fastgen.patches.transformers.report import last_call
-
-        equal, compared = agrees()
-    except Exception as error:
-        yield Finding("trouble", f"tiny models did not generate: {_said(error)}", REPORT)
-        return
-    hits, fallbacks = (after - early for after, early in zip(_calls(), before, strict=True))
-    if not equal:
-        yield Finding("trouble", f"other tokens than without fastgen: {compared}", f"until then FASTGEN=0; {REPORT}")
-        return
-    last = last_call()
-    if not hits or last is None:
-        yield Finding("trouble", f"{compared}, but fastgen's loops did not run", "the patches below say why")
-        return
-    steps = "the weights" if last.plan.fused else "the model's own modules"
-    cache = "shared by the beams of a sentence" if last.plan.shared else "not shared"
-    paths = sorted({path for by_path in fastgen.status().operations.values() for path in by_path})
-    how = f"keys and values {cache}, steps from {steps}, operations by {' and '.join(paths)}"
-    yield Finding("ok", f"{compared}; {hits} calls ran fastgen's loops, {how}")
-    if fallbacks:
-        yield Finding("note", f"{fallbacks} calls ran on transformers' own code", "`fastgen status` has the reasons")
-
-
 def variables() -> Iterator[Finding]:
     """The environment variables that are set: to what, and what that does."""
     known = {variable.name: variable for variable in VARIABLES}
@@ -210,16 +181,6 @@ def surroundings() -> Iterator[Finding]:
         yield Finding("note", text, "FASTGEN_CACHE_DIR names another folder")
 
 
-CHECKS: dict[str, Check] = {
-    "versions": versions,
-    "devices": devices,
-    "self-check": self_check,  # before the patches, whose states it may change
-    "patches": patches,
-    "variables": variables,
-    "surroundings": surroundings,
-}
-
-
 def openmp_runtimes(maps: str) -> list[str]:
     """Return the files of OpenMP runtimes in a process's memory map, as /proc/PID/maps has it."""
     names = ("libgomp", "libiomp5", "libomp.", "libomp-")
@@ -267,17 +228,3 @@ def _against(name: str, found: str, supported: str, more: str = "") -> Finding:
     if SpecifierSet(supported).contains(found, prereleases=True):
         return Finding("ok", text)
     return Finding("trouble", f"{text}: {supported} is supported", f'pip install "{name.lower()}{supported}"')
-
-
-def _loops() -> list[Row]:
-    status = fastgen.status()
-    return [status[f"transformers.{loop}"] for loop in ("beam_search", "sample")]
-
-
-def _calls() -> tuple[int, int]:
-    """How many calls ran fastgen's loops, and how many those of transformers."""
-    return sum(row.hits for row in _loops()), sum(sum(row.fallbacks.values()) for row in _loops())
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

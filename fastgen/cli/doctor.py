@@ -9,9 +9,21 @@ import json
 from dataclasses import asdict
 
 from fastgen._version import __version__
-from fastgen.cli.checks import CHECKS, Finding, examine
+from fastgen.cli import checks
+from fastgen.cli.checks import Check, Finding, examine
+from fastgen.cli.self_check import self_check
 
 HELP = "look for what is wrong or slow in this environment, and try a tiny model"
+
+
+CHECKS: dict[str, Check] = {
+    "versions": checks.versions,
+    "devices": checks.devices,
+    "self-check": self_check,  # before the patches, whose states it may change
+    "patches": checks.patches,
+    "variables": checks.variables,
+    "surroundings": checks.surroundings,
+}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
