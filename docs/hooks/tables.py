@@ -8,11 +8,13 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import fastgen
-from fastgen.cli import parser
+from fastgen.cli import COMMANDS
 from fastgen.config import VARIABLES
 from fastgen.models.families import FAMILIES
 from fastgen.models.layouts import LAYOUTS
@@ -69,25 +71,32 @@ def variables() -> str:
 
 def commands() -> str:
     """Every command with its arguments, as `--help` lists them."""
-    return "\n\n".join(_commands("fastgen", parser()))
+    parts: list[str] = []
+    for name, module in COMMANDS.items():
+        parser = argparse.ArgumentParser(description=module.__doc__)
+        module.arguments(parser)
+        parts += _command(f"fastgen {name}", parser)
+    return "\n\n".join(parts)
 
 
-def _commands(name: str, command: argparse.ArgumentParser) -> Iterator[str]:
-    below = [action for action in command._actions if isinstance(action, argparse._SubParsersAction)]
-    rows = [
-        (f"`{_spelled(action)}`", _help(action))
-        for action in command._actions
-        if action not in below and not isinstance(action, argparse._HelpAction)
-    ]
-    if name != "fastgen":
-        said = (command.description or "").strip().partition("\n\n")[0].replace("\n", " ")
-        yield f"{'#' * len(name.split())} `{name}`"
-        yield said
+def _command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    yield f"{'#' * len(name.split())} `{name}`"
+    yield (parser.description or "").strip().partition("\n\n")[0].replace("\n", " ")
+    below: list[argparse._SubParsersAction[argparse.ArgumentParser]] = []
+    tables: dict[str | None, list[tuple[str, str]]] = {None: []}  # arguments of no group of the command's own first
+    for group in parser._action_groups:
+        title = None if group in (parser._positionals, parser._optionals) else group.title
+        for action in group._group_actions:
+            if isinstance(action, argparse._SubParsersAction):
+                below.append(action)
+            elif not isinstance(action, argparse._HelpAction):
+                tables.setdefault(title, []).append((f"`{_spelled(action)}`", _help(action)))
+    for title, rows in tables.items():
         if rows:
-            yield table(("argument", "what it does"), rows)
+            yield table((title or "argument", "what it does"), rows)
     for action in below:
-        for word, subcommand in action.choices.items():
-            yield from _commands(f"{name} {word}", subcommand)
+        for word, subparser in action.choices.items():
+            yield from _command(f"{name} {word}", subparser)
 
 
 def _spelled(action: argparse.Action) -> str:
@@ -163,18 +172,21 @@ def _where(data: dict[str, Any]) -> str:
 
 
 def api() -> str:
-    """What mkdocstrings is to show: the public names, then all that the packages for corpora and clusters hold."""
+    """What mkdocstrings is to show: public names, and all modules of a package that does not say which those are."""
     names = [name for name in fastgen.__all__ if not name.startswith("_")]
     blocks = [
         "## fastgen\n\n" + "\n\n".join(f"::: fastgen.{name}" for name in names),
         "## What they return and raise\n\n" + "\n\n".join(f"::: {path}" for path in RETURNED),
     ]
     for part in ("corpus", "ray"):
-        if (ROOT / "fastgen" / part).is_dir():
-            modules = "    options:\n      show_submodules: true\n      heading_level: 3"
-            blocks.append(f"## fastgen.{part}\n\n::: fastgen.{part}\n{modules}")
+        if find_spec(f"fastgen.{part}"):
+            public = getattr(import_module(f"fastgen.{part}"), "__all__", None)
+            shown = [f"::: fastgen.{part}.{name}" for name in public] if public else [WHOLE.format(part=part)]
+            blocks.append("\n\n".join([f"## fastgen.{part}", *shown]))
     return "\n\n".join(blocks)
 
+
+WHOLE = "::: fastgen.{part}\n    options:\n      show_submodules: true"
 
 RETURNED = (
     "fastgen.patches._status.Status",

@@ -25,7 +25,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `argv` (default: the process's own arguments); return the exit status, 2 for what the user must mend."""
-    args = parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     try:
         return args.run(args)
     except CommandError as error:
@@ -33,13 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's parser, with one of its own for each subcommand."""
-    whole = argparse.ArgumentParser(prog="fastgen", description="Faster generation with the same output.")
-    whole.add_argument("--version", action="version", version=f"fastgen {__version__}")
-    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fastgen", description="Faster generation with the same output.")
+    parser.add_argument("--version", action="version", version=f"fastgen {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
         module.arguments(command)
         command.set_defaults(run=module.run)
-    return whole
+    return parser
