@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import fastgen
 from fastgen.cli import COMMANDS
@@ -69,6 +71,23 @@ def test_every_variable_command_and_public_name_is_documented() -> None:
             assert f"\n::: fastgen.{name}\n" in api
             assert re.search(rf"\bfastgen\.{name}\(", readme), f"README.md does not name fastgen.{name}"
             assert inspect.getdoc(getattr(fastgen, name))
+
+
+def test_supported_versions_are_those_of_the_guards() -> None:
+    rows = dict(re.findall(r"^\| (\w+) (\|.*)$", (DOCS / "supported.md").read_text("utf-8"), re.M))
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    oldest = re.search(r"^OLDEST := (.+)$", makefile, re.M)
+    assert oldest is not None
+    assert f"| {oldest[1]} and {tables.transformers.TOOLKIT.tested}, at every run" in rows["transformers"]
+    assert SpecifierSet(tables.transformers.TOOLKIT.versions).contains(oldest[1])
+    assert f" {tables.fairseq.TOOLKIT.tested} " in rows["fairseq"]
+    requires = metadata.metadata("fastgen")["Requires-Python"]
+    assert f"| {requires.removeprefix('>=')} and newer |" in rows["Python"]
+
+
+def test_every_plot_and_figure_is_shown() -> None:
+    shown = {name for page in PAGES for name in re.findall(r"!\[.+\]\((.+\.svg)\)", page.read_text("utf-8"))}
+    assert shown == {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.svg")}
 
 
 @pytest.mark.parametrize("page", [*PAGES, *FRONT], ids=lambda page: str(page.relative_to(ROOT)))

@@ -54,15 +54,6 @@ def patches() -> str:
     return table(("patch", "what it does", "in the place of"), rows)
 
 
-def toolkits() -> str:
-    """The guards of the patches."""
-    rows = (
-        (toolkit.name, f"`{toolkit.versions}`", toolkit.tested, f"`{toolkit.install_hint}`")
-        for toolkit in (transformers.TOOLKIT, fairseq.TOOLKIT)
-    )
-    return table(("toolkit", "supported", "newest tested", "to install it"), rows)
-
-
 def variables() -> str:
     """The environment variables."""
     rows = ((f"`{v.name}`", ", ".join(f"`{value}`" for value in v.allowed) or "any text", v.help) for v in VARIABLES)
@@ -209,7 +200,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "never-worse": never_worse,
     "patches": patches,
     "speed": speed,
-    "toolkits": toolkits,
     "variables": variables,
 }
 
