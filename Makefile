@@ -63,7 +63,7 @@ check: $(READY)  ## ruff (format, lint) and pyright
 	$(RUN) -m ruff check
 	$(RUN) -m pyright --pythonpath $(PY)
 
-docs: tables  ## build the documentation's site into site/, without a network; a broken link ends it
+docs: $(READY)  ## build the documentation's site into site/, without a network; a broken link ends it
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict  # with --quiet, --strict would see no warning
 
 tables: $(READY)  ## write the tables of docs/ that are made from the code's records and from benchmarks/results

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+FRONT += sorted((ROOT / "examples").rglob("README.md"))
 
 
 def hook(name: str) -> ModuleType:

@@ -15,6 +15,7 @@ from fastgen.cli import checks, hook, main
 from fastgen.cli.checks import Finding, examine, openmp_runtimes, usable_cores
 from fastgen.cli.doctor import CHECKS
 from fastgen.cli.self_check import self_check
+from fastgen.patches import _engine
 from fastgen.patches.transformers import canary
 
 ROOT = Path(__file__).parents[1]
@@ -163,7 +164,7 @@ def test_threads_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         first = examine(checks.surroundings)[0]
         assert first.level == level
-        assert first.text.startswith(f"{threads} threads for 4 cores")
+        assert first.text.startswith(f"threads: {threads}, cores: 4")
         assert first.advice == ("OMP_NUM_THREADS=4" if threads > 4 else "")
 
 
@@ -196,6 +197,15 @@ def test_other_tokens_are_trouble(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(canary, "agrees", lambda: (True, "equal"))  # of calls that nobody has made
     found = examine(self_check)[0]
     assert (found.level, found.text) == ("trouble", "equal, but fastgen's loops did not run")
+
+    def agrees_in_parity_mode() -> tuple[bool, str]:
+        """What is returned is equal, as it is the toolkit's own both times."""
+        _engine.compared("different")
+        return True, "equal"
+
+    monkeypatch.setattr(canary, "agrees", agrees_in_parity_mode)
+    found = examine(self_check)[0]
+    assert (found.level, found.text) == ("trouble", "other tokens than without fastgen: equal")
 
 
 def test_what_tiny_models_leave_off() -> None:

@@ -155,9 +155,9 @@ def surroundings() -> Iterator[Finding]:
     torch = _torch()
     if torch is not None:
         threads, cores = torch.get_num_threads(), usable_cores()
-        text = f"{threads} threads for {cores} cores"
+        text = f"threads: {threads}, cores: {cores}"
         if threads > cores:
-            yield Finding("note", f"{text}: they wait for each other", f"OMP_NUM_THREADS={cores}")
+            yield Finding("note", f"{text}; threads wait for each other", f"OMP_NUM_THREADS={cores}")
         else:
             yield Finding("ok" if threads == cores else "note", text)
     maps = Path("/proc/self/maps")
