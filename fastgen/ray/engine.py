@@ -1,0 +1,300 @@
+"""`fastgen generate --engine ray`: files in, generated on all machines of a Ray cluster, a folder of files out.
+
+Ray Data reads, and its actors generate. Their outputs come to this process in the order of the input, which numbers
+and writes them: a block that is generated a second time, because a machine was lost, is still written once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import fastgen
+from fastgen.corpus import models
+from fastgen.corpus.texts import Options
+from fastgen.errors import CommandError
+from fastgen.ray.folder import FORMATS, Folder, located
+from fastgen.ray.generator import COLUMNS, Generator, OnError, check_columns, check_on_error
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_COMPRESSIONS = (".gz", ".bz2", ".zst", ".zstd")
+_KINDS = {"parquet": "parquet", "jsonl": "jsonl", "json": "jsonl", "ndjson": "jsonl", "csv": "csv", "txt": "txt"}
+_REPORT = "_fastgen_report"  # a column of what `status()` counted, in one row of each block
+_EXAMPLES = 10
+
+
+@dataclass
+class Summary:
+    """What a run did; `summary.json` in its folder holds the same.
+
+    Attributes:
+        rows: of the input; those that `on_error="skip"` left out are counted.
+        problems: rows without an output.
+        examples: number and problem of the first few.
+        tokens: that were generated.
+        hits, fallbacks: calls that ran fastgen's code, by patch, and the toolkit's own, by reason, on all machines.
+    """
+
+    input: str
+    output: str
+    options: dict[str, Any]
+    rows: int = 0
+    problems: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    parts: list[str] = field(default_factory=list)
+    examples: list[tuple[int, str]] = field(default_factory=list)
+    hits: dict[str, int] = field(default_factory=dict)
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    fastgen: str = fastgen.__version__
+
+
+def run(
+    options: Options,
+    *,
+    input: str,  # noqa: A002  (as the command's option is named)
+    output: str,
+    address: str | None = None,
+    column: str = "text",
+    on_error: OnError = "fail",
+    input_format: str | None = None,
+    output_format: str | None = None,
+    workers: tuple[int, int] = (1, 1),
+    cpus: float = 1.0,
+    gpus: float = 0.0,
+    rows: int = 256,
+    rows_per_file: int = 50_000,
+) -> Summary:
+    """Generate from every text of some files.
+
+    Args:
+        options: the model, whose folder every machine of the cluster must see at the same path, and what it is given.
+        input: a file, or a folder of files of one format, in the order of their names: a path that every machine sees,
+            or a URI of a filesystem that Ray Data reads. Parquet, JSON lines, CSV, or lines of text.
+        output: a folder that is not there or empty; see `Folder`. Its rows are those of the input in their order, with
+            the columns ``number`` (int64, the row's number in the input, from 1) and those of `Generator`.
+        address: of the cluster, as `ray.init` takes it; None: that of RAY_ADDRESS, or one of this machine alone, which
+            ends with the run. Where Ray is initialized in this process already, that one is used.
+        column: of the texts; lines of text have "text" alone.
+        on_error: what becomes of a text that cannot be generated; see `Generator`.
+        input_format, output_format: "parquet", "jsonl", "csv" or "txt"; None: as the file is named, and as the input.
+        workers: actors, each with a model: at least and at most so many.
+        cpus, gpus: that each actor takes of its machine; parts of a GPU are possible.
+        rows: texts that an actor is given at a time, and that are generated anew where a machine is lost.
+        rows_per_file: of the output.
+
+    Raises:
+        CommandError: what the user has to put right. Nothing is left at `output` then.
+        ValueError: sizes that are not positive, or no such `on_error`.
+    """
+    models.need("ray", "ray", "pyarrow")
+    check_on_error(on_error)
+    least, most = workers
+    for name, value in (("workers", least), ("rows", rows), ("rows_per_file", rows_per_file)):
+        if value < 1:
+            raise ValueError(f"{name} = {value} must be at least 1")
+    if most < least:
+        raise ValueError(f"workers = {workers}: the most are fewer than the least")
+    models.check_folder(options.model)
+    options = replace(options, model=options.model.absolute())
+    kind = input_format or _kind(input)
+    begin = time.perf_counter()
+    summary = Summary(input, output, asdict(options) | {"model": str(options.model)})
+    with _discarded_on_error(Folder(output, output_format or kind)) as folder, _cluster(address):
+        from ray.data import ActorPoolStrategy
+
+        dataset = _read(input, kind)
+        if (schema := dataset.schema()) is not None:  # there is none of no rows
+            _check_columns(input, schema.names, column)
+        made = dataset.repartition(target_num_rows_per_block=rows).map_batches(
+            _Reporting, fn_constructor_kwargs={**_arguments(options), "column": column}, batch_size=rows,
+            batch_format="pyarrow", compute=ActorPoolStrategy(min_size=least, max_size=most), num_cpus=cpus,
+            num_gpus=gpus or None,
+        )  # fmt: skip
+        held: list[pa.Table] = []
+        for table in made.iter_batches(batch_size=rows, batch_format="pyarrow"):
+            held.append(_counted(table, summary, on_error))
+            if sum(map(len, held)) >= rows_per_file:
+                folder.write(_joined(held))
+                held = []
+        if held:
+            folder.write(_joined(held))
+        summary.parts, summary.seconds = folder.parts, time.perf_counter() - begin
+        folder.finish(asdict(summary))
+    return summary
+
+
+def _check_columns(place: str, names: list[str], column: str) -> None:
+    try:
+        check_columns(names, column, ("number", *COLUMNS))
+    except ValueError as error:
+        raise CommandError(f"{place}: {error}") from error
+
+
+class _Reporting(Generator):
+    """Generates, and says in one row of each batch what fastgen's patches counted meanwhile."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.before: Counter[tuple[str, str]] = Counter()
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        import pyarrow as pa
+
+        made, now = super().__call__(batch), _counts()
+        report = [[what, which, count] for (what, which), count in (now - self.before).items()]
+        self.before = now
+        rows = [json.dumps(report), *[None] * (len(made) - 1)][: len(made)]
+        return made.append_column(_REPORT, pa.array(rows, pa.string()))
+
+
+def _counts() -> Counter[tuple[str, str]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for row in fastgen.status().to_dict()["rows"]:
+        counts["hits", row["name"]] = row["hits"]
+        for why, count in row["fallbacks"].items():
+            counts["fallbacks", f"{row['name']}: {why}"] = count
+    return counts
+
+
+def _counted(table: pa.Table, summary: Summary, on_error: OnError) -> pa.Table:
+    """The rows of a block with their numbers, as `on_error` says; the summary counts them.
+
+    Raises:
+        CommandError: a row has a problem, and on_error="fail".
+    """
+    import pyarrow as pa
+    import pyarrow.compute
+
+    first = summary.rows + 1
+    numbers = pa.array(range(first, first + len(table)), pa.int64())
+    for number, problem in zip(numbers.to_pylist(), table["problem"].to_pylist(), strict=True):
+        if problem is None:
+            continue
+        if on_error == "fail":
+            raise CommandError(f"row {number}: {problem}")
+        summary.problems += 1
+        if len(summary.examples) < _EXAMPLES:
+            summary.examples.append((number, problem))
+    for report in filter(None, table[_REPORT].to_pylist()):
+        for what, which, count in json.loads(report):
+            counts = summary.hits if what == "hits" else summary.fallbacks
+            counts[which] = counts.get(which, 0) + count
+    summary.rows += len(table)
+    summary.tokens += sum(table["tokens"].to_pylist())
+    table = table.drop_columns([_REPORT]).add_column(0, "number", numbers)
+    return table.filter(pyarrow.compute.is_null(table["problem"])) if on_error == "skip" else table
+
+
+def _joined(tables: list[pa.Table]) -> pa.Table:
+    import pyarrow as pa
+
+    return pa.concat_tables(tables, promote_options="default")
+
+
+def _arguments(options: Options) -> dict[str, Any]:
+    return {each.name: getattr(options, each.name) for each in fields(options)}
+
+
+def _kind(place: str) -> str:
+    """The format that the name of a file, or of a folder's files, says.
+
+    Raises:
+        CommandError: none or several.
+    """
+    found = {_KINDS.get(_suffix(name)) for name in _names(place)}
+    if len(found) != 1 or None in found:
+        raise CommandError(f"{place}: its format cannot be told from names; say which of {', '.join(FORMATS)} it is")
+    return str(found.pop())
+
+
+def _names(place: str) -> list[str]:
+    from pyarrow import fs
+
+    try:
+        system, path = located(place)
+        found = system.get_file_info(path)
+        if found.type == fs.FileType.Directory:
+            inside = system.get_file_info(fs.FileSelector(path, recursive=True))
+            return [one.base_name for one in inside if one.is_file and one.base_name[0] not in "._"]
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{place} cannot be read: {models.first_line(error)}") from error
+    if found.type == fs.FileType.NotFound:
+        raise CommandError(f"{place}: there is no such file or folder")
+    return [found.base_name]
+
+
+def _suffix(name: str) -> str:
+    for compression in _COMPRESSIONS:
+        name = name.removesuffix(compression)
+    return name.rpartition(".")[2].lower()
+
+
+def _read(place: str, kind: str) -> Any:
+    import ray.data
+
+    if kind == "txt":
+        return ray.data.read_binary_files(place).flat_map(_lines)
+    readers = {"parquet": ray.data.read_parquet, "csv": ray.data.read_csv, "jsonl": ray.data.read_json}
+    if kind not in readers:
+        raise CommandError(f"input format {kind!r} must be one of {', '.join(FORMATS)}")
+    return readers[kind](place)
+
+
+def _lines(file: dict[str, Any]) -> list[dict[str, str]]:
+    """Lines as a text file numbers them: Ray's own reader ends lines at other characters too."""
+    text = file["bytes"].decode("utf-8-sig")
+    return [{"text": line.removesuffix("\r")} for line in text.removesuffix("\n").split("\n")] if text else []
+
+
+@contextmanager
+def _cluster(address: str | None) -> Iterator[None]:
+    """Ray, with its datasets in order; one that was not running in this process ends with the block."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here reports to nobody
+    import ray
+    from ray.data import DataContext
+
+    started = not ray.is_initialized()
+    if started:
+        switches = {name: value for name, value in os.environ.items() if name.startswith("FASTGEN")}
+        alone = {} if address or os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
+        try:
+            ray.init(address=address, runtime_env={"env_vars": switches}, **alone)
+        except (ConnectionError, ValueError) as error:
+            raise CommandError(f"--address {address}: {models.first_line(error)}") from error
+    context = DataContext.get_current().copy()
+    context.execution_options.preserve_order = True
+    try:
+        with DataContext.current(context):
+            yield
+    finally:
+        if started:
+            ray.shutdown()
+
+
+@contextmanager
+def _discarded_on_error(folder: Folder) -> Iterator[Folder]:
+    """Remove the scratch folder where the block fails; what Ray raises becomes a CommandError."""
+    from ray.exceptions import RayError
+
+    try:
+        yield folder
+    except BaseException as error:
+        folder.discard()
+        if not isinstance(error, RayError):
+            raise
+        raise CommandError(_reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong on a machine, without Ray's frames."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
