@@ -1,7 +1,9 @@
 """`fastgen generate --engine ray`: files in, generated on all machines of a Ray cluster, a folder of files out.
 
-Ray Data reads, and its actors generate. Their outputs come to this process in the order of the input, which numbers
-and writes them: a block that is generated a second time, because a machine was lost, is still written once.
+This process reads and numbers the rows and hands them to Ray Data, whose actors generate. Their outputs come back in
+the order of the input, are checked to be every row once, and are written here: a block that is generated a second
+time, because a machine was lost, is still written once. No stage but the actors asks Ray for processors: one that
+did would wait for ever where the actors have them all.
 """
 
 from __future__ import annotations
@@ -19,14 +21,13 @@ import fastgen
 from fastgen.corpus import models
 from fastgen.corpus.texts import Options
 from fastgen.errors import CommandError
-from fastgen.ray.folder import FORMATS, Folder, located
+from fastgen.ray.folder import Folder
 from fastgen.ray.generator import COLUMNS, Generator, OnError, check_columns, check_on_error
+from fastgen.ray.tables import Tables
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_COMPRESSIONS = (".gz", ".bz2", ".zst", ".zstd")
-_KINDS = {"parquet": "parquet", "jsonl": "jsonl", "json": "jsonl", "ndjson": "jsonl", "csv": "csv", "txt": "txt"}
 _REPORT = "_fastgen_report"  # a column of what `status()` counted, in one row of each block
 _EXAMPLES = 10
 
@@ -77,8 +78,9 @@ def run(
 
     Args:
         options: the model, whose folder every machine of the cluster must see at the same path, and what it is given.
-        input: a file, or a folder of files of one format, in the order of their names: a path that every machine sees,
-            or a URI of a filesystem that Ray Data reads. Parquet, JSON lines, CSV, or lines of text.
+        input: a file, or a folder of files of one format, in the order of their names: a path, or a URI of a filesystem
+            that pyarrow knows. Parquet, JSON lines, CSV, or lines of text. All rows lie in Ray's object store, which
+            keeps on disk what its memory cannot hold.
         output: a folder that is not there or empty; see `Folder`. Its rows are those of the input in their order, with
             the columns ``number`` (int64, the row's number in the input, from 1) and those of `Generator`.
         address: of the cluster, as `ray.init` takes it; None: that of RAY_ADDRESS, or one of this machine alone, which
@@ -105,31 +107,43 @@ def run(
         raise ValueError(f"workers = {workers}: the most are fewer than the least")
     models.check_folder(options.model)
     options = replace(options, model=options.model.absolute())
-    kind = input_format or _kind(input)
+    tables = Tables(input, input_format)
     begin = time.perf_counter()
     summary = Summary(input, output, asdict(options) | {"model": str(options.model)})
-    with _discarded_on_error(Folder(output, output_format or kind)) as folder, _cluster(address):
-        from ray.data import ActorPoolStrategy
+    with _discarded_on_error(Folder(output, output_format or tables.kind)) as folder, _cluster(address):
+        import ray
+        from ray.data import ActorPoolStrategy, from_arrow_refs
 
-        dataset = _read(input, kind)
-        if (schema := dataset.schema()) is not None:  # there is none of no rows
-            _check_columns(input, schema.names, column)
-        made = dataset.repartition(target_num_rows_per_block=rows).map_batches(
-            _Reporting, fn_constructor_kwargs={**_arguments(options), "column": column}, batch_size=rows,
-            batch_format="pyarrow", compute=ActorPoolStrategy(min_size=least, max_size=most), num_cpus=cpus,
-            num_gpus=gpus or None,
-        )  # fmt: skip
-        held: list[pa.Table] = []
-        for table in made.iter_batches(batch_size=rows, batch_format="pyarrow"):
-            held.append(_counted(table, summary, on_error))
-            if sum(map(len, held)) >= rows_per_file:
+        blocks = [ray.put(table) for table in _numbered(tables, column, rows)]
+        if blocks:  # of none Ray makes no dataset
+            made = from_arrow_refs(blocks).map_batches(
+                _Reporting, fn_constructor_kwargs={**_arguments(options), "column": column}, batch_size=rows,
+                batch_format="pyarrow", compute=ActorPoolStrategy(min_size=least, max_size=most), num_cpus=cpus,
+                num_gpus=gpus or None,
+            )  # fmt: skip
+            held: list[pa.Table] = []
+            for table in made.iter_batches(batch_size=rows, batch_format="pyarrow"):
+                held.append(_counted(table, summary, on_error))
+                if sum(map(len, held)) >= rows_per_file:
+                    folder.write(_joined(held))
+                    held = []
+            if held:
                 folder.write(_joined(held))
-                held = []
-        if held:
-            folder.write(_joined(held))
         summary.parts, summary.seconds = folder.parts, time.perf_counter() - begin
         folder.finish(asdict(summary))
     return summary
+
+
+def _numbered(tables: Tables, column: str, rows: int) -> Iterator[pa.Table]:
+    """The input with a column of numbers."""
+    import pyarrow as pa
+
+    first = 1
+    for table in tables.read(rows):
+        _check_columns(tables.place, table.column_names, column)
+        numbers = pa.array(range(first, first + len(table)), pa.int64())
+        first += len(table)
+        yield table.add_column(0, "number", numbers)
 
 
 def _check_columns(place: str, names: list[str], column: str) -> None:
@@ -166,17 +180,19 @@ def _counts() -> Counter[tuple[str, str]]:
 
 
 def _counted(table: pa.Table, summary: Summary, on_error: OnError) -> pa.Table:
-    """The rows of a block with their numbers, as `on_error` says; the summary counts them.
+    """The rows of a block, as `on_error` says; the summary counts them.
 
     Raises:
         CommandError: a row has a problem, and on_error="fail".
+        RuntimeError: they are not the rows that come next.
     """
-    import pyarrow as pa
     import pyarrow.compute
 
+    numbers = table["number"].to_pylist()
     first = summary.rows + 1
-    numbers = pa.array(range(first, first + len(table)), pa.int64())
-    for number, problem in zip(numbers.to_pylist(), table["problem"].to_pylist(), strict=True):
+    if numbers != list(range(first, first + len(numbers))):
+        raise RuntimeError(f"rows {first} to {first + len(numbers) - 1} were to come, not {numbers}")
+    for number, problem in zip(numbers, table["problem"].to_pylist(), strict=True):
         if problem is None:
             continue
         if on_error == "fail":
@@ -188,9 +204,9 @@ def _counted(table: pa.Table, summary: Summary, on_error: OnError) -> pa.Table:
         for what, which, count in json.loads(report):
             counts = summary.hits if what == "hits" else summary.fallbacks
             counts[which] = counts.get(which, 0) + count
-    summary.rows += len(table)
+    summary.rows += len(numbers)
     summary.tokens += sum(table["tokens"].to_pylist())
-    table = table.drop_columns([_REPORT]).add_column(0, "number", numbers)
+    table = table.drop_columns([_REPORT])
     return table.filter(pyarrow.compute.is_null(table["problem"])) if on_error == "skip" else table
 
 
@@ -202,57 +218,6 @@ def _joined(tables: list[pa.Table]) -> pa.Table:
 
 def _arguments(options: Options) -> dict[str, Any]:
     return {each.name: getattr(options, each.name) for each in fields(options)}
-
-
-def _kind(place: str) -> str:
-    """The format that the name of a file, or of a folder's files, says.
-
-    Raises:
-        CommandError: none or several.
-    """
-    found = {_KINDS.get(_suffix(name)) for name in _names(place)}
-    if len(found) != 1 or None in found:
-        raise CommandError(f"{place}: its format cannot be told from names; say which of {', '.join(FORMATS)} it is")
-    return str(found.pop())
-
-
-def _names(place: str) -> list[str]:
-    from pyarrow import fs
-
-    try:
-        system, path = located(place)
-        found = system.get_file_info(path)
-        if found.type == fs.FileType.Directory:
-            inside = system.get_file_info(fs.FileSelector(path, recursive=True))
-            return [one.base_name for one in inside if one.is_file and one.base_name[0] not in "._"]
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{place} cannot be read: {models.first_line(error)}") from error
-    if found.type == fs.FileType.NotFound:
-        raise CommandError(f"{place}: there is no such file or folder")
-    return [found.base_name]
-
-
-def _suffix(name: str) -> str:
-    for compression in _COMPRESSIONS:
-        name = name.removesuffix(compression)
-    return name.rpartition(".")[2].lower()
-
-
-def _read(place: str, kind: str) -> Any:
-    import ray.data
-
-    if kind == "txt":
-        return ray.data.read_binary_files(place).flat_map(_lines)
-    readers = {"parquet": ray.data.read_parquet, "csv": ray.data.read_csv, "jsonl": ray.data.read_json}
-    if kind not in readers:
-        raise CommandError(f"input format {kind!r} must be one of {', '.join(FORMATS)}")
-    return readers[kind](place)
-
-
-def _lines(file: dict[str, Any]) -> list[dict[str, str]]:
-    """Lines as a text file numbers them: Ray's own reader ends lines at other characters too."""
-    text = file["bytes"].decode("utf-8-sig")
-    return [{"text": line.removesuffix("\r")} for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 @contextmanager

@@ -40,9 +40,7 @@ class Generator:
         TypeError: no such option, or the column holds no texts.
     """
 
-    def __init__(
-        self, model: str | Path, *, column: str = "text", on_error: OnError = "empty", **options: Any
-    ) -> None:
+    def __init__(self, model: str | Path, *, column: str = "text", on_error: OnError = "empty", **options: Any) -> None:
         check_on_error(on_error)
         self.column, self.on_error = column, on_error
         self.generator = TextGenerator(Options(Path(model), **options))

@@ -1,7 +1,7 @@
 """The Ray Serve deployment: `Api` in replicas, which Serve starts, watches and shares the requests between.
 
-    serve run fastgen.ray:app model=FOLDER cpus=2
-    python -m fastgen.ray.serve FOLDER --cpus 2
+serve run fastgen.ray:app model=FOLDER cpus=2
+python -m fastgen.ray.serve FOLDER --cpus 2
 """
 
 from __future__ import annotations

@@ -31,8 +31,12 @@ class Settings(BaseModel):
     forced_bos_token: str | None = Field(None, description="the output's first token, by name")
     batch_tokens: int = Field(4096, ge=1, description="tokens of a batch, padding counted")
     linger: float = Field(0.005, ge=0, description="seconds that a text waits for others where nothing runs")
-    max_source_tokens: int | None = Field(None, ge=1, description="of a text (default: what the tokenizer says, or 1024)")
-    max_new_tokens: int = Field(512, ge=1, description="that a request may ask for; without asking it gets no more either")
+    max_source_tokens: int | None = Field(
+        None, ge=1, description="of a text (default: what the tokenizer says, or 1024)"
+    )
+    max_new_tokens: int = Field(
+        512, ge=1, description="that a request may ask for; without asking it gets no more either"
+    )
     max_beams: int = Field(8, ge=1, description="that a request may ask for")
     max_texts: int = Field(64, ge=1, description="of a request")
     max_bytes: int = Field(1_000_000, ge=1, description="of a request's body")
@@ -50,6 +54,15 @@ class Settings(BaseModel):
 
     def options(self) -> Options:
         """What `TextGenerator` is told."""
-        shared = ("model", "dtype", "device", "prefix", "append_eos", "forced_bos_token", "batch_tokens", "max_source_tokens")
+        shared = (
+            "model",
+            "dtype",
+            "device",
+            "prefix",
+            "append_eos",
+            "forced_bos_token",
+            "batch_tokens",
+            "max_source_tokens",
+        )
         given = {name: getattr(self, name) for name in shared}
         return Options(**given, generation={"max_new_tokens": self.max_new_tokens} | self.generation)
