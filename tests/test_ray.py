@@ -28,7 +28,7 @@ from fastgen.ray.tables import Tables
 
 MODEL = Path(__file__).parents[1] / "examples/en-es/model"
 GENERATION = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 16}
-TEXTS = [line[:60] for line in (MODEL.parent / "test.en").read_text("utf-8").splitlines()[:144]]
+TEXTS = [line[:60] for line in (MODEL.parent / "test.en").read_text("utf-8").splitlines()[:96]]
 ARGUMENTS: dict[str, Any] = {"model": MODEL, "generation": GENERATION, "dtype": "float64"}
 
 
@@ -153,7 +153,7 @@ def test_a_lost_machine_loses_no_row_and_doubles_none(
 ) -> None:
     (tmp_path / "in").mkdir()
     for part in range(2):  # of which the second's rows are numbered behind the first's
-        (tmp_path / f"in/{part}.txt").write_text("".join(f"{text}\n" for text in TEXTS[part * 72 : part * 72 + 72]))
+        (tmp_path / f"in/{part}.txt").write_text("".join(f"{text}\n" for text in TEXTS[part * 48 : part * 48 + 48]))
     (node,) = (node for node in cluster.list_all_nodes() if not node.head)
     lost: list[list[str]] = []
     counted = engine._counted
@@ -169,12 +169,12 @@ def test_a_lost_machine_loses_no_row_and_doubles_none(
     monkeypatch.setattr(engine, "_counted", losing)
     summary = engine.run(
         Options(**ARGUMENTS), input=str(tmp_path / "in"), output=str(tmp_path / "out"), output_format="jsonl",
-        workers=(2, 2), cpus=0.5, rows=4, rows_per_file=60,
+        workers=(2, 2), cpus=1.0, rows=4, rows_per_file=40,
     )  # fmt: skip
     assert node.node_id in lost[0]  # one of the models was there, with blocks of its own
     _wait(lambda: [one["NodeID"] for one in ray.nodes() if one["Alive"]] == [cluster.head_node.node_id])
     rows = [json.loads(line) for part in summary.parts for line in (tmp_path / "out" / part).read_text().splitlines()]
-    assert [row["number"] for row in rows] == list(range(1, 145))
+    assert [row["number"] for row in rows] == list(range(1, 97))
     assert [row["text"] for row in rows] == TEXTS
     assert [(row["output"], row["outputs"], row["tokens"]) for row in rows] == [
         (one.texts[0], one.texts, one.tokens) for one in outputs
