@@ -250,6 +250,8 @@ def test_an_output_that_came_meanwhile_is_not_overwritten(tmp_path: Path) -> Non
     for folder, text in ((first, "one\ntwo"), (second, "other")):
         folder.write(pa.table({"output": [text]}))
     first.finish({})
-    with pytest.raises(CommandError, match="holds files already"):
+    with pytest.raises(CommandError, match=f"holds files already.*the finished output is {second.scratch}"):
         second.finish({})
+    second.discard()  # which leaves what is finished
+    assert (Path(second.scratch) / "part-000000.txt").read_text() == "other\n"
     assert (tmp_path / "out/part-000000.txt").read_text() == "one two\n"

@@ -2,9 +2,12 @@
 
 generator   a stage of a Ray dataset: a column of texts in, their outputs beside it
 engine      `fastgen generate --engine ray`: files in, a folder of files out
+cluster     the Ray that both work on
+tables      the input of a run
 folder      the folder that a run writes, whole or not at all
 merging     small requests become batches of like lengths
 api         requests and answers as JSON
+settings    what a server is told
 server      the Ray Serve deployment of both; `serve.py` starts one
 
     ray.data.Dataset.map_batches(fastgen.ray.Generator, ...)

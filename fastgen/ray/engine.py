@@ -9,7 +9,6 @@ did would wait for ever where the actors have them all.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import fastgen
 from fastgen.corpus import models
 from fastgen.corpus.texts import Options
 from fastgen.errors import CommandError
+from fastgen.ray.cluster import connect
 from fastgen.ray.folder import Folder
 from fastgen.ray.generator import COLUMNS, Generator, OnError, check_columns, check_on_error
 from fastgen.ray.tables import Tables
@@ -223,18 +223,10 @@ def _arguments(options: Options) -> dict[str, Any]:
 @contextmanager
 def _cluster(address: str | None) -> Iterator[None]:
     """Ray, with its datasets in order; one that was not running in this process ends with the block."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here reports to nobody
+    started = connect(address)
     import ray
     from ray.data import DataContext
 
-    started = not ray.is_initialized()
-    if started:
-        switches = {name: value for name, value in os.environ.items() if name.startswith("FASTGEN")}
-        alone = {} if address or os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
-        try:
-            ray.init(address=address, runtime_env={"env_vars": switches}, **alone)
-        except (ConnectionError, ValueError) as error:
-            raise CommandError(f"--address {address}: {models.first_line(error)}") from error
     context = DataContext.get_current().copy()
     context.execution_options.preserve_order = True
     try:

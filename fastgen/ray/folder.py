@@ -40,7 +40,7 @@ class Folder:
     def __init__(self, place: str, kind: str) -> None:
         if kind not in FORMATS:
             raise CommandError(f"output format {kind!r} must be one of {', '.join(FORMATS)}")
-        self.place, self.kind, self.parts = place, kind, list[str]()
+        self.place, self.kind, self.parts, self.whole = place, kind, list[str](), False
         try:
             self.system, path = located(place)
             self.path = path.rstrip("/")
@@ -62,21 +62,25 @@ class Folder:
         """Write the summary, then the mark, and bring the folder to its place.
 
         Raises:
-            CommandError: meanwhile something has come to that place; what was made lies in `scratch`.
+            CommandError: meanwhile something has come to that place; the message says where the output is now.
         """
         with self._file(SUMMARY) as file:
             file.write((json.dumps(summary, indent=1, ensure_ascii=False) + "\n").encode())
         with self._file(SUCCESS):
             pass
+        self.whole = True
         if self.moves:
-            self._refuse_what_is_there()
+            try:
+                self._refuse_what_is_there()
+            except CommandError as error:
+                raise CommandError(f"{error}; the finished output is {self.scratch}") from error
             if self.system.get_file_info(self.path).type != fs.FileType.NotFound:
                 self.system.delete_dir(self.path)  # it is empty; not every filesystem renames over it
             self.system.move(self.scratch, self.path)
 
     def discard(self) -> None:
-        """Remove what was written, where it is in nobody's way to do so."""
-        if self.moves:
+        """Remove what was written of an output that is not whole, where nothing else can lie."""
+        if self.moves and not self.whole:
             self.system.delete_dir(self.scratch)
 
     def _refuse_what_is_there(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import threading
@@ -13,6 +12,7 @@ from pydantic import ValidationError
 
 from fastgen.corpus import models
 from fastgen.errors import CommandError
+from fastgen.ray.cluster import connect
 from fastgen.ray.settings import Settings
 
 
@@ -38,18 +38,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(settings: Settings, address: str | None = None, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Start the application `fastgen`, and Ray where it does not run in this process; return once it answers."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what is started here reports to nobody
-    import ray
+    """Start the application `fastgen`, and Ray where it does not run in this process; return once it answers.
+
+    Raises:
+        CommandError: there is no such cluster, or no replica comes up.
+    """
+    connect(address)
     from ray import serve
 
     from fastgen.ray.server import app
 
-    if not ray.is_initialized():
-        alone = {} if address or os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
-        ray.init(address=address, **alone)
     serve.start(http_options={"host": host, "port": port})
-    serve.run(app(settings), name="fastgen")
+    try:
+        serve.run(app(settings), name="fastgen")
+    except RuntimeError as error:
+        stop()
+        raise CommandError(str(error)) from error
 
 
 def stop() -> None:

@@ -6,6 +6,8 @@ python -m fastgen.ray.serve FOLDER --cpus 2
 
 from __future__ import annotations
 
+from typing import Any
+
 from ray import serve
 from ray.serve.config import BackpressureConfig
 from starlette.requests import Request
@@ -14,9 +16,10 @@ from starlette.responses import JSONResponse
 from fastgen.ray.api import Api
 from fastgen.ray.settings import Settings
 
+_TRIES = 2  # to bring a replica up: wrong settings do not become right by trying
 
-@serve.deployment
-class Server:
+
+class Replica:
     """A model behind HTTP; what it answers is in `fastgen.ray.api`.
 
     Args:
@@ -35,6 +38,10 @@ class Server:
         self.api.check()
 
 
+Server: Any = serve.deployment(Replica, name="Server")
+"""The deployment; `app` gives it the limits and resources of its settings."""
+
+
 def app(settings: Settings) -> serve.Application:
     """The application of `serve run fastgen.ray:app` and `serve.run`, with the limits of its settings."""
     return Server.options(
@@ -42,5 +49,6 @@ def app(settings: Settings) -> serve.Application:
         max_ongoing_requests=settings.max_requests,
         max_queued_requests=settings.max_queued,
         backpressure_config=BackpressureConfig(status_code=503, retry_after_s=settings.retry_after),
+        max_constructor_retry_count=_TRIES,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
     ).bind(settings)
