@@ -1,6 +1,7 @@
 """Serving: requests are merged and each is answered as if it were alone; limits; a real server on a free port."""
 
 import asyncio
+import inspect
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import httpx
 
 from fastgen.corpus.texts import Options, Output, TextGenerator
 from fastgen.errors import CommandError
+from fastgen.ray import app
 from fastgen.ray.api import Answer, Api
 from fastgen.ray.merging import Merger, QueueFull
 from fastgen.ray.serve import main
@@ -307,3 +309,10 @@ def test_command_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "config.json is missing" in capsys.readouterr().err
     assert main([str(MODEL), "--batch-tokens", "0"]) == 2
     assert "batch_tokens" in capsys.readouterr().err
+
+
+def test_serve_run_makes_the_settings_of_words() -> None:
+    """Ray Serve looks at the class that is annotated, which must not be its name in a string."""
+    assert inspect.signature(app).parameters["settings"].annotation is Settings
+    found = Settings(model=str(MODEL), cpus="2", append_eos="true", generation='{"num_beams": 4}')  # type: ignore[arg-type]
+    assert (found.cpus, found.append_eos, found.generation) == (2.0, True, {"num_beams": 4})

@@ -59,7 +59,7 @@ class Asked(BaseModel):
 
     text: str | None = None
     texts: list[str] | None = Field(None, min_length=1)
-    options: Wanted = Field(default_factory=Wanted)
+    options: Wanted = Wanted()
 
 
 @dataclass(frozen=True)

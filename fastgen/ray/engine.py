@@ -114,7 +114,7 @@ def run(
         import ray
         from ray.data import ActorPoolStrategy, from_arrow_refs
 
-        blocks = [ray.put(table) for table in _numbered(tables, column, rows)]
+        blocks: list[Any] = [ray.put(table) for table in _numbered(tables, column, rows)]
         if blocks:  # of none Ray makes no dataset
             made = from_arrow_refs(blocks).map_batches(
                 _Reporting, fn_constructor_kwargs={**_arguments(options), "column": column}, batch_size=rows,
@@ -186,7 +186,7 @@ def _counted(table: pa.Table, summary: Summary, on_error: OnError) -> pa.Table:
         CommandError: a row has a problem, and on_error="fail".
         RuntimeError: they are not the rows that come next.
     """
-    import pyarrow.compute
+    import pyarrow as pa
 
     numbers = table["number"].to_pylist()
     first = summary.rows + 1
@@ -206,8 +206,9 @@ def _counted(table: pa.Table, summary: Summary, on_error: OnError) -> pa.Table:
             counts[which] = counts.get(which, 0) + count
     summary.rows += len(numbers)
     summary.tokens += sum(table["tokens"].to_pylist())
-    table = table.drop_columns([_REPORT])
-    return table.filter(pyarrow.compute.is_null(table["problem"])) if on_error == "skip" else table
+    if on_error == "skip":
+        table = table.filter(pa.array([problem is None for problem in table["problem"].to_pylist()]))
+    return table.drop_columns([_REPORT])
 
 
 def _joined(tables: list[pa.Table]) -> pa.Table:

@@ -4,8 +4,7 @@ serve run fastgen.ray:app model=FOLDER cpus=2
 python -m fastgen.ray.serve FOLDER --cpus 2
 """
 
-from __future__ import annotations
-
+# Without postponed annotations: Serve makes `app`'s settings of a command's words by the class it sees there.
 from typing import Any
 
 from ray import serve
