@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fastgen"
 
 # A part may import itself and those before it. What is not listed may be imported by all, and imports no part.
-ORDER = ("ops", "models", "decoding", "patches", "__init__", "corpus", "cli", "__main__")
+ORDER = ("ops", "models", "decoding", "patches", "__init__", "corpus", "ray", "cli", "__main__")
 FREE = ("config", "errors", "_version")
 TOOLKITS = ("transformers", "fairseq", "accelerate", "peft")
-TOOLKIT_FOLDERS = ("patches", "corpus", "cli")
+TOOLKIT_FOLDERS = ("patches", "corpus", "ray", "cli")
 
 
 def violations(package: Path) -> list[str]:
@@ -33,6 +33,8 @@ def violations(package: Path) -> list[str]:
             top, *below = module.split(".")
             if top in TOOLKITS and part not in TOOLKIT_FOLDERS:
                 found.append(f"{where}: toolkits are imported in {', '.join(TOOLKIT_FOLDERS)} only")
+            if top == "ray" and part != "ray":
+                found.append(f"{where}: Ray is imported in ray only")
             if top != package.name:
                 continue
             target = below[0] if below else "__init__"
@@ -95,6 +97,9 @@ def test_imports_point_one_way_and_toolkits_stay_in_their_folders() -> None:
         ("models/a.py", "from peft import PeftModel", "toolkits are imported in"),
         ("models/a.py", "try:\n    import accelerate\nexcept ImportError: pass", "toolkits are imported in"),
         ("__init__.py", "import transformers", "toolkits are imported in"),
+        ("corpus/a.py", "from fastgen.ray import b", "corpus imports fastgen.ray, which points back"),
+        ("ray/a.py", "from fastgen.cli import b", "ray imports fastgen.cli, which points back"),
+        ("cli/a.py", "import ray.data", "cli imports ray.data: Ray is imported in ray only"),
         ("utils/a.py", "", "'utils' is no known part of the package"),
         ("helpers.py", "", "'helpers' is no known part of the package"),
         ("patches/a.py", "import fastgen.helpers", "no known part of the package"),
@@ -117,6 +122,8 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, statement: str,
         ("patches/a.py", "import transformers, fairseq\nfrom fastgen.decoding import a\nfrom fastgen import _version"),
         ("cli/a.py", "import fastgen\nfrom fastgen import status\nimport transformers\nfrom fastgen.patches import a"),
         ("__init__.py", "from fastgen.patches import enable\nfrom fastgen.config import settings"),
+        ("ray/a.py", "import ray.data\nfrom fastgen.corpus import b\nfrom fastgen.ray.c import d"),
+        ("cli/a.py", "def f():\n    from fastgen.ray import engine"),
         ("__main__.py", "from fastgen.cli import main"),
     ],
 )

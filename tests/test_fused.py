@@ -471,3 +471,10 @@ def test_fewer_operators() -> None:
         by_modules = of_a_step()
     config.reload()
     assert fused < 0.9 * by_modules
+
+
+def test_a_tokenizer_given_for_stop_strings_is_no_argument_of_the_model() -> None:
+    model = _build("llama")
+    kwargs = zoo.batch(model, 1, 6) | {"max_new_tokens": 6, "tokenizer": object()}
+    assert _left_off(model, kwargs) == ()
+    assert _fused()

@@ -23,7 +23,7 @@ _ARGUMENTS = {
     True: {"attention_mask", "decoder_attention_mask", "encoder_outputs", "past_key_values", "use_cache"},
     False: {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"},
 }  # by whether it is an encoder-decoder
-_OF_LOOP = {"streamer", "synced_gpus"}
+_OF_LOOP = {"streamer", "synced_gpus", "tokenizer"}
 _NOT_FORWARDED = {"labels"}  # trainers hand `generate` whole batches; it keeps these from the forward
 _ATTENTION = ("eager", "sdpa")
 

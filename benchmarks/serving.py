@@ -1,0 +1,218 @@
+"""Many clients and one server, on this machine: latency, throughput, and every answer looked at.
+
+    python -m benchmarks.serving --clients 200 --rounds 3
+
+The same server runs twice in turn, patched and with FASTGEN=0 in its processes; each round sends every client's texts
+to both, in alternating order. A closed loop: a client sends its next text when it has its answer. The reference is
+made one text at a time, by transformers alone. An answer that is not the reference's is wrong, but for a near tie
+(`fastgen.cli.agreement`); no speed is given where one is wrong or missing. Exit status 1 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+import fastgen
+from benchmarks.cases import EXAMPLE
+from benchmarks.run import RESULTS, positive
+from fastgen.cli.agreement import NEAR_TIE, margins
+from fastgen.cli.measure import environment, paired_ratio
+from fastgen.corpus.texts import Options, Output, TextGenerator
+
+ARMS = {"stock": "0", "fastgen": "1"}
+Answer = tuple[float, str | None]  # seconds, and the text; None where there is none
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the load test; return the exit status."""
+    args = _parser().parse_args(argv)
+    texts = (EXAMPLE / "test.en").read_text("utf-8").splitlines()[: args.clients * args.texts]
+    if len(texts) < args.clients * args.texts:
+        raise SystemExit(f"{args.clients} clients of {args.texts} texts need more than the {len(texts)} there are")
+    generation = {"num_beams": args.beams, "max_new_tokens": args.new_tokens}
+    reference = Reference(generation)
+    print(f"{len(texts)} references, one text at a time", flush=True)
+    reference.make(texts)
+    with _server(args, generation, "stock") as stock, _server(args, generation, "fastgen") as ours:
+        urls = {"stock": stock, "fastgen": ours}
+        for url in urls.values():
+            asyncio.run(_load(url, texts[: args.clients], args.clients))  # what is kept for later calls
+        rounds = []
+        for number in range(args.rounds):
+            order = list(urls) if number % 2 == 0 else list(urls)[::-1]
+            rounds.append({name: _round(urls[name], texts, args.clients, reference) for name in order})
+            print({name: {key: figure for key, figure in one.items() if key != "latencies"}
+                   for name, one in rounds[-1].items()}, flush=True)  # fmt: skip
+        status = {name: httpx.get(f"{url}/status", timeout=60).json() for name, url in urls.items()}
+    result = _result(rounds)
+    file = (args.out or RESULTS / "cpu") / "serving.json"
+    _write(file, args, status, result)
+    print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=1))
+    return 0 if result["equal"] else 1
+
+
+class Reference:
+    """What transformers alone writes for each text by itself."""
+
+    def __init__(self, generation: dict[str, Any]) -> None:
+        self.generation = generation
+        self.generator = TextGenerator(Options(EXAMPLE / "model", generation))
+        self.known: dict[str, str] = {}
+
+    def make(self, texts: Sequence[str]) -> None:
+        with fastgen.disabled():
+            for text in texts:
+                (found,) = self.generator([text])
+                assert isinstance(found, Output), found
+                self.known[text] = found.texts[0]
+
+    def verdict(self, text: str, answer: str | None) -> str:
+        """equal, near tie, wrong or lost."""
+        if answer is None:
+            return "lost"
+        if answer == self.known[text]:
+            return "equal"
+        return "near tie" if self._margin(text, answer) < NEAR_TIE else "wrong"
+
+    def _margin(self, text: str, answer: str) -> float:
+        """By how much transformers' own search decided against the answer; infinite where its tokens are not found."""
+        model, tokenizer = self.generator.model, self.generator.tokenizer
+        (source,) = self.generator.encode([text])
+        inputs = {"input_ids": torch.tensor([source]), "attention_mask": torch.ones(1, len(source), dtype=torch.int64)}
+        with fastgen.disabled(), torch.no_grad():
+            stock = model.generate(**inputs, **self.generation)
+        start, end = model.generation_config.decoder_start_token_id, tokenizer.eos_token_id
+        found = []
+        for written in (answer, f" {answer}"):  # an answer has lost the space that its first token may begin with
+            ids = tokenizer(text_target=written, add_special_tokens=False)["input_ids"]
+            other = torch.tensor([[start, *ids, end]])
+            found += margins(model, inputs, self.generation, stock, other).values()
+        return min(found, default=math.inf)
+
+
+def _round(url: str, texts: Sequence[str], clients: int, reference: Reference) -> dict[str, Any]:
+    begin = time.perf_counter()
+    answers = asyncio.run(_load(url, texts, clients))
+    seconds = time.perf_counter() - begin
+    verdicts = [reference.verdict(text, answer) for text, (_, answer) in zip(texts, answers, strict=True)]
+    latencies = sorted(latency for latency, _ in answers)
+    return {
+        "seconds": seconds,
+        "texts_per_second": len(texts) / seconds,
+        "p50": statistics.median(latencies),
+        "p95": statistics.quantiles(latencies, n=20)[-1],
+        **{name: verdicts.count(name) for name in ("equal", "near tie", "wrong", "lost")},
+        "latencies": [round(latency, 4) for latency in latencies],
+    }
+
+
+async def _load(url: str, texts: Sequence[str], clients: int) -> list[Answer]:
+    """The answers to all texts; client c sends texts c, c + clients, ..., one after the other."""
+    answers: list[Answer] = [(0.0, None)] * len(texts)
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as session:
+
+        async def client(first: int) -> None:
+            for place in range(first, len(texts), clients):
+                begin = time.perf_counter()
+                try:
+                    response = await session.post("/generate", json={"text": texts[place]})
+                    text = response.json()["output"] if response.status_code == 200 else None
+                except httpx.HTTPError:
+                    text = None
+                answers[place] = (time.perf_counter() - begin, text)
+
+        await asyncio.gather(*map(client, range(clients)))
+    return answers
+
+
+@contextmanager
+def _server(args: argparse.Namespace, generation: dict[str, Any], arm: str) -> Iterator[str]:
+    """A server of one arm; its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "fastgen.ray.serve", str(EXAMPLE / "model"), "--port", str(port), "--generation",
+        json.dumps(generation), "--cpus", str(args.cpus), "--batch-tokens", str(args.batch_tokens),
+    ]  # fmt: skip
+    # Ray gives a replica as many threads as it has processors, unless the environment says otherwise.
+    kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "FASTGEN")}
+    process = subprocess.Popen(
+        command, env=kept | {"FASTGEN": ARMS[arm]}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stdout is not None
+        if "serving" not in process.stdout.readline():
+            raise RuntimeError(f"the server of {arm} did not start")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def _result(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Figures over the rounds; none of speed where an answer was wrong or lost."""
+    counts = {
+        name: {what: sum(one[name][what] for one in rounds) for what in ("equal", "near tie", "wrong", "lost")}
+        for name in ARMS
+    }
+    equal = not any(count["wrong"] or count["lost"] for count in counts.values())
+    result: dict[str, Any] = {"equal": equal, "answers": counts, "near_ties": counts["fastgen"]["near tie"]}
+    if equal:
+        seconds = [[one[name]["seconds"] for one in rounds] for name in ARMS]
+        result |= dict(zip(("ratio", "low", "high"), paired_ratio(*seconds), strict=True))
+        for name in ARMS:
+            result[name] = {
+                key: statistics.median(one[name][key] for one in rounds) for key in ("texts_per_second", "p50", "p95")
+            }
+        result["rounds"] = rounds
+    return result
+
+
+def _write(file: Path, args: argparse.Namespace, status: dict[str, Any], result: dict[str, Any]) -> None:
+    chosen = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    data = {
+        "case": "serving", "kind": "serving", "help": "a server on loopback, many clients", "arguments": chosen,
+        "environment": environment() | {"threads": int(args.cpus), "ray": version("ray")}, "status": status,
+        "result": result,
+    }  # fmt: skip
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    part.replace(file)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--clients", type=positive, default=200, metavar="N", help="default: %(default)s")
+    parser.add_argument("--texts", type=positive, default=5, metavar="N", help="of each client (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="default: %(default)s")
+    parser.add_argument("--beams", type=positive, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument("--new-tokens", type=positive, default=160, metavar="N", help="default: %(default)s")
+    parser.add_argument("--batch-tokens", type=positive, default=2048, metavar="N", help="default: %(default)s")
+    parser.add_argument("--cpus", type=positive, default=os.cpu_count(), metavar="N", help="of the server's replica")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/cpu)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

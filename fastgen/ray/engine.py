@@ -1,0 +1,258 @@
+"""`fastgen generate --engine ray`: files in, generated on all machines of a Ray cluster, a folder of files out.
+
+This process reads and numbers the rows and hands them to Ray Data, whose actors generate. Their outputs come back in
+the order of the input, are checked to be every row once, and are written here: a block that is generated a second
+time, because a machine was lost, is still written once. No stage but the actors asks Ray for processors: one that
+did would wait for ever where the actors have them all.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import fastgen
+from fastgen.corpus import models
+from fastgen.corpus.texts import Options
+from fastgen.errors import CommandError
+from fastgen.ray.cluster import connect
+from fastgen.ray.folder import Folder
+from fastgen.ray.generator import COLUMNS, Generator, OnError, check_columns, check_on_error
+from fastgen.ray.tables import Tables
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_REPORT = "_fastgen_report"  # a column of what `status()` counted, in one row of each block
+_EXAMPLES = 10
+
+
+@dataclass
+class Summary:
+    """What a run did; `summary.json` in its folder holds the same.
+
+    Attributes:
+        rows: of the input; those that `on_error="skip"` left out are counted.
+        problems: rows without an output.
+        examples: number and problem of the first few.
+        tokens: that were generated.
+        hits, fallbacks: calls that ran fastgen's code, by patch, and the toolkit's own, by reason, on all machines.
+    """
+
+    input: str
+    output: str
+    options: dict[str, Any]
+    rows: int = 0
+    problems: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    parts: list[str] = field(default_factory=list)
+    examples: list[tuple[int, str]] = field(default_factory=list)
+    hits: dict[str, int] = field(default_factory=dict)
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    fastgen: str = fastgen.__version__
+
+
+def run(
+    options: Options,
+    *,
+    input: str,  # noqa: A002  (as the command's option is named)
+    output: str,
+    address: str | None = None,
+    column: str = "text",
+    on_error: OnError = "fail",
+    input_format: str | None = None,
+    output_format: str | None = None,
+    workers: tuple[int, int] = (1, 1),
+    cpus: float = 1.0,
+    gpus: float = 0.0,
+    rows: int = 256,
+    rows_per_file: int = 50_000,
+) -> Summary:
+    """Generate from every text of some files.
+
+    Args:
+        options: the model, whose folder every machine of the cluster must see at the same path, and what it is given.
+        input: a file, or a folder of files of one format, in the order of their names: a path, or a URI of a filesystem
+            that pyarrow knows. Parquet, JSON lines, CSV, or lines of text. All rows lie in Ray's object store, which
+            keeps on disk what its memory cannot hold.
+        output: a folder that is not there or empty; see `Folder`. Its rows are those of the input in their order, with
+            the columns ``number`` (int64, the row's number in the input, from 1) and those of `Generator`.
+        address: of the cluster, as `ray.init` takes it; None: that of RAY_ADDRESS, or one of this machine alone, which
+            ends with the run. Where Ray is initialized in this process already, that one is used.
+        column: of the texts; lines of text have "text" alone.
+        on_error: what becomes of a text that cannot be generated; see `Generator`.
+        input_format, output_format: "parquet", "jsonl", "csv" or "txt"; None: as the file is named, and as the input.
+        workers: actors, each with a model: at least and at most so many.
+        cpus, gpus: that each actor takes of its machine; parts of a GPU are possible.
+        rows: texts that an actor is given at a time, and that are generated anew where a machine is lost.
+        rows_per_file: of the output.
+
+    Raises:
+        CommandError: what the user has to put right. Nothing is left at `output` then.
+        ValueError: sizes that are not positive, or no such `on_error`.
+    """
+    models.need("ray", "ray", "pyarrow")
+    check_on_error(on_error)
+    least, most = workers
+    for name, value in (("workers", least), ("rows", rows), ("rows_per_file", rows_per_file)):
+        if value < 1:
+            raise ValueError(f"{name} = {value} must be at least 1")
+    if most < least:
+        raise ValueError(f"workers = {workers}: the most are fewer than the least")
+    models.check_folder(options.model)
+    options = replace(options, model=options.model.absolute())
+    tables = Tables(input, input_format)
+    begin = time.perf_counter()
+    summary = Summary(input, output, asdict(options) | {"model": str(options.model)})
+    with _discarded_on_error(Folder(output, output_format or tables.kind)) as folder, _cluster(address):
+        import ray
+        from ray.data import ActorPoolStrategy, from_arrow_refs
+
+        blocks: list[Any] = [ray.put(table) for table in _numbered(tables, column, rows)]
+        if blocks:  # of none Ray makes no dataset
+            made = from_arrow_refs(blocks).map_batches(
+                _Reporting, fn_constructor_kwargs={**_arguments(options), "column": column}, batch_size=rows,
+                batch_format="pyarrow", compute=ActorPoolStrategy(min_size=least, max_size=most), num_cpus=cpus,
+                num_gpus=gpus or None,
+            )  # fmt: skip
+            held: list[pa.Table] = []
+            for table in made.iter_batches(batch_size=rows, batch_format="pyarrow"):
+                held.append(_counted(table, summary, on_error))
+                if sum(map(len, held)) >= rows_per_file:
+                    folder.write(_joined(held))
+                    held = []
+            if held:
+                folder.write(_joined(held))
+        summary.parts, summary.seconds = folder.parts, time.perf_counter() - begin
+        folder.finish(asdict(summary))
+    return summary
+
+
+def _numbered(tables: Tables, column: str, rows: int) -> Iterator[pa.Table]:
+    """The input with a column of numbers."""
+    import pyarrow as pa
+
+    first = 1
+    for table in tables.read(rows):
+        _check_columns(tables.place, table.column_names, column)
+        numbers = pa.array(range(first, first + len(table)), pa.int64())
+        first += len(table)
+        yield table.add_column(0, "number", numbers)
+
+
+def _check_columns(place: str, names: list[str], column: str) -> None:
+    try:
+        check_columns(names, column, ("number", *COLUMNS))
+    except ValueError as error:
+        raise CommandError(f"{place}: {error}") from error
+
+
+class _Reporting(Generator):
+    """Generates, and says in one row of each batch what fastgen's patches counted meanwhile."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.before: Counter[tuple[str, str]] = Counter()
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        import pyarrow as pa
+
+        made, now = super().__call__(batch), _counts()
+        report = [[what, which, count] for (what, which), count in (now - self.before).items()]
+        self.before = now
+        rows = [json.dumps(report), *[None] * (len(made) - 1)][: len(made)]
+        return made.append_column(_REPORT, pa.array(rows, pa.string()))
+
+
+def _counts() -> Counter[tuple[str, str]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for row in fastgen.status().to_dict()["rows"]:
+        counts["hits", row["name"]] = row["hits"]
+        for why, count in row["fallbacks"].items():
+            counts["fallbacks", f"{row['name']}: {why}"] = count
+    return counts
+
+
+def _counted(table: pa.Table, summary: Summary, on_error: OnError) -> pa.Table:
+    """The rows of a block, as `on_error` says; the summary counts them.
+
+    Raises:
+        CommandError: a row has a problem, and on_error="fail".
+        RuntimeError: they are not the rows that come next.
+    """
+    import pyarrow as pa
+
+    numbers = table["number"].to_pylist()
+    first = summary.rows + 1
+    if numbers != list(range(first, first + len(numbers))):
+        raise RuntimeError(f"rows {first} to {first + len(numbers) - 1} were to come, not {numbers}")
+    for number, problem in zip(numbers, table["problem"].to_pylist(), strict=True):
+        if problem is None:
+            continue
+        if on_error == "fail":
+            raise CommandError(f"row {number}: {problem}")
+        summary.problems += 1
+        if len(summary.examples) < _EXAMPLES:
+            summary.examples.append((number, problem))
+    for report in filter(None, table[_REPORT].to_pylist()):
+        for what, which, count in json.loads(report):
+            counts = summary.hits if what == "hits" else summary.fallbacks
+            counts[which] = counts.get(which, 0) + count
+    summary.rows += len(numbers)
+    summary.tokens += sum(table["tokens"].to_pylist())
+    if on_error == "skip":
+        table = table.filter(pa.array([problem is None for problem in table["problem"].to_pylist()]))
+    return table.drop_columns([_REPORT])
+
+
+def _joined(tables: list[pa.Table]) -> pa.Table:
+    import pyarrow as pa
+
+    return pa.concat_tables(tables, promote_options="default")
+
+
+def _arguments(options: Options) -> dict[str, Any]:
+    return {each.name: getattr(options, each.name) for each in fields(options)}
+
+
+@contextmanager
+def _cluster(address: str | None) -> Iterator[None]:
+    """Ray, with its datasets in order; one that was not running in this process ends with the block."""
+    started = connect(address)
+    import ray
+    from ray.data import DataContext
+
+    context = DataContext.get_current().copy()
+    context.execution_options.preserve_order = True
+    try:
+        with DataContext.current(context):
+            yield
+    finally:
+        if started:
+            ray.shutdown()
+
+
+@contextmanager
+def _discarded_on_error(folder: Folder) -> Iterator[Folder]:
+    """Remove the scratch folder where the block fails; what Ray raises becomes a CommandError."""
+    from ray.exceptions import RayError
+
+    try:
+        yield folder
+    except BaseException as error:
+        folder.discard()
+        if not isinstance(error, RayError):
+            raise
+        raise CommandError(_reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong on a machine, without Ray's frames."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,128 @@
+"""The folder that a run writes: its parts, a summary of the run, and a mark that it is whole."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pyarrow import fs
+
+from fastgen.errors import CommandError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMATS = ("parquet", "jsonl", "csv", "txt")
+SUCCESS, SUMMARY = "_SUCCESS", "summary.json"
+
+_MOVES_FOLDERS = ("local", "hdfs")
+"""Filesystems that rename a folder with all that is in it, at once."""
+
+
+class Folder:
+    """Parts of an output, in their order.
+
+    Where the filesystem can rename a folder, all is written beside it and comes to its place with `finish`. Elsewhere,
+    as in object stores, parts appear as they are written. Everywhere `_SUCCESS` is written last: what lies in a folder
+    without it is not an output.
+
+    Args:
+        place: a path, or a URI of a filesystem that pyarrow knows (s3://, gs://, hdfs://, file://).
+        kind: one of `FORMATS`. Of a text file's lines each is an output; in CSV there is no column `outputs`.
+
+    Raises:
+        CommandError: there is something at that place, or it cannot be written.
+    """
+
+    def __init__(self, place: str, kind: str) -> None:
+        if kind not in FORMATS:
+            raise CommandError(f"output format {kind!r} must be one of {', '.join(FORMATS)}")
+        self.place, self.kind, self.parts, self.whole = place, kind, list[str](), False
+        try:
+            self.system, path = located(place)
+            self.path = path.rstrip("/")
+            self._refuse_what_is_there()
+            self.moves = self.system.type_name in _MOVES_FOLDERS
+            self.scratch = f"{self.path}.part-{uuid.uuid4().hex[:8]}" if self.moves else self.path
+            self.system.create_dir(self.scratch, recursive=True)
+        except OSError as error:
+            raise CommandError(f"{place} cannot be written: {error}") from error
+
+    def write(self, table: pa.Table) -> None:
+        """Write the next part."""
+        name = f"part-{len(self.parts):06}.{self.kind}"
+        with self._file(name) as file:
+            _WRITERS[self.kind](table, file)
+        self.parts.append(name)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary, then the mark, and bring the folder to its place.
+
+        Raises:
+            CommandError: meanwhile something has come to that place; the message says where the output is now.
+        """
+        with self._file(SUMMARY) as file:
+            file.write((json.dumps(summary, indent=1, ensure_ascii=False) + "\n").encode())
+        with self._file(SUCCESS):
+            pass
+        self.whole = True
+        if self.moves:
+            try:
+                self._refuse_what_is_there()
+            except CommandError as error:
+                raise CommandError(f"{error}; the finished output is {self.scratch}") from error
+            if self.system.get_file_info(self.path).type != fs.FileType.NotFound:
+                self.system.delete_dir(self.path)  # it is empty; not every filesystem renames over it
+            self.system.move(self.scratch, self.path)
+
+    def discard(self) -> None:
+        """Remove what was written of an output that is not whole, where nothing else can lie."""
+        if self.moves and not self.whole:
+            self.system.delete_dir(self.scratch)
+
+    def _refuse_what_is_there(self) -> None:
+        found = self.system.get_file_info(self.path)
+        if found.type == fs.FileType.File:
+            raise CommandError(f"{self.place} is a file; the output is a folder")
+        if found.type == fs.FileType.Directory and self.system.get_file_info(fs.FileSelector(self.path)):
+            raise CommandError(f"{self.place} holds files already: name another folder, or empty it")
+
+    def _file(self, name: str) -> Any:
+        return self.system.open_output_stream(posixpath.join(self.scratch, name))
+
+
+def located(place: str) -> tuple[Any, str]:
+    """The filesystem of a path or URI, and the path within."""
+    if "://" in place:
+        return fs.FileSystem.from_uri(place)
+    from os.path import abspath
+
+    return fs.LocalFileSystem(), abspath(place)
+
+
+def _parquet(table: pa.Table, file: Any) -> None:
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(table, file)
+
+
+def _jsonl(table: pa.Table, file: Any) -> None:
+    for row in table.to_pylist():
+        file.write((json.dumps(row, ensure_ascii=False, default=str) + "\n").encode())
+
+
+def _csv(table: pa.Table, file: Any) -> None:
+    import pyarrow.csv
+
+    pyarrow.csv.write_csv(table.drop_columns(["outputs"]), file)
+
+
+def _txt(table: pa.Table, file: Any) -> None:
+    for text in table["output"].to_pylist():
+        file.write((" ".join(text.split("\n")) + "\n").encode())
+
+
+_WRITERS = {"parquet": _parquet, "jsonl": _jsonl, "csv": _csv, "txt": _txt}

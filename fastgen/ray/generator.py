@@ -1,0 +1,121 @@
+"""A stage of a Ray dataset: a column of texts in, their outputs in columns beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from fastgen.corpus.texts import Options, Output, Problem, TextGenerator
+from fastgen.errors import CommandError
+
+OnError = Literal["fail", "skip", "empty"]
+COLUMNS = ("output", "outputs", "tokens", "problem")
+
+
+class Generator:
+    """One model in an actor of ``ray.data.Dataset.map_batches``, which takes batches of texts.
+
+        dataset.map_batches(
+            Generator, fn_constructor_kwargs={"model": "FOLDER", "generation": {"num_beams": 4}},
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=8), num_gpus=0.5, batch_size=256,
+        )
+
+    A batch is a dict of numpy arrays, a pyarrow table or a pandas frame, and so is what becomes of it: the same rows
+    in their order with the columns ``output`` (the best text), ``outputs`` (all texts, the best first), ``tokens``
+    (int64, those that were generated) and ``problem`` (why there is no output, else null).
+
+    Args:
+        model: folder of the model and its tokenizer, as the actor's machine sees it.
+        column: of the texts. A null is an empty text.
+        on_error: what becomes of a text that cannot be generated: "fail" raises, "skip" leaves its row out, "empty"
+            leaves its output empty.
+        options: as in `fastgen.corpus.texts.Options`.
+
+    Raises:
+        CommandError: the folder holds no model that can be read; with on_error="fail", what a text's problem is.
+        ValueError: no such on_error, no such column, or one of the batch's columns has the name of one of ours.
+        TypeError: no such option, or the column holds no texts.
+    """
+
+    def __init__(self, model: str | Path, *, column: str = "text", on_error: OnError = "empty", **options: Any) -> None:
+        check_on_error(on_error)
+        self.column, self.on_error = column, on_error
+        self.generator = TextGenerator(Options(Path(model), **options))
+
+    def __call__(self, batch: Any) -> Any:
+        """The batch with the columns of its outputs."""
+        names = [str(name) for name in (batch.column_names if _is_table(batch) else batch)]
+        check_columns(names, self.column)
+        found = self.generator(self._texts(batch[self.column]))
+        problems = [one for one in found if isinstance(one, Problem)]
+        if problems and self.on_error == "fail":
+            raise CommandError(f"{len(problems)} of {len(found)} texts have no output, the first: {problems[0].reason}")
+        if problems and self.on_error == "skip":
+            kept = np.array([not isinstance(one, Problem) for one in found])
+            batch, found = _rows(batch, kept), [one for one in found if not isinstance(one, Problem)]
+        return _with(batch, found)
+
+    def _texts(self, values: Any) -> list[str]:
+        texts: list[Any] = values.to_pylist() if hasattr(values, "to_pylist") else list(values)
+        for text in texts:
+            if text is not None and not isinstance(text, str) and text == text:  # pandas' nulls differ from themselves
+                raise TypeError(f"column {self.column!r} holds {text!r}, a {type(text).__name__}, not text")
+        return [text if isinstance(text, str) else "" for text in texts]
+
+
+def check_on_error(on_error: str) -> None:
+    """Raise ValueError where it is none that there is."""
+    if on_error not in get_args(OnError):
+        raise ValueError(f"on_error={on_error!r} must be one of {', '.join(map(repr, get_args(OnError)))}")
+
+
+def check_columns(names: Sequence[str], column: str, taken: Sequence[str] = COLUMNS) -> None:
+    """Raise ValueError where a batch has no such column, or one that would be written over."""
+    if column not in names:
+        raise ValueError(f"there is no column {column!r}, but {', '.join(map(repr, names)) or 'none'}")
+    if both := [name for name in taken if name in names]:
+        raise ValueError(f"a column is named {both[0]!r}, as one of the output's is: rename it")
+
+
+def _is_table(batch: Any) -> bool:
+    return hasattr(batch, "append_column")
+
+
+def _rows(batch: Any, kept: Any) -> Any:
+    """Some rows of a batch; kept: (N,) bool."""
+    if isinstance(batch, Mapping):
+        return {name: values[kept] for name, values in batch.items()}
+    return batch.filter(kept) if _is_table(batch) else batch[kept]
+
+
+def _with(batch: Any, found: Sequence[Output | Problem]) -> Any:
+    """The batch with four more columns."""
+    good = [one if isinstance(one, Output) else Output([], 0) for one in found]
+    columns: dict[str, list[Any]] = {
+        "output": [one.texts[0] if one.texts else "" for one in good],
+        "outputs": [one.texts for one in good],
+        "tokens": [one.tokens for one in good],
+        "problem": [one.reason if isinstance(one, Problem) else None for one in found],
+    }
+    if not _is_table(batch):
+        arrays = {name: _array(values) for name, values in columns.items()}
+        return {**batch, **arrays} if isinstance(batch, Mapping) else batch.assign(**arrays)
+    import pyarrow as pa
+
+    # Said, as a batch without problems, or without outputs, would have columns of another type than the others.
+    types = {"output": pa.string(), "outputs": pa.list_(pa.string()), "tokens": pa.int64(), "problem": pa.string()}
+    for name, values in columns.items():
+        batch = batch.append_column(name, pa.array(values, types[name]))
+    return batch
+
+
+def _array(values: list[Any]) -> Any:
+    """One dimension, whatever the values are; integers stay such."""
+    if values and all(isinstance(value, int) for value in values):
+        return np.array(values, dtype=np.int64)
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array

@@ -1,0 +1,122 @@
+"""Small requests become batches: those that wait together, of like lengths and with the same options."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Options = TypeVar("Options", bound=Hashable)
+Found = TypeVar("Found")
+
+
+class QueueFull(Exception):
+    """More would wait than may; nothing of the request was taken."""
+
+
+@dataclass(eq=False)
+class _Waiting(Generic[Options, Found]):
+    ids: list[int]
+    options: Options
+    answer: asyncio.Future[Found]
+
+
+class Merger(Generic[Options, Found]):
+    """Merges what is asked for at one time into batches, which a thread of its own generates one after the other.
+
+    While a batch runs, requests gather; then the one that has waited longest goes next, with those of its options
+    whose lengths are closest to its own, as many as make a batch. A request that nobody waits for any more is dropped
+    before its batch begins.
+
+    Args:
+        generate: the answers of some token ids under the same options, in their order; it runs in the thread.
+        batch_tokens: of a batch, padding counted; a longer text is a batch by itself.
+        most: texts that may wait.
+        linger: seconds that a text waits for others where none is under way.
+    """
+
+    def __init__(
+        self,
+        generate: Callable[[list[list[int]], Options], Sequence[Found]],
+        *,
+        batch_tokens: int,
+        most: int,
+        linger: float,
+    ) -> None:
+        self.generate, self.batch_tokens, self.most, self.linger = generate, batch_tokens, most, linger
+        self.waiting: list[_Waiting[Options, Found]] = []
+        self.batches = self.generated = self.dropped = 0
+        self._thread = ThreadPoolExecutor(1, "fastgen-generate")
+        self._task: asyncio.Task[None] | None = None
+
+    async def submit(self, sources: Sequence[list[int]], options: Options) -> list[Found]:
+        """The answers of some texts, in their order.
+
+        Raises:
+            QueueFull: they would be more than may wait.
+        """
+        self._drop()
+        if len(self.waiting) + len(sources) > self.most:
+            raise QueueFull(f"{len(self.waiting)} texts wait, {self.most} at most")
+        loop = asyncio.get_running_loop()
+        asked = [_Waiting[Options, Found](ids, options, loop.create_future()) for ids in sources]
+        self.waiting += asked
+        if self._task is None:
+            self._task = loop.create_task(self._run())
+        return await asyncio.gather(*(one.answer for one in asked))  # which cancels them with the caller
+
+    def check(self) -> None:
+        """Raise RuntimeError where what waits would wait for ever."""
+        if self._task is not None and self._task.done():
+            raise RuntimeError(f"no batch is taken any more: {self._task.exception()!r}")
+
+    async def _run(self) -> None:
+        """Generate until nothing waits."""
+        await asyncio.sleep(self.linger)
+        while batch := self._take():
+            await self._answer(batch)
+        self._task = None
+
+    async def _answer(self, batch: list[_Waiting[Options, Found]]) -> None:
+        self.batches += 1
+        self.generated += len(batch)
+        loop = asyncio.get_running_loop()
+        call: Any = self.generate, [one.ids for one in batch], batch[0].options
+        try:
+            found = await loop.run_in_executor(self._thread, *call)
+            answers = dict(zip(batch, found, strict=True))
+        except Exception as error:  # it is theirs who asked, and not the next batch's affair
+            for one in batch:
+                if not one.answer.done():
+                    one.answer.set_exception(error)
+            return
+        for one, answer in answers.items():
+            if not one.answer.done():  # its client left meanwhile
+                one.answer.set_result(answer)
+
+    def _take(self) -> list[_Waiting[Options, Found]]:
+        """The next batch; none where nothing waits."""
+        self._drop()
+        if not self.waiting:
+            return []
+        oldest = self.waiting[0]
+        length = len(oldest.ids)
+        alike = [one for one in self.waiting if one.options == oldest.options]
+        alike.sort(key=lambda one: abs(len(one.ids) - length))  # stable: the oldest first of equals
+        batch, width = list[_Waiting[Options, Found]](), 0
+        for one in alike:
+            width = max(width, len(one.ids))
+            if batch and width * (len(batch) + 1) > self.batch_tokens:
+                break
+            batch.append(one)
+        taken = set(batch)
+        self.waiting = [one for one in self.waiting if one not in taken]
+        return batch
+
+    def _drop(self) -> None:
+        """Forget what nobody waits for."""
+        kept = [one for one in self.waiting if not one.answer.done()]
+        self.dropped += len(self.waiting) - len(kept)
+        self.waiting = kept

@@ -1,0 +1,53 @@
+"""The Ray Serve deployment: `Api` in replicas, which Serve starts, watches and shares the requests between.
+
+serve run fastgen.ray:app model=FOLDER cpus=2
+python -m fastgen.ray.serve FOLDER --cpus 2
+"""
+
+# Without postponed annotations: Serve makes `app`'s settings of a command's words by the class it sees there.
+from typing import Any
+
+from ray import serve
+from ray.serve.config import BackpressureConfig
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from fastgen.ray.api import Api
+from fastgen.ray.settings import Settings
+
+_TRIES = 2  # to bring a replica up: wrong settings do not become right by trying
+
+
+class Replica:
+    """A model behind HTTP; what it answers is in `fastgen.ray.api`.
+
+    Args:
+        settings: all but what `app` makes of them: replicas, their resources, and Serve's own limits.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.api = Api(settings)
+
+    async def __call__(self, request: Request) -> JSONResponse:
+        answer = await self.api(request.method, request.url.path, await request.body())
+        return JSONResponse(answer.content, answer.status, answer.headers)
+
+    def check_health(self) -> None:
+        """Serve asks this from time to time, and replaces a replica in which it raises."""
+        self.api.check()
+
+
+Server: Any = serve.deployment(Replica, name="Server")
+"""The deployment; `app` gives it the limits and resources of its settings."""
+
+
+def app(settings: Settings) -> serve.Application:
+    """The application of `serve run fastgen.ray:app` and `serve.run`, with the limits of its settings."""
+    return Server.options(
+        num_replicas=settings.replicas,
+        max_ongoing_requests=settings.max_requests,
+        max_queued_requests=settings.max_queued,
+        backpressure_config=BackpressureConfig(status_code=503, retry_after_s=settings.retry_after),
+        max_constructor_retry_count=_TRIES,
+        ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
+    ).bind(settings)

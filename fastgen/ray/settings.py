@@ -1,0 +1,68 @@
+"""What a server is told: one table for Python, `serve run` and the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, Json
+
+from fastgen.corpus.texts import Options
+
+
+class Settings(BaseModel):
+    """The model of a server, how it runs, and what a request may ask for.
+
+    Raises:
+        pydantic.ValidationError: a ValueError; no such setting, or not a value that it can have.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: Path = Field(description="folder of the model and its tokenizer, as every machine sees it")
+    name: str = Field("", description="the model's name in answers (default: the folder's)")
+    generation: Json[dict[str, Any]] | dict[str, Any] = Field(
+        default_factory=dict, description="arguments of generate, as JSON; a request may change some of them"
+    )
+    dtype: str = Field("float32", description="type of the weights, as torch names it")
+    device: str | None = Field(None, description="cpu, cuda or cuda:N (default: cuda where there is one)")
+    prefix: str = Field("", description="text before each source, such as T5's task")
+    append_eos: bool = Field(False, description="end each source with the end token")
+    forced_bos_token: str | None = Field(None, description="the output's first token, by name")
+    batch_tokens: int = Field(4096, ge=1, description="tokens of a batch, padding counted")
+    linger: float = Field(0.005, ge=0, description="seconds that a text waits for others where nothing runs")
+    max_source_tokens: int | None = Field(
+        None, ge=1, description="of a text (default: what the tokenizer says, or 1024)"
+    )
+    max_new_tokens: int = Field(
+        512, ge=1, description="that a request may ask for; without asking it gets no more either"
+    )
+    max_beams: int = Field(8, ge=1, description="that a request may ask for")
+    max_texts: int = Field(64, ge=1, description="of a request")
+    max_bytes: int = Field(1_000_000, ge=1, description="of a request's body")
+    max_waiting: int = Field(1024, ge=1, description="texts that wait in a replica; more are refused (503)")
+    max_requests: int = Field(1024, ge=1, description="requests under way in a replica")
+    max_queued: int = Field(1024, ge=1, description="requests that wait for a replica; more are refused (503)")
+    retry_after: int = Field(1, ge=1, description="seconds after which a refused client is told to come again")
+    replicas: int = Field(1, ge=1, description="actors, each with a model")
+    cpus: float = Field(1.0, ge=0, description="that a replica takes; torch gets as many threads")
+    gpus: float = Field(0.0, ge=0, description="that a replica takes; parts of one are possible")
+
+    @property
+    def shown_name(self) -> str:
+        return self.name or self.model.name
+
+    def options(self) -> Options:
+        """What `TextGenerator` is told."""
+        shared = (
+            "model",
+            "dtype",
+            "device",
+            "prefix",
+            "append_eos",
+            "forced_bos_token",
+            "batch_tokens",
+            "max_source_tokens",
+        )
+        given = {name: getattr(self, name) for name in shared}
+        return Options(**given, generation={"max_new_tokens": self.max_new_tokens} | self.generation)

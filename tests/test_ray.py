@@ -1,0 +1,257 @@
+"""Ray Data: batches of every kind, and whole runs on a cluster of two machines, of which one is lost."""
+
+import gzip
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # before ray is imported
+pytest.importorskip("ray.data", reason="needs fastgen[ray]")
+import pandas as pd
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import ray.data
+from ray.cluster_utils import Cluster
+
+from fastgen.corpus.texts import Options, Output, TextGenerator
+from fastgen.errors import CommandError
+from fastgen.ray import Generator, engine
+from fastgen.ray.folder import Folder
+from fastgen.ray.tables import Tables
+
+MODEL = Path(__file__).parents[1] / "examples/en-es/model"
+GENERATION = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 16}
+TEXTS = [line[:60] for line in (MODEL.parent / "test.en").read_text("utf-8").splitlines()[:96]]
+ARGUMENTS: dict[str, Any] = {"model": MODEL, "generation": GENERATION, "dtype": "float64"}
+
+
+@pytest.fixture(scope="module")
+def outputs() -> list[Output]:
+    found = TextGenerator(Options(**ARGUMENTS))(TEXTS)
+    return [one for one in found if isinstance(one, Output)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    size: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100_000_000}
+    found = Cluster(initialize_head=True, head_node_args=size | {"include_dashboard": False})
+    ray.init(address=found.address, log_to_driver=False)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    found.add_node(**size)
+    yield found
+    ray.shutdown()
+    found.shutdown()
+
+
+@pytest.fixture(scope="module")
+def generator() -> Generator:
+    return Generator(**ARGUMENTS)
+
+
+def _columns(batch: Any) -> dict[str, list[Any]]:
+    if isinstance(batch, pa.Table):
+        return batch.to_pydict()
+    return {name: [None if value is np.nan else value for value in batch[name]] for name in batch}
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+KINDS = {
+    "numpy": lambda columns: {name: np.array(values) for name, values in columns.items()},
+    "pyarrow": pa.table,
+    "pandas": pd.DataFrame,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_of_every_kind(kind: str, generator: Generator, outputs: list[Output]) -> None:
+    batch = KINDS[kind]({"id": [5, 6, 7], "text": TEXTS[:3]})
+    made = generator(batch)
+    assert type(made) is type(batch)
+    found = _columns(made)
+    assert list(found) == ["id", "text", "output", "outputs", "tokens", "problem"]
+    assert found["id"] == [5, 6, 7]
+    assert found["output"] == [one.texts[0] for one in outputs[:3]]
+    assert [list(texts) for texts in found["outputs"]] == [one.texts for one in outputs[:3]]
+    assert found["tokens"] == [one.tokens for one in outputs[:3]]
+    assert found["problem"] == [None] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_error(kind: str, generator: Generator, outputs: list[Output], monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = KINDS[kind]({"text": [TEXTS[0], "", TEXTS[2]]})
+    assert _columns(generator(batch))["output"] == [outputs[0].texts[0], "", outputs[2].texts[0]]
+    assert _columns(generator(batch))["problem"] == [None, "there is no text", None]
+    monkeypatch.setattr(generator, "on_error", "skip")
+    assert _columns(generator(batch))["output"] == [outputs[0].texts[0], outputs[2].texts[0]]
+    monkeypatch.setattr(generator, "on_error", "fail")
+    with pytest.raises(CommandError, match="1 of 3 texts have no output, the first: there is no text"):
+        generator(batch)
+
+
+def test_a_batch_that_has_no_texts(generator: Generator) -> None:
+    assert _columns(generator(pa.table({"text": pa.array([None], pa.string())})))["problem"] == ["there is no text"]
+    assert len(generator(pa.table({"text": pa.array([], pa.string())}))) == 0
+    with pytest.raises(ValueError, match="no column 'text', but 'line'"):
+        generator({"line": np.array(["a"])})
+    with pytest.raises(ValueError, match="named 'tokens'"):
+        generator(pa.table({"text": ["a"], "tokens": [1]}))
+    with pytest.raises(TypeError, match="holds 3, a int"):
+        generator(pa.table({"text": [3]}))
+    with pytest.raises(ValueError, match="on_error='ignore'"):
+        Generator(MODEL, on_error="ignore")  # type: ignore[arg-type]
+
+
+def test_map_batches(cluster: Cluster, outputs: list[Output]) -> None:
+    rows = [{"id": i, "text": "" if i == 20 else text} for i, text in enumerate(TEXTS[:24])]
+    made = ray.data.from_items(rows).map_batches(
+        Generator,
+        fn_constructor_kwargs={**ARGUMENTS, "on_error": "empty"},
+        compute=ray.data.ActorPoolStrategy(size=1),
+        num_cpus=0.5,
+        batch_size=7,
+    )
+    found = sorted(made.take_all(), key=lambda row: row["id"])
+    assert [row["id"] for row in found] == list(range(24))
+    assert [row["output"] for row in found] == ["" if i == 20 else outputs[i].texts[0] for i in range(24)]
+    assert [i for i in range(24) if found[i]["problem"]] == [20]
+
+
+def test_formats_and_problems(cluster: Cluster, outputs: list[Output], tmp_path: Path) -> None:
+    table = pa.table({"id": list(range(8)), "source": [*TEXTS[:3], None, *TEXTS[4:8]]})
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    run: dict[str, Any] = {"input": str(tmp_path / "in.parquet"), "column": "source", "cpus": 0.5}
+    with pytest.raises(CommandError, match="row 4: there is no text"):
+        engine.run(Options(**ARGUMENTS), output=str(tmp_path / "out"), **run)
+    assert [file.name for file in tmp_path.iterdir()] == ["in.parquet"]  # neither an output nor a part of it
+    summary = engine.run(
+        Options(**ARGUMENTS), output=str(tmp_path / "out"), on_error="skip", output_format="csv", **run
+    )
+    assert (summary.rows, summary.problems, summary.examples) == (8, 1, [(4, "there is no text")])
+    found = pyarrow.csv.read_csv(tmp_path / "out" / summary.parts[0]).to_pydict()
+    assert found["id"] == [0, 1, 2, 4, 5, 6, 7]
+    assert found["number"] == [1, 2, 3, 5, 6, 7, 8]
+    assert found["output"] == [outputs[i].texts[0] for i in (0, 1, 2, 4, 5, 6, 7)]
+    with pytest.raises(CommandError, match="holds files already"):
+        engine.run(Options(**ARGUMENTS), output=str(tmp_path / "out"), **run)
+
+
+def test_a_lost_machine_loses_no_row_and_doubles_none(
+    cluster: Cluster, outputs: list[Output], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").mkdir()
+    for part in range(2):  # of which the second's rows are numbered behind the first's
+        (tmp_path / f"in/{part}.txt").write_text("".join(f"{text}\n" for text in TEXTS[part * 48 : part * 48 + 48]))
+    (node,) = (node for node in cluster.list_all_nodes() if not node.head)
+    lost: list[list[str]] = []
+    counted = engine._counted
+
+    def losing(*args: Any) -> Any:
+        if not lost:
+            actors = ray._private.state.actors().values()
+            models = [one for one in actors if "_Reporting" in one["ActorClassName"] and one["State"] == "ALIVE"]
+            lost.append([one["Address"]["NodeID"] for one in models])
+            cluster.remove_node(node, allow_graceful=False)
+        return counted(*args)
+
+    monkeypatch.setattr(engine, "_counted", losing)
+    summary = engine.run(
+        Options(**ARGUMENTS), input=str(tmp_path / "in"), output=str(tmp_path / "out"), output_format="jsonl",
+        workers=(2, 2), cpus=1.0, rows=4, rows_per_file=40,
+    )  # fmt: skip
+    assert node.node_id in lost[0]  # one of the models was there, with blocks of its own
+    _wait(lambda: [one["NodeID"] for one in ray.nodes() if one["Alive"]] == [cluster.head_node.node_id])
+    rows = [json.loads(line) for part in summary.parts for line in (tmp_path / "out" / part).read_text().splitlines()]
+    assert [row["number"] for row in rows] == list(range(1, 97))
+    assert [row["text"] for row in rows] == TEXTS
+    assert [(row["output"], row["outputs"], row["tokens"]) for row in rows] == [
+        (one.texts[0], one.texts, one.tokens) for one in outputs
+    ]
+    assert len(summary.parts) == 3
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "_SUCCESS", *summary.parts, "summary.json",
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "out/summary.json").read_text())["tokens"] == sum(one.tokens for one in outputs)
+    assert summary.hits["transformers.beam_search"] > 0
+    assert summary.fallbacks == {}
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "shown"),
+    [
+        ({"workers": (2, 1)}, ValueError, r"workers = \(2, 1\)"),
+        ({"rows": 0}, ValueError, "rows = 0"),
+        ({"on_error": "ignore"}, ValueError, "on_error='ignore'"),
+        ({"input": "nowhere.txt"}, CommandError, "no such file"),
+        ({"input": "in"}, CommandError, "format is not told by names"),
+        ({"input": "empty"}, CommandError, "format is not told by names"),
+        ({"column": "line"}, CommandError, "in/a.txt: there is no column 'line', but 'text'"),
+        ({"output_format": "xml"}, CommandError, "'xml' must be one of"),
+    ],
+)
+def test_what_cannot_be_run(
+    changed: dict[str, Any], error: type[Exception], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    Path("empty").mkdir()
+    for name in ("a.txt", "a.csv"):
+        Path("in", name).write_text("text\na\n")
+    arguments: dict[str, Any] = {"input": "in/a.txt", "output": "out"} | changed
+    with pytest.raises(error, match=shown):
+        engine.run(Options(**ARGUMENTS), **arguments)
+    assert not Path("out").exists()
+
+
+def test_tables(tmp_path: Path) -> None:
+    """Rows in the order of the files' names, from every format."""
+    (tmp_path / "b.txt").write_bytes("\ufeffa\u2028b\r\n\n\x85c".encode())  # lines end at line feeds alone
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"d\ne\n"))
+    (tmp_path / "_SUCCESS").touch()
+    found = list(Tables(str(tmp_path)).read(2))
+    assert [table["text"].to_pylist() for table in found] == [["a\u2028b", ""], ["\x85c"], ["d", "e"]]
+    rows = [{"id": i, "text": f"one\ntwo {i}"} for i in range(5)]
+    table = pa.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    pyarrow.csv.write_csv(table, tmp_path / "a.csv")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("a.parquet", "a.csv", "a.jsonl"):
+        tables = list(Tables(f"file://{tmp_path}/{name}").read(2))
+        assert [row for table in tables for row in table.to_pylist()] == rows, name
+        assert [len(table) for table in tables] == [2, 2, 1], name
+    (tmp_path / "a.jsonl").write_text("{")
+    with pytest.raises(CommandError, match=r"a\.jsonl: Expecting"):
+        list(Tables(str(tmp_path / "a.jsonl")).read(2))
+
+
+def test_where_folders_cannot_be_renamed_the_mark_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastgen.ray.folder._MOVES_FOLDERS", ())
+    folder = Folder(f"file://{tmp_path}/out", "jsonl")
+    folder.write(pa.table({"output": ["a"], "outputs": [["a"]]}))
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["part-000000.jsonl"]
+    folder.finish({"rows": 1})
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"part-000000.jsonl", "summary.json", "_SUCCESS"}
+
+
+def test_an_output_that_came_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    first, second = (Folder(str(tmp_path / "out"), "txt") for _ in range(2))
+    for folder, text in ((first, "one\ntwo"), (second, "other")):
+        folder.write(pa.table({"output": [text]}))
+    first.finish({})
+    with pytest.raises(CommandError, match=f"holds files already.*the finished output is {second.scratch}"):
+        second.finish({})
+    second.discard()  # which leaves what is finished
+    assert (Path(second.scratch) / "part-000000.txt").read_text() == "other\n"
+    assert (tmp_path / "out/part-000000.txt").read_text() == "one two\n"

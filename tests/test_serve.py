@@ -1,0 +1,318 @@
+"""Serving: requests are merged and each is answered as if it were alone; limits; a real server on a free port."""
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray.serve", reason="needs fastgen[ray]")
+import httpx
+
+from fastgen.corpus.texts import Options, Output, TextGenerator
+from fastgen.errors import CommandError
+from fastgen.ray import app
+from fastgen.ray.api import Answer, Api
+from fastgen.ray.merging import Merger, QueueFull
+from fastgen.ray.serve import main
+from fastgen.ray.settings import Settings
+
+MODEL = Path(__file__).parents[1] / "examples/en-es/model"
+TEXTS = (MODEL.parent / "test.en").read_text("utf-8").splitlines()[:24]
+GENERATION = {"num_beams": 2, "max_new_tokens": 24}
+LIMITS: dict[str, Any] = {
+    "max_source_tokens": 200, "max_new_tokens": 64, "max_beams": 4, "max_texts": 30, "max_waiting": 25,
+    "max_bytes": 20_000, "retry_after": 7,
+}  # fmt: skip
+
+
+def _alone(texts: list[str], **generation: Any) -> list[str]:
+    generator = TextGenerator(Options(MODEL, GENERATION | generation, dtype="float64"))
+    found = [generator([text])[0] for text in texts]
+    return [one.texts[0] for one in found if isinstance(one, Output)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[str]:
+    return _alone(TEXTS)
+
+
+@pytest.fixture
+def api() -> Api:
+    return Api(Settings(model=MODEL, name="en-es", dtype="float64", generation=GENERATION, **LIMITS))
+
+
+def _post(api: Api, **body: Any) -> Any:
+    return api("POST", "/generate", json.dumps(body).encode())
+
+
+def test_merged_requests_are_answered_as_if_alone(api: Api, alone: list[str]) -> None:
+    wide = _alone(TEXTS[:3], num_beams=3)
+
+    async def ask() -> tuple[list[Answer], Answer]:
+        single = [_post(api, text=text) for text in TEXTS[:20]]
+        *first, last = await asyncio.gather(*single, _post(api, texts=TEXTS[:3], options={"num_beams": 3}))
+        return first, last
+
+    answers, several = asyncio.run(ask())
+    assert [answer.content["output"] for answer in answers] == alone[:20]
+    assert [one["output"] for one in several.content["answers"]] == wide
+    assert {answer.status for answer in answers} == {several.status} == {200}
+    assert {answer.content["model"] for answer in answers} == {"en-es"}
+    assert (api.merger.batches, api.merger.generated) == (2, 23)  # one for each set of options
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "shown"),
+    [
+        ({}, 400, "either text or texts"),
+        ({"text": "a", "texts": ["a"]}, 400, "either text or texts"),
+        ({"text": " "}, 400, "text 1 is empty"),
+        ({"texts": ["a", ""]}, 400, "text 2 is empty"),
+        ({"texts": []}, 400, "texts: "),
+        ({"text": 3}, 400, "text: "),
+        ({"text": "a", "beams": 3}, 400, "beams: "),
+        ({"text": "a", "options": {"do_sample": True}}, 400, "options.do_sample"),
+        ({"text": "a", "options": {"num_beams": "3"}}, 400, "options.num_beams"),
+        ({"text": "a", "options": {"num_beams": 5}}, 400, "num_beams = 5, 4 at most"),
+        ({"text": "a", "options": {"max_new_tokens": 65}}, 400, "max_new_tokens = 65, 64 at most"),
+        ({"text": "a", "options": {"num_return_sequences": 3}}, 400, "num_return_sequences = 3, 2 at most"),
+        ({"text": "list " * 300}, 413, "tokens, 200 at most"),
+        ({"texts": ["a"] * 31}, 413, "31 texts, 30 at most"),
+        ({"text": "a" * 20_001}, 413, "bytes, 20000 at most"),
+        ({"texts": ["a"] * 26}, 503, "0 texts wait, 25 at most"),
+    ],
+)
+def test_limits(api: Api, body: dict[str, Any], status: int, shown: str) -> None:
+    answer = asyncio.run(_post(api, **body))
+    assert answer.status == status, answer
+    assert shown in answer.content["error"]
+    assert answer.headers == ({"Retry-After": "7"} if status == 503 else {})
+    assert api.merger.batches == 0
+
+
+def test_what_is_no_request(api: Api) -> None:
+    assert asyncio.run(api("POST", "/generate", b"{")).status == 400
+    assert asyncio.run(api("GET", "/generate")).status == 405
+    assert asyncio.run(api("GET", "/elsewhere")).status == 404
+
+
+def test_a_text_that_fails_leaves_the_others(api: Api, alone: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = api.generator.model.generate
+    (bad,) = api.generator.encode([TEXTS[2]])
+
+    def failing(input_ids: Any, **kwargs: Any) -> Any:
+        if any(row[: len(bad)] == bad for row in input_ids.tolist()):
+            raise RuntimeError("no such text")
+        return generate(input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(api.generator.model, "generate", failing)
+
+    async def ask() -> list[Answer]:
+        return await asyncio.gather(*(_post(api, text=text) for text in TEXTS[:5]), _post(api, texts=TEXTS[1:3]))
+
+    *single, several = asyncio.run(ask())
+    assert [answer.status for answer in single] == [200, 200, 500, 200, 200]
+    assert single[2].content["error"] == "RuntimeError: no such text"
+    assert [single[i].content["output"] for i in (0, 1, 3, 4)] == [alone[i] for i in (0, 1, 3, 4)]
+    assert several.content["answers"][0]["output"] == alone[1]
+    assert several.content["answers"][1] == {"problem": "RuntimeError: no such text"}
+
+
+def test_arguments_that_the_model_refuses_are_found_at_the_start() -> None:
+    with pytest.raises(CommandError, match=r"cannot generate: .*num_beams"):
+        Api(Settings(model=MODEL, generation={"num_beams": 2, "num_return_sequences": 3}))
+
+
+class _Model:
+    """Stands for a model: notes its batches, and waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.may_go_on = asyncio.Event()
+        self.loop = asyncio.get_running_loop()
+
+    def __call__(self, sources: list[list[int]], options: str) -> list[str]:
+        self.batches.append([len(source) for source in sources])
+        asyncio.run_coroutine_threadsafe(self.may_go_on.wait(), self.loop).result(10)
+        if options == "bad":
+            raise RuntimeError("out of order")
+        return [f"{options}{len(source)}" for source in sources]
+
+
+def _merger(model: Callable[..., Any], **changed: Any) -> Merger[str, str]:
+    return Merger(model, **{"batch_tokens": 20, "most": 100, "linger": 0.0} | changed)
+
+
+def _submitted(merger: Merger[str, str], lengths: list[int], options: str = "a") -> list["asyncio.Task[list[str]]"]:
+    return [asyncio.create_task(merger.submit([[7] * length], options)) for length in lengths]
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_batches_are_of_like_lengths_and_the_oldest_goes_first() -> None:
+    async def run() -> None:
+        model = _Model()
+        merger = _merger(model)
+        tasks = _submitted(merger, [1])
+        await _until(lambda: len(model.batches) == 1)  # it runs, and the next ones gather
+        tasks += _submitted(merger, [4, 9, 5, 30, 3, 8])
+        tasks += _submitted(merger, [4], "b")
+        await asyncio.sleep(0)
+        model.may_go_on.set()
+        answers = [(await task)[0] for task in tasks]
+        assert answers == ["a1", "a4", "a9", "a5", "a30", "a3", "a8", "b4"]
+        assert model.batches == [[1], [4, 5, 3], [9, 8], [30], [4]]
+
+    asyncio.run(run())
+
+
+def test_what_nobody_waits_for_is_not_generated() -> None:
+    async def run() -> None:
+        model = _Model()
+        merger = _merger(model)
+        running = _submitted(merger, [1, 1])
+        await _until(lambda: len(model.batches) == 1)
+        waiting = _submitted(merger, [2, 3, 4])
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        running[0].cancel()  # under way already: its answer is nobody's
+        await asyncio.sleep(0)
+        model.may_go_on.set()
+        assert [await task for task in (running[1], waiting[0], waiting[2])] == [["a1"], ["a2"], ["a4"]]
+        assert model.batches == [[1, 1], [2, 4]]
+        assert (merger.dropped, merger.generated) == (1, 4)
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_refuses_and_recovers() -> None:
+    async def run() -> None:
+        model = _Model()
+        merger = _merger(model, most=3)
+        tasks = _submitted(merger, [1])
+        await _until(lambda: len(model.batches) == 1)
+        tasks += _submitted(merger, [2, 2])
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="2 texts wait, 3 at most"):
+            await merger.submit([[7], [7]], "a")  # both or none
+        model.may_go_on.set()
+        assert [await task for task in tasks] == [["a1"], ["a2"], ["a2"]]
+        assert await merger.submit([[7], [7]], "a") == ["a1", "a1"]
+
+    asyncio.run(run())
+
+
+def test_an_error_is_its_own_batch_s() -> None:
+    async def run() -> None:
+        model = _Model()
+        model.may_go_on.set()
+        merger = _merger(model)
+        bad, good = _submitted(merger, [2], "bad"), _submitted(merger, [2])
+        with pytest.raises(RuntimeError, match="out of order"):
+            await bad[0]
+        assert await good[0] == ["a2"]
+        merger.check()
+
+    asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("serve") / "log"
+    command = [sys.executable, "-m", "fastgen.ray.serve", str(MODEL), "--port", str(port), "--dtype", "float64"]
+    command += ["--generation", json.dumps(GENERATION), "--max-waiting", "40", "--name", "en-es", "--retry-after", "7"]
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "FASTGEN_STRICT": "1"}
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment)
+    assert process.stdout is not None
+    ready = process.stdout.readline()
+    assert "serving en-es" in ready, log.read_text()[-3000:]
+    yield f"http://127.0.0.1:{port}"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
+def test_server(server: str, alone: list[str]) -> None:
+    async def ask() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server, timeout=60) as client:
+            return await asyncio.gather(*(client.post("/generate", json={"text": text}) for text in TEXTS))
+
+    assert [answer.json()["output"] for answer in asyncio.run(ask())] == alone
+    with httpx.Client(base_url=server, timeout=60) as client:
+        assert client.get("/-/healthz").text == "success"
+        health = client.get("/health").json()
+        assert (health["status"], health["model"]) == ("ok", "en-es")
+        status = client.get("/status").json()
+        assert status["texts"]["generated"] == len(TEXTS)
+        assert status["texts"]["batches"] < len(TEXTS)
+        (row,) = (row for row in status["fastgen"]["rows"] if row["name"] == "transformers.beam_search")
+        assert row["hits"] > 0
+        assert row["fallbacks"] == {}
+        assert client.post("/generate", json={"text": "a " * 600}).status_code == 413
+        assert client.post("/generate", content=b"{").status_code == 400
+        full = client.post("/generate", json={"texts": ["a"] * 41})
+        assert (full.status_code, full.headers["Retry-After"]) == (503, "7")
+
+
+def test_a_client_that_leaves_frees_its_rows(server: str) -> None:
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=server, timeout=60) as client:
+
+            async def texts() -> dict[str, int]:
+                return (await client.get("/status")).json()["texts"]
+
+            before = await texts()
+            long = {"texts": [text * 2 for text in TEXTS], "options": {"num_beams": 6, "max_new_tokens": 100}}
+            busy = asyncio.create_task(client.post("/generate", json=long))
+            await _eventually(lambda: texts(), lambda found: found["batches"] > before["batches"])
+            leaving = httpx.AsyncClient(base_url=server, timeout=60)
+            tasks = [asyncio.create_task(leaving.post("/generate", json={"text": "a"})) for _ in range(5)]
+            await _eventually(lambda: client.get("/health"), lambda found: found.json()["waiting"] == 5)
+            for task in tasks:
+                task.cancel()
+            await leaving.aclose()
+            assert (await busy).status_code == 200
+            assert (await client.post("/generate", json={"text": "a"})).status_code == 200
+            after = await texts()
+            assert after["dropped"] - before["dropped"] == 5
+            assert after["generated"] - before["generated"] == len(TEXTS) + 1
+
+    asyncio.run(run())
+
+
+async def _eventually(ask: Callable[[], Any], right: Callable[[Any], bool]) -> None:
+    end = time.monotonic() + 20
+    while not right(found := await ask()):
+        assert time.monotonic() < end, found
+        await asyncio.sleep(0.01)
+
+
+def test_command_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "config.json is missing" in capsys.readouterr().err
+    assert main([str(MODEL), "--batch-tokens", "0"]) == 2
+    assert "batch_tokens" in capsys.readouterr().err
+
+
+def test_serve_run_makes_the_settings_of_words() -> None:
+    """Ray Serve looks at the class that is annotated, which must not be its name in a string."""
+    assert inspect.signature(app).parameters["settings"].annotation is Settings
+    found = Settings(model=str(MODEL), cpus="2", append_eos="true", generation='{"num_beams": 4}')  # type: ignore[arg-type]
+    assert (found.cpus, found.append_eos, found.generation) == (2.0, True, {"num_beams": 4})
