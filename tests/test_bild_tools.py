@@ -29,6 +29,7 @@ from fastgen import config
 from fastgen.cli import main
 from fastgen.cli.bild import align, outputs, pair, quality, sweep, tune
 from fastgen.cli.bild.finetune import collate, examples
+from fastgen.corpus.identity import digest
 from fastgen.corpus.models import load_tokenizer
 from fastgen.errors import CommandError
 
@@ -249,13 +250,13 @@ def test_changed_weights_and_texts_are_noticed(folder: Path, tmp_path: Path) -> 
     model, text = tmp_path / "model", tmp_path / "text"
     marian(16, 0).save_pretrained(model)
     text.write_text("a")
-    before = outputs.digest(model), outputs.digest(text)
+    before = digest(model), digest(text)
     (model / "README.md").write_text("of no weight")
-    assert outputs.digest(model) == before[0]
+    assert digest(model) == before[0]
     marian(16, 5).save_pretrained(model)
     text.write_text("b")
-    assert outputs.digest(model) != before[0]
-    assert outputs.digest(text) != before[1]
+    assert digest(model) != before[0]
+    assert digest(text) != before[1]
 
 
 # ---- what the user has to mend

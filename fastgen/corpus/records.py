@@ -32,6 +32,11 @@ class Record:
 class Source(Protocol):
     """Where records come from."""
 
+    @property
+    def once(self) -> bool:
+        """Whether it can be read one time only, as standard input."""
+        ...
+
     def records(self) -> Iterator[Record]:
         """The records in their order, from the first; each call begins anew, where the source can be read twice."""
         ...

@@ -34,6 +34,7 @@ class Options:
         append_eos: end each source with the end token, for tokenizers that do not.
         prefix: text before each source, such as T5's task.
         forced_bos_token: the output's first token, by name, such as NLLB's language.
+        seed: of what is drawn where `generation` samples; each block draws from a state of its own.
     """
 
     model: Path
@@ -47,6 +48,7 @@ class Options:
     append_eos: bool = False
     prefix: str = ""
     forced_bos_token: str | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.bild import outputs, pair
 from fastgen.corpus import models
+from fastgen.corpus.identity import digest
 from fastgen.errors import CommandError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     small = pair.load_model(args.small, "cpu", "float32")
     _check_writable(small, args.small)
     header = {
-        "large": outputs.digest(args.large), "input": outputs.digest(args.input), "lines": len(lines),
+        "large": digest(args.large), "input": digest(args.input), "lines": len(lines),
         "append_eos": args.append_eos, "max_source_tokens": args.max_source_tokens,
         "max_new_tokens": args.max_new_tokens, "dtype": args.dtype,
     }  # fmt: skip

@@ -6,17 +6,16 @@ JSON. Its name ends in `.part` until the last one is there.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from fastgen.corpus.identity import differences
 from fastgen.errors import CommandError
 
 Header = dict[str, Any]
 Outputs = list[list[int]]
-_MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
 
 
 def finished(file: Path, header: Header, make: Callable[[int], Iterable[list[int]]], restart: bool) -> Outputs:
@@ -54,17 +53,6 @@ def finished(file: Path, header: Header, make: Callable[[int], Iterable[list[int
     return done
 
 
-def digest(path: Path) -> str:
-    """What tells a file, or the files of a model's folder, from any other."""
-    whole = hashlib.sha256()
-    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in _MODEL_FILES)
-    for file in files:
-        with file.open("rb") as stream:
-            name = "" if file == path else file.name
-            whole.update(f"{name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
-    return whole.hexdigest()[:16]
-
-
 def _line(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
@@ -80,12 +68,7 @@ def _read(file: Path, header: Header) -> tuple[Outputs, int]:
         found, outputs = None, []
     if not isinstance(found, dict) or not all(isinstance(tokens, list) for tokens in outputs):
         raise CommandError(f"{file} does not hold outputs of a large model; --restart makes them anew")
-    changed = [f"{name} was {_shown(found, name)} and is {_shown(header, name)}"
-               for name in header | found if found.get(name) != header.get(name)]  # fmt: skip
+    changed = differences(found, header)
     if changed:
         raise CommandError(f"{file} was made otherwise: {'; '.join(changed)}. --restart makes its outputs anew")
     return outputs, file.stat().st_size - len(torn)
-
-
-def _shown(header: Header, name: str) -> Any:
-    return header.get(name, "not there")

@@ -1,0 +1,39 @@
+"""What outputs depend on, as JSON: digests of files, and what differs between two runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
+_MISSING = "not there"
+
+
+def digest(path: Path) -> str:
+    """What tells a file, or the files of a model's folder, from any other."""
+    whole = hashlib.sha256()
+    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in _MODEL_FILES)
+    for file in files:
+        with file.open("rb") as stream:
+            name = "" if file == path else file.name
+            whole.update(f"{name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()[:16]
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between the headers of two runs, in words; a mapping's values are told one by one."""
+    before, after = _flat(was), _flat(now)
+    return [
+        f"{name} was {before.get(name, _MISSING)} and is {after.get(name, _MISSING)}"
+        for name in after | before
+        if before.get(name, _MISSING) != after.get(name, _MISSING)
+    ]
+
+
+def _flat(header: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in header.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found

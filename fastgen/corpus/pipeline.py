@@ -1,0 +1,124 @@
+"""Three stages beside each other: a thread reads ahead, the caller's makes, another one writes behind; all in order.
+
+An exception of any stage ends the run and comes out in the caller's thread, once what was made before it is written.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from queue import Full, Queue
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+DEPTH = 2
+"""Items that wait between two stages at most."""
+
+
+@dataclass
+class Waits:
+    """Seconds in which nothing was made: there was nothing to read, or too much to be written."""
+
+    reading: float = 0.0
+    writing: float = 0.0
+
+
+def run(items: Iterable[T], make: Callable[[T], S], write: Callable[[S], None], waits: Waits) -> None:
+    """Write what is made of each item.
+
+    Args:
+        items: iterated in a thread, `DEPTH` ahead.
+        make: called in this thread.
+        write: called in a thread, item after item; after it has failed, no more.
+        waits: is added to.
+    """
+    ahead, behind = _Ahead(items), _Behind(write)
+    begin = time.perf_counter()
+    try:
+        for item in ahead:
+            waits.reading += time.perf_counter() - begin
+            made = make(item)
+            begin = time.perf_counter()
+            behind.put(made)
+            waits.writing += time.perf_counter() - begin
+            begin = time.perf_counter()
+        waits.reading += time.perf_counter() - begin
+    finally:
+        ahead.close()
+        begin = time.perf_counter()
+        behind.close()
+        waits.writing += time.perf_counter() - begin
+
+
+class _Ahead(Generic[T]):
+    """Iterates in a thread. The thread is a daemon: a source that never answers must not keep a run from ending."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._queue: Queue[tuple[list[T], BaseException | None]] = Queue(DEPTH)
+        self._closed = threading.Event()
+        threading.Thread(target=self._fill, args=(items,), name="fastgen-reading", daemon=True).start()
+
+    def __iter__(self) -> Iterator[T]:
+        while True:
+            found, error = self._queue.get()
+            if error is not None:
+                raise error
+            if not found:
+                return
+            yield found[0]
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _fill(self, items: Iterable[T]) -> None:
+        try:
+            for item in items:
+                self._put(([item], None))
+                if self._closed.is_set():
+                    return
+            self._put(([], None))
+        except BaseException as error:
+            self._put(([], error))
+
+    def _put(self, what: tuple[list[T], BaseException | None]) -> None:
+        while not self._closed.is_set():
+            try:
+                self._queue.put(what, timeout=0.1)
+            except Full:
+                continue
+            return
+
+
+class _Behind(Generic[S]):
+    """Writes in a thread."""
+
+    def __init__(self, write: Callable[[S], None]) -> None:
+        self._write = write
+        self._queue: Queue[list[S]] = Queue(DEPTH)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._drain, name="fastgen-writing", daemon=True)
+        self._thread.start()
+
+    def put(self, item: S) -> None:
+        if self._error is not None:
+            raise self._error
+        self._queue.put([item])
+
+    def close(self) -> None:
+        """Wait until all is written; raise what was raised there."""
+        self._queue.put([])
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _drain(self) -> None:
+        while item := self._queue.get():
+            if self._error is None:  # behind what could not be written nothing is, so that there is no gap
+                try:
+                    self._write(item[0])
+                except BaseException as error:
+                    self._error = error
