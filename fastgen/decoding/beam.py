@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.cache import Ancestry
+from fastgen.decoding.leaving import closed_up, may_leave
 from fastgen.decoding.rules import BeamRule, Merged
 from fastgen.decoding.stop import Stop
-from fastgen.decoding.text import Edit, Text, closed_up, edited, may_leave, sparse
+from fastgen.decoding.text import Edit, Text, edited, sparse
 from fastgen.models.memory import Memory
 from fastgen.ops.dispatch import runs_kernels
 from fastgen.ops.kbest import best_of_log_probs, kbest

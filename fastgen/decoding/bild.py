@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastgen.decoding.leaving import closed_up, may_leave
 from fastgen.decoding.pace import Pace
 from fastgen.decoding.policies import Place, Policy
 from fastgen.decoding.stop import Stop
-from fastgen.decoding.text import Edit, NGramBlock, Text, closed_up, edited, may_leave
+from fastgen.decoding.text import Edit, NGramBlock, Text, edited
 from fastgen.models.ragged import Span
 
 

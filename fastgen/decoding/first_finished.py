@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.text import Text, closed_up, may_leave
+from fastgen.decoding.leaving import closed_up, may_leave
+from fastgen.decoding.text import Text
 from fastgen.ops.cache import reorder_rows_
 from fastgen.ops.kbest import SparseEdits, best_of_log_probs, kbest
 from fastgen.ops.tables import Table, extend_rows_

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.beam import Stepper, Trace
+from fastgen.decoding.leaving import closed_up, may_leave
 from fastgen.decoding.stop import Stop
-from fastgen.decoding.text import Edit, Text, closed_up, edited, may_leave
+from fastgen.decoding.text import Edit, Text, edited
 from fastgen.ops.kbest import argmax
 
 

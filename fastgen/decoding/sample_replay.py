@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fastgen.decoding.beam import Stepper
 from fastgen.decoding.choices import Choices
+from fastgen.decoding.leaving import may_leave
 from fastgen.decoding.sample import Sampling
-from fastgen.decoding.text import Text, edited, may_leave, phases
+from fastgen.decoding.text import Text, edited, phases
 from fastgen.models import graph
 from fastgen.ops.kbest import argmax
 

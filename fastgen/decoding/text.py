@@ -40,21 +40,6 @@ class Edit(Protocol):
     def __call__(self, scores: Tensor, text: Text) -> Tensor: ...
 
 
-def closed_up(count: int, leaving: Sequence[int]) -> list[int]:
-    """Say who stays of `count` rows: the last ones take the places of those that leave, so that few move."""
-    gone, left = set(leaving), count - len(leaving)
-    last = iter(row for row in range(left, count) if row not in gone)
-    return [next(last) if place in gone else place for place in range(left)]
-
-
-def may_leave(leaving: int, count: int, captured: bool = False) -> bool:
-    """Say whether enough of `count` sentences have finished for them to leave, which moves some of the others.
-
-    captured: whether decode steps are captured too, as they are anew for fewer rows.
-    """
-    return leaving > 0 and leaving * (4 if captured else 8) >= count
-
-
 @dataclass
 class NGramBlock:
     """Ban tokens that would repeat an n-gram of their row, prompt and padding included, or of a source.
@@ -278,10 +263,26 @@ class Penalty:
 
 @dataclass
 class Force:
-    """Leave only one token, with score 0, at the lengths for which `active` holds; at others the scores pass."""
+    """Leave only one token, with score 0, at the lengths for which `active` holds; at others the scores pass.
+
+    tokens: of all rows; those that are left, where they are several.
+    by_sentence: tokens (B,) has one of each sentence instead, all of which are there at these lengths.
+    """
 
     tokens: Tensor
     active: Callable[[int], bool]
+    by_sentence: bool = False
+
+    @property
+    def single(self) -> bool:
+        """Whether each row has one token left."""
+        return self.by_sentence or self.tokens.numel() == 1
+
+    def of_rows(self, rows: int) -> Tensor:
+        """The one token (R,) of each row."""
+        if not self.by_sentence:
+            return self.tokens.expand(rows)
+        return self.tokens.repeat_interleave(rows // len(self.tokens), output_size=rows)
 
     def idle(self, text: Text) -> bool:
         return not self.active(text.length)
@@ -290,7 +291,10 @@ class Force:
         if self.active(text.length):
             self.tokens = self.tokens.to(scores.device)
             scores = torch.full_like(scores, -torch.inf)
-            scores[:, self.tokens] = 0
+            if self.by_sentence:
+                scores.scatter_(1, self.of_rows(len(scores))[:, None], 0.0)
+            else:
+                scores[:, self.tokens] = 0
         return scores
 
 
@@ -346,7 +350,7 @@ def sparse(edits: Sequence[Edit], text: Text, vocabulary: int) -> SparseEdits | 
     active = [edit for edit in edits if not edit.idle(text)]
     bans = [edit for edit in active if isinstance(edit, NGramBlock | Ban | Only)]
     changing = [edit for edit in active if isinstance(edit, Shift | SequenceShift | Penalty)]
-    forcing = [edit for edit in active if isinstance(edit, Force) and edit.tokens.numel() == 1]
+    forcing = [edit for edit in active if isinstance(edit, Force) and edit.single]
     if len(bans) + len(changing) + len(forcing) < len(active) or len(changing) > 1 or len(forcing) > 1:
         return None
     if forcing and active[-1] is not forcing[0]:  # what comes later may ban or change the forced token
@@ -360,7 +364,7 @@ def sparse(edits: Sequence[Edit], text: Text, vocabulary: int) -> SparseEdits | 
     return SparseEdits(
         changing[0].changes(text, vocabulary) if changing else None,
         mask,
-        forcing[0].tokens.expand(rows) if forcing else None,
+        forcing[0].of_rows(rows) if forcing else None,
     )
 
 
@@ -368,7 +372,7 @@ def all_sparse(edits: Sequence[Edit]) -> bool:
     """Whether each of the edits is of few tokens."""
     return all(
         isinstance(edit, NGramBlock | Ban | Shift | SequenceShift | Penalty)
-        or (isinstance(edit, Force) and edit.tokens.numel() == 1)
+        or (isinstance(edit, Force) and edit.single)
         for edit in edits
     )
 

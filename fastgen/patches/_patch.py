@@ -58,8 +58,8 @@ class Patch:
         inner: whether it only serves the plan of an outer patch; where no plan runs, the original is called at once.
         when: module after whose import it is applied, where that is not the target's: one of the toolkit's own that
             comes before the target is needed.
-        mends: whether the toolkit would fail without it. It stays in place in `disabled()`, where the toolkit's own
-            code runs as it would on the versions it was made for.
+        mends: whether the toolkit would fail without it, on today's versions or where it is given more than it knows.
+            It stays in place in `disabled()`, where the toolkit's own code runs otherwise.
     Raises:
         ValueError: a name, target or function is not of the form above.
     """

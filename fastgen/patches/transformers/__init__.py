@@ -45,4 +45,13 @@ PATCHES = (
         help="attention of a decode step over the shared cache; everything else passes through",
         inner=True,
     ),
+    Patch(
+        name="transformers.first_tokens",
+        toolkit=TOOLKIT,
+        target="transformers.generation.logits_process:ForcedBOSTokenLogitsProcessor.__call__",
+        replacement="fastgen.patches.transformers.first_tokens:force",
+        parameters=("self", "input_ids", "scores"),
+        help="forced_bos_token_id as a list: a token for each sentence",
+        mends=True,
+    ),
 )

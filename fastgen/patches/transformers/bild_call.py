@@ -5,6 +5,7 @@ from typing import Any, cast
 
 from fastgen.decoding import bild_options
 from fastgen.decoding.bild_options import Options
+from fastgen.patches.transformers.first_tokens import of_sentences
 
 _PADDING = 1024
 """Rows of an embedding that stand for no token, at most: two models of one tokenizer may differ by so many."""
@@ -38,6 +39,8 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
         )
     tokenizers = arguments.get("tokenizer"), arguments.pop("assistant_tokenizer", None)
     options = bild_options.options(small, layers, asked, stored, ("assistant_model", "assistant_early_exit"))
+    if of_sentences(said(model, arguments, "forced_bos_token_id")) is not None:
+        raise ValueError("big-little decoding has one forced_bos_token_id for all sentences, not a list of them")
     beams, texts = (said(model, arguments, name) or 1 for name in ("num_beams", "num_return_sequences"))
     if options.beams:
         _check_beams(asked, beams)

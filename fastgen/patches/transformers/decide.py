@@ -13,7 +13,7 @@ from fastgen.models.proof import by_modules
 from fastgen.models.reader import NotFused
 from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
-from fastgen.patches.transformers import fused
+from fastgen.patches.transformers import first_tokens, fused
 from fastgen.patches.transformers.cache import parts_of
 from fastgen.patches.transformers.edits import known, rowwise
 
@@ -33,8 +33,11 @@ def decide(
 
     Raises:
         Unsupported: with the reason, in the words that `fastgen.status()` shows.
+        ValueError: a list of first tokens does not fit the batch.
     """
     beams = config.num_beams if loop == "beam" else config.num_return_sequences
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    first_tokens.check(config.forced_bos_token_id, input_ids.shape[0] // beams, vocabulary)
     _check_call(model, loop, config, kwargs)
     check_model(model)
     left_off: list[str] = []

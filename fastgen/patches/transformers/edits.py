@@ -11,6 +11,7 @@ from transformers.generation import stopping_criteria as sc
 
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Ban, Call, Edit, Force, NGramBlock, Penalty, SequenceShift, Shift, TopP
+from fastgen.patches.transformers.first_tokens import of_sentences
 
 # Processors that treat every row alike and by its own text alone, so that rows may leave the batch.
 _ROWWISE = (
@@ -67,7 +68,9 @@ def _edit(processor: Any, kind: Any, vocabulary: Callable[[], int]) -> Edit:
     if kind is lp.SuppressTokensAtBeginLogitsProcessor:
         return Ban(processor.begin_suppress_tokens, lambda length: length == processor.begin_index, passes=True)
     if kind is lp.ForcedBOSTokenLogitsProcessor:
-        return Force(torch.as_tensor(processor.bos_token_id), lambda length: length == 1)
+        tokens = of_sentences(processor.bos_token_id)
+        single = torch.as_tensor(processor.bos_token_id) if tokens is None else tokens
+        return Force(single, lambda length: length == 1, by_sentence=tokens is not None)
     if kind is lp.ForcedEOSTokenLogitsProcessor:
         return Force(processor.eos_token_id, lambda length: length == processor.max_length - 1)
     if kind is lp.RepetitionPenaltyLogitsProcessor:

@@ -17,6 +17,7 @@ from fastgen.patches._room import NO_MEMORY, make_room
 from fastgen.patches.transformers import pausing
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import fill_of
+from fastgen.patches.transformers.first_tokens import of_sentences
 from fastgen.patches.transformers.prepared import Prepared, prepare, without_wrappers
 
 _Generate = Callable[..., Any]
@@ -72,6 +73,7 @@ def _separable(model: Any, kwargs: dict[str, Any]) -> Prepared | None:
         prepared.sentences == 1
         or not plan.drop
         or (isinstance(start, list | tuple | Tensor) and len(cast(Any, start)) > 1)
+        or (of_sentences(prepared.config.forced_bos_token_id) is not None and kwargs.get(_FIRST) is None)
     )
     timed = any(isinstance(criterion, MaxTimeCriteria) for criterion in prepared.stopping_criteria)
     divisible = all(_is_divisible(name, value, prepared.sentences) for name, value in kwargs.items())
@@ -79,6 +81,7 @@ def _separable(model: Any, kwargs: dict[str, Any]) -> Prepared | None:
 
 
 _SETTINGS = frozenset(GenerationConfig().to_dict()) | {"generation_config", "logits_processor", "stopping_criteria"}
+_FIRST = "forced_bos_token_id"
 _BY_SENTENCE = {
     "inputs", "input_ids", "attention_mask", "inputs_embeds", "encoder_outputs", "decoder_input_ids",
     "decoder_attention_mask", "position_ids",
@@ -96,7 +99,7 @@ def _is_divisible(name: str, value: Any, sentences: int) -> bool:
 
 def _part(name: str, value: Any, at: slice) -> Any:
     """Some sentences of an argument, if it is one that has an entry for each."""
-    if value is None or name not in _BY_SENTENCE:
+    if value is None or (name not in _BY_SENTENCE and (name != _FIRST or of_sentences(value) is None)):
         return value
     if isinstance(value, Mapping):
         parts = cast("Mapping[str, Tensor]", value)

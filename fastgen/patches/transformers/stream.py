@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fastgen.patches.transformers.first_tokens import of_sentences
 from fastgen.patches.transformers.refill import Batch, Refill
 
 MAX_TOKENS = 4096
@@ -60,6 +61,10 @@ class _Stream:
             raise TypeError("return_dict_in_generate=True: a stream yields sequences alone")
         for name in _REFUSED & set(kwargs):
             raise TypeError(f"{name}: a stream cannot have it")
+        if of_sentences(config.forced_bos_token_id) is not None:
+            raise TypeError(
+                "forced_bos_token_id of each sentence: a stream makes batches of its own, and takes one token"
+            )
         if not self.encoder_decoder and config.max_new_tokens is None:
             raise TypeError("max_new_tokens is needed: a prompt's padding would count in max_length")
         if not self.encoder_decoder and config.min_length:

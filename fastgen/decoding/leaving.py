@@ -1,0 +1,18 @@
+"""When finished sentences leave a batch, and which rows then take their places."""
+
+from collections.abc import Sequence
+
+
+def closed_up(count: int, leaving: Sequence[int]) -> list[int]:
+    """Say who stays of `count` rows: the last ones take the places of those that leave, so that few move."""
+    gone, left = set(leaving), count - len(leaving)
+    last = iter(row for row in range(left, count) if row not in gone)
+    return [next(last) if place in gone else place for place in range(left)]
+
+
+def may_leave(leaving: int, count: int, captured: bool = False) -> bool:
+    """Say whether enough of `count` sentences have finished for them to leave, which moves some of the others.
+
+    captured: whether decode steps are captured too, as they are anew for fewer rows.
+    """
+    return leaving > 0 and leaving * (4 if captured else 8) >= count
