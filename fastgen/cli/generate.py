@@ -135,6 +135,10 @@ def run(args: argparse.Namespace) -> int:
     options, source, output = _options(args), _source(args), _output_of(args)
     sink = _sink(args, options, source, source.check())
     metrics = scoring.prepared(args, output)
+    if args.quiet:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
     job = Job(
         options, source, sink, output, on_error=args.on_error, block=args.block, processes=args.processes,
         restart=args.restart, progress=not args.quiet and sys.stderr.isatty(), summary=args.summary,

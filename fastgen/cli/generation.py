@@ -109,7 +109,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         if "bool" in kinds:
             group.add_argument(*flags, nargs="?", const=True, metavar="VALUE", **given)
             no = f"--no-{setting.flag.removeprefix('--')}"
-            group.add_argument(no, action="store_const", const=False, dest=_DEST + name, help=argparse.SUPPRESS)
+            group.add_argument(no, action="store_const", const=False, dest=_DEST + name, help=f"{name}=False")
             continue
         nargs = "+" if kinds & {"list", "tuple"} else None
         group.add_argument(*flags, nargs=nargs, metavar=setting.kinds[0].upper(), **given)
