@@ -83,7 +83,8 @@ def generate_stream(model: Any, inputs: Iterable[Any], **options: Any) -> Iterat
     Args:
         model: a transformers model that can generate.
         inputs: the token ids of each sentence, without padding.
-        options: ``max_tokens`` of a batch, ``window`` of sentences to sort by length, and what `generate` takes.
+        options: ``max_tokens`` of a batch, ``window`` of sentences to sort by length, ``scores`` for pairs of sequences
+            and their scores, and what `generate` takes.
 
     Yields:
         (N, L) int64: the sequences of a sentence; see `fastgen.patches.transformers.stream`.

@@ -26,8 +26,8 @@ import fastgen
 from benchmarks import bild as benchmark
 from benchmarks import plot
 from fastgen import config
-from fastgen.cli import main
-from fastgen.cli.bild import align, outputs, pair, quality, sweep, tune
+from fastgen.cli import main, quality
+from fastgen.cli.bild import align, outputs, pair, sweep, tune
 from fastgen.cli.bild.finetune import collate, examples
 from fastgen.corpus.identity import digest
 from fastgen.corpus.models import load_tokenizer
@@ -479,19 +479,19 @@ def test_a_generation_config_that_cannot_be_written_is_said(
 
 def test_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("bleu", "chrf"):
-        metric = quality.METRICS[name]()
+        metric = quality.METRICS[name]("bild")
         same, other = ["a b c d e"], ["a b c x y"]
         assert metric.score(same, same) == pytest.approx(100)
         assert metric.score(other, same) < 90
         assert metric.signature.startswith("nrefs:1")
     monkeypatch.setattr("fastgen.corpus.models.find_spec", lambda name: None)
     with pytest.raises(CommandError, match=r"needs rouge_score: pip install 'fastgen\[bild\]'"):
-        quality.METRICS["rougeL"]()
+        quality.METRICS["rougeL"]("bild")
 
 
 def test_rouge() -> None:
     pytest.importorskip("rouge_score")
-    metric = quality.METRICS["rougeL"]()
+    metric = quality.METRICS["rougeL"]("bild")
     assert metric.score(["a b", "a b"], ["a b", "c d"]) == pytest.approx(50)
 
 

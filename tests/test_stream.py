@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fastgen
+from fastgen.patches.transformers import generate as loops
 from tests import zoo
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -96,3 +97,74 @@ def test_a_decoder_needs_a_number_of_new_tokens() -> None:
         fastgen.generate_stream(zoo.build("gpt2"), [[4]], max_length=9)
     with pytest.raises(TypeError, match="min_length = 5"):
         fastgen.generate_stream(zoo.build("gpt2"), [[4]], max_new_tokens=9, min_length=5)
+
+
+SCORED: dict[str, dict[str, Any]] = OPTIONS | {
+    "greedy, that ends": {"max_new_tokens": 12, "eos_token_id": list(range(2, 40)), "pad_token_id": 0},
+    "a penalty": {"max_new_tokens": 7, "num_beams": 3, "length_penalty": 0.3, "early_stopping": True},
+}
+
+
+def _scores_of_transformers(model: Any, sentence: list[int], options: dict[str, Any]) -> torch.Tensor:
+    """What unpatched transformers says of the sequences of one sentence."""
+    with fastgen.disabled():
+        found = model.generate(
+            input_ids=torch.tensor([sentence]), return_dict_in_generate=True, output_scores=True, **options
+        )
+    if "num_beams" in options:
+        return found.sequences_scores
+    each = model.compute_transition_scores(found.sequences, found.scores, normalize_logits=True)
+    tokens = found.sequences[0, -len(found.scores) :]  # of one row, behind which there is no padding
+    chosen = [scores.log_softmax(-1)[0, token] for scores, token in zip(found.scores, tokens, strict=True)]
+    torch.testing.assert_close(torch.stack(chosen), each[0])
+    return torch.stack(chosen).double().sum().reshape(1)
+
+
+@pytest.mark.parametrize("options", SCORED)
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
+def test_scores_are_those_of_transformers(family: str, options: str) -> None:
+    model, sentences = zoo.build(family), _sentences(23)
+    alone = [_scores_of_transformers(model, sentence, SCORED[options]) for sentence in sentences]
+    plain = list(fastgen.generate_stream(model, sentences, max_tokens=40, window=7, **SCORED[options]))
+    loop = "transformers.beam_search" if "num_beams" in SCORED[options] else "transformers.sample"
+    before = fastgen.status()[loop].hits
+    found = list(fastgen.generate_stream(model, sentences, max_tokens=40, window=7, scores=True, **SCORED[options]))
+    assert fastgen.status()[loop].hits > before
+    with fastgen.disabled():
+        stock = list(fastgen.generate_stream(model, sentences, max_tokens=40, window=7, scores=True, **SCORED[options]))
+    for (sequences, scores), same, mine, expected in zip(found, stock, plain, alone, strict=True):
+        assert sequences.tolist() == mine.tolist() == same.sequences.tolist()
+        torch.testing.assert_close(scores.double(), expected.double(), atol=1e-9, rtol=0)
+        torch.testing.assert_close(same.scores.double(), expected.double(), atol=1e-9, rtol=0)
+
+
+def test_scores_where_transformers_own_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batch shows that the loop is not fastgen's, and no later one is generated twice."""
+    model, calls = zoo.build("bart"), list[bool]()
+    monkeypatch.setattr(type(model), "_reorder_cache", lambda *_: None, raising=False)  # declined
+    sentences = [[9, 8, 7], [5, 6], [4, 4, 4, 4]]
+    forward = type(model).forward
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(True)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", noted)
+    found = list(
+        fastgen.generate_stream(model, sentences, max_tokens=4, scores=True, max_new_tokens=1, do_sample=False)
+    )
+    assert len(calls) == 1 + len(sentences)
+    for sentence, (_, scores) in zip(sentences, found, strict=True):
+        expected = _scores_of_transformers(model, sentence, {"max_new_tokens": 1})
+        torch.testing.assert_close(scores, expected, atol=1e-9, rtol=0)
+
+
+def test_scores_keep_none_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.build("bart")
+    traces = list[Any]()
+    for loop in ("BeamSearch", "Sampling"):
+        kind = getattr(loops, loop)
+        monkeypatch.setattr(loops, loop, lambda kind=kind, **given: traces.append(given["trace"]) or kind(**given))
+    for beams in (1, 2):
+        list(fastgen.generate_stream(model, [[5, 6]], scores=True, max_new_tokens=4, num_beams=beams))
+    assert [(trace.scores, trace.logits) for trace in traces] == [(None, None)] * 2

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from fastgen._version import __version__
-from fastgen.cli import bench, bild, demo, doctor, hook, run, status
+from fastgen.cli import bench, bild, demo, doctor, generate, hook, run, status
+from fastgen.cli.parser import CommandParser
 from fastgen.errors import CommandError
 
 COMMANDS = {
@@ -17,6 +18,7 @@ COMMANDS = {
     "doctor": doctor,
     "demo": demo,
     "run": run,
+    "generate": generate,
     "bench": bench,
     "bild": bild,
     "install-hook": hook.install,
@@ -26,20 +28,24 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `argv` (default: the process's own arguments); return the exit status, 2 for what the user must mend."""
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    command = next((word for word in words if word in COMMANDS), "")
     try:
+        args = _parser(command).parse_args(words)
         return args.run(args)
     except CommandError as error:
-        print(f"fastgen {args.command}: {error}", file=sys.stderr)
+        print(f"fastgen {command}: {error}", file=sys.stderr)
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str) -> argparse.ArgumentParser:
+    """The parser of a command; the others are there by name, as their options may take a toolkit to find."""
     parser = argparse.ArgumentParser(prog="fastgen", description="Faster generation with the same output.")
     parser.add_argument("--version", action="version", version=f"fastgen {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
     for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
-        module.arguments(command)
-        command.set_defaults(run=module.run)
+        parsed = commands.add_parser(name, help=module.HELP, description=module.__doc__)
+        if name == command:
+            module.arguments(parsed)
+        parsed.set_defaults(run=module.run)
     return parser

@@ -72,8 +72,9 @@ def run(args: argparse.Namespace) -> int:
     from fastgen.corpus.texts import Options, TextGenerator
 
     logging.disable_progress_bar()
+    given = {"max_new_tokens": args.max_new_tokens}
     generator = TextGenerator(
-        Options(args.model, device=args.device, dtype=args.dtype, threads=args.threads, truncate=True)
+        Options(args.model, given, device=args.device, dtype=args.dtype, threads=args.threads, truncate=True)
     )
     sources = _sources(generator, lines, args)
     place = environment()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fastgen
 from fastgen.corpus import models
@@ -33,8 +33,12 @@ class Options:
         max_source_tokens: a longer text is a problem, or is cut where `truncate`; None: what the tokenizer says.
         append_eos: end each source with the end token, for tokenizers that do not.
         prefix: text before each source, such as T5's task.
-        forced_bos_token: the output's first token, by name, such as NLLB's language.
+        forced_bos_token: the output's first token, by name.
+        source_lang, target_lang: languages, as tokenizers that know such name them (NLLB, mBART, M2M100).
+        scores: whether outputs have them.
         seed: of what is drawn where `generation` samples; each block draws from a state of its own.
+        special_tokens: leave special tokens in the output. clean_up: take spaces before punctuation out of it.
+        assistant: folder of a small model that drafts; `generation` has the options.
     """
 
     model: Path
@@ -48,7 +52,13 @@ class Options:
     append_eos: bool = False
     prefix: str = ""
     forced_bos_token: str | None = None
+    source_lang: str | None = None
+    target_lang: str | None = None
+    scores: bool = False
     seed: int = 0
+    special_tokens: bool = False
+    clean_up: bool = False
+    assistant: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -60,10 +70,21 @@ class Problem:
 
 @dataclass(frozen=True)
 class Output:
-    """What was written for a text: its sequences, the best first, and their tokens together, special ones aside."""
+    """What was written for a text: its sequences, the best first, and their tokens together, special ones aside.
+
+    scores: of each sequence, where they were asked for; see `generate_stream`.
+    """
 
     texts: list[str]
     tokens: int
+    scores: list[float] | None = None
+
+
+class Sequences(NamedTuple):
+    """ids (N, L) int64, behind the start or the prompt; scores (N,), where they were asked for."""
+
+    ids: Tensor
+    scores: Tensor | None
 
 
 class TextGenerator:
@@ -82,7 +103,12 @@ class TextGenerator:
         self.model = models.load_model(options.model, device, options.dtype)
         self.generation = dict(options.generation)
         if options.forced_bos_token is not None:
-            self.generation["forced_bos_token_id"] = self._token(options.forced_bos_token)
+            self.generation["forced_bos_token_id"] = self._token("--forced-bos-token", options.forced_bos_token)
+        self._set_languages()
+        if options.assistant is not None:
+            self.generation |= self._assistant(options.assistant, device)
+        self._say_what_transformers_would_guess()
+        self._stream([])  # what is wrong with the options is said now
         self._end = self.tokenizer.eos_token_id
         if options.append_eos and self._end is None:
             raise CommandError("--append-eos: the tokenizer has no end token")
@@ -96,11 +122,12 @@ class TextGenerator:
         limit = self.options.max_source_tokens
         if limit is None and self.tokenizer.model_max_length < _UNLIMITED:
             limit = int(self.tokenizer.model_max_length)
-        found = self.tokenizer([self.options.prefix + text for text in texts])["input_ids"] if texts else []
+        whole = [self.options.prefix + text for text in texts]
+        found = self.tokenizer(whole, verbose=False)["input_ids"] if texts else []  # of long ones the problem speaks
         return [self._source(text, ids, limit) for text, ids in zip(texts, found, strict=True)]
 
-    def generate(self, sources: Sequence[list[int] | Problem]) -> list[Tensor | Problem]:
-        """The sequences (N, L) of each source, behind the start or the prompt.
+    def generate(self, sources: Sequence[list[int] | Problem]) -> list[Sequences | Problem]:
+        """The sequences of each source.
 
         Where the model fails for some of them, each is tried alone.
         """
@@ -108,15 +135,61 @@ class TextGenerator:
         made = iter(self._generated(good))
         return [source if isinstance(source, Problem) else next(made) for source in sources]
 
-    def decode(self, found: Sequence[Tensor | Problem]) -> list[Output | Problem]:
+    def decode(self, found: Sequence[Sequences | Problem]) -> list[Output | Problem]:
         """The texts of sequences."""
         return [one if isinstance(one, Problem) else self._text(one) for one in found]
 
-    def _token(self, name: str) -> int:
+    def _token(self, option: str, name: str) -> int:
         found = self.tokenizer.convert_tokens_to_ids(name)
         if found is None or (found == self.tokenizer.unk_token_id and name != self.tokenizer.unk_token):
-            raise CommandError(f"--forced-bos-token {name!r} is no token of {self.options.model}")
+            raise CommandError(f"{option} {name!r} is no token of {self.options.model}")
         return int(found)
+
+    def _set_languages(self) -> None:
+        source, target = self.options.source_lang, self.options.target_lang
+        if source is None and target is None:
+            return
+        if not hasattr(self.tokenizer, "src_lang"):
+            raise CommandError(
+                f"--source-lang, --target-lang: a {type(self.tokenizer).__name__} knows no languages; "
+                "--prefix and --forced-bos-token may say what is wanted"
+            )
+        if source is not None:
+            self._language("--source-lang", source)
+            self.tokenizer.src_lang = source
+        if target is not None:
+            # The first mBART begins its outputs with the language; all others force it behind the start.
+            begins = type(self.tokenizer).__name__.removesuffix("Fast") == "MBartTokenizer"
+            self.generation["decoder_start_token_id" if begins else "forced_bos_token_id"] = self._language(
+                "--target-lang", target
+            )
+
+    def _language(self, option: str, name: str) -> int:
+        """The token of a language: named as it is, or as the tokenizer's own table of languages says."""
+        token = getattr(self.tokenizer, "lang_code_to_token", {}).get(name, name)
+        return self._token(option, token)
+
+    def _assistant(self, folder: Path, device: str) -> dict[str, Any]:
+        """What `generate` gets for a small model; the tokenizers are compared here, and it does not need them."""
+        from fastgen.patches.transformers.bild_call import options_of
+
+        models.check_folder(folder)
+        small = {"assistant_model": models.load_model(folder, device, self.options.dtype)}
+        tokenizers = {"tokenizer": self.tokenizer, "assistant_tokenizer": models.load_tokenizer(folder)}
+        try:
+            options_of(self.model, {**self.generation, **small, **tokenizers})
+        except (TypeError, ValueError) as error:
+            raise CommandError(str(error)) from error
+        return small
+
+    def _say_what_transformers_would_guess(self) -> None:
+        """What transformers would warn of at every call, though it does the same."""
+        config = self.model.generation_config
+        if self.generation.get("max_new_tokens") is not None:
+            config.max_length = None
+        ends = self.generation.get("eos_token_id", config.eos_token_id)
+        if config.pad_token_id is None and "pad_token_id" not in self.generation and ends is not None:
+            self.generation["pad_token_id"] = ends[0] if isinstance(ends, list) else ends
 
     def _source(self, text: str, ids: list[int], limit: int | None) -> list[int] | Problem:
         if self.options.append_eos and ids[-1:] != [self._end]:
@@ -130,25 +203,37 @@ class TextGenerator:
         ends = ids[-1] == self._end
         return [*ids[: limit - ends], *ids[len(ids) - ends :]]
 
-    def _generated(self, sources: list[list[int]]) -> list[Tensor | Problem]:
+    def _generated(self, sources: list[list[int]]) -> list[Sequences | Problem]:
         try:
-            return list(self._stream(sources))
+            return list(self._sequences(sources))
         except Exception as error:  # what a model raises is its own affair: of one text, the text's
             if len(sources) == 1:
                 return [Problem(f"{type(error).__name__}: {models.first_line(error)}")]
         return [self._generated([source])[0] for source in sources]
 
-    def _stream(self, sources: list[list[int]]) -> Iterator[Tensor]:
-        stream = fastgen.generate_stream(
-            self.model, sources, max_tokens=self.options.batch_tokens, window=max(1, len(sources)), **self.generation
-        )
+    def _sequences(self, sources: list[list[int]]) -> Iterator[Sequences]:
         start = 1 if self.model.config.is_encoder_decoder else 0
-        for source, sequences in zip(sources, stream, strict=True):
-            yield sequences[:, start or len(source) :]
+        for source, found in zip(sources, self._stream(sources), strict=True):
+            ids, scores = found if self.options.scores else (found, None)
+            yield Sequences(ids[:, start or len(source) :], scores)
 
-    def _text(self, sequences: Tensor) -> Output:
+    def _stream(self, sources: list[list[int]]) -> Iterator[Any]:
+        try:
+            return fastgen.generate_stream(
+                self.model, sources, max_tokens=self.options.batch_tokens, window=max(1, len(sources)),
+                scores=self.options.scores, **self.generation,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise CommandError(models.first_line(error)) from error
+
+    def _text(self, sequences: Sequences) -> Output:
         import torch
 
-        texts = self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode(
+            sequences.ids, skip_special_tokens=not self.options.special_tokens,
+            clean_up_tokenization_spaces=self.options.clean_up or None,
+        )  # fmt: skip
         special = torch.tensor(self.tokenizer.all_special_ids)
-        return Output([text.strip() for text in texts], int((~torch.isin(sequences, special)).sum()))
+        tokens = int((~torch.isin(sequences.ids, special)).sum())
+        scores = None if sequences.scores is None else sequences.scores.tolist()
+        return Output([text.strip() for text in texts], tokens, scores)

@@ -50,10 +50,14 @@ class Stepper(Protocol):
 
 @dataclass
 class Trace:
-    """What a caller asked to see of every step: processed log-probabilities and raw logits, (R, V) fp32."""
+    """What a caller asked to see of every step: processed log-probabilities and raw logits, (R, V) fp32.
+
+    chosen: of `Sampling`, the log-probability (R,) of each token by the processed scores, 0 behind a row's end.
+    """
 
     scores: list[Tensor] | None = None
     logits: list[Tensor] | None = None
+    chosen: list[Tensor] | None = None
 
     @property
     def wanted(self) -> bool:

@@ -14,6 +14,11 @@ from fastgen.decoding.text import Edit, Text, edited
 from fastgen.ops.kbest import argmax
 
 
+def chosen_of(scores: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probability (R,) of one token each, by scores (R, V) that need not be normalised."""
+    return torch.log_softmax(scores, -1).gather(1, tokens[:, None]).squeeze(1)
+
+
 @dataclass
 class Sampling:
     """One run of greedy search (sample=False) or sampling over R rows.
@@ -91,9 +96,16 @@ class Sampling:
         scores = edited(logits, text, self.edits, kept)
         if self.trace.scores is not None:
             self.trace.scores.append(scores)
-        if self.sample:
-            return torch.multinomial(torch.softmax(scores, -1), 1).squeeze(1)
-        return argmax(scores)
+        tokens = torch.multinomial(torch.softmax(scores, -1), 1).squeeze(1) if self.sample else argmax(scores)
+        if self.trace.chosen is not None:
+            self.trace.chosen.append(self._of_all(chosen_of(scores, tokens).where(self.running, 0.0)))
+        return tokens
+
+    def _of_all(self, values: Tensor) -> Tensor:
+        """Values of the present rows among those of all, 0 for those that have left."""
+        if self.rows is None:
+            return values
+        return values.new_zeros(self.outcome.shape[0]).index_copy_(0, self.rows, values)
 
     def _scores_so_far(self) -> tuple[Tensor, ...] | None:
         return None if self.trace.scores is None else tuple(self.trace.scores)

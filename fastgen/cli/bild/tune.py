@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastgen.cli.bild import pair, quality
+from fastgen.cli import quality
+from fastgen.cli.bild import pair
 from fastgen.config import settings
 from fastgen.corpus import models
 from fastgen.errors import CommandError
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     pair.need("transformers")
     if not settings().enabled:
         raise CommandError("FASTGEN=0 switches off what is to be measured")
-    metric = quality.METRICS[args.metric]()
+    metric = quality.METRICS[args.metric]("bild")
     device = pair.device_of(args)
     tokenizers = tuple(models.load_tokenizer(folder) for folder in (args.large, args.small))
     large, small = (pair.load_model(folder, device, args.dtype) for folder in (args.large, args.small))

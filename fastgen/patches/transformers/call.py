@@ -14,7 +14,11 @@ from fastgen.patches.transformers.stepper import Stepper
 
 @dataclass
 class Call:
-    """What `generate` hands to one of its loops."""
+    """What `generate` hands to one of its loops.
+
+    Attributes:
+        scored: whether the caller takes `Scored` sequences.
+    """
 
     model: Any
     input_ids: Tensor
@@ -24,6 +28,7 @@ class Call:
     synced_gpus: bool
     model_kwargs: dict[str, Any]
     streamer: Any = None
+    scored: bool = False
 
     @property
     def trace(self) -> Trace:
@@ -31,6 +36,7 @@ class Call:
         return Trace(
             scores=[] if wanted and self.config.output_scores else None,
             logits=[] if wanted and self.config.output_logits else None,
+            chosen=[] if self.scored else None,
         )
 
     def stepper(self, plan: Plan, step: DecoderStep | None) -> Stepper:

@@ -26,11 +26,12 @@ from fastgen.models.families import family_of
 from fastgen.models.reader import NotFused
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
-from fastgen.patches.transformers import bild, bild_call, parity, pausing, split
+from fastgen.patches.transformers import bild, bild_call, parity, pausing, scored, split
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import edits_of, fill_of, stop_of
 from fastgen.patches.transformers.pausing import Begun
+from fastgen.patches.transformers.scored import Scored
 from fastgen.patches.transformers.stepper import Stepper
 
 _Original = Callable[..., Any]
@@ -89,7 +90,10 @@ def beam_search(
     **model_kwargs: Any,
 ) -> Any:
     """`GenerationMixin._beam_search`, where it can be over one cache per sentence."""
-    call = Call(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+    call = Call(
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs,
+        scored=scored.asked_of(self),
+    )  # fmt: skip
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
     )
@@ -109,8 +113,9 @@ def sample(
 ) -> Any:
     """`GenerationMixin._sample`, where it can be over one cache per sentence."""
     call = Call(
-        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer
-    )
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer,
+        scored.asked_of(self),
+    )  # fmt: skip
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
     )
@@ -217,6 +222,8 @@ def _replayed(call: Call, model: Stepper, edits: Sequence[Edit], stop: Stop) -> 
         reason = "random numbers are drawn"
     elif call.config.return_dict_in_generate:
         reason = "return_dict_in_generate=True"  # scores are kept, or keys and values of a step that ran too far
+    elif call.scored and call.config.num_beams == 1:
+        reason = "scores are summed up"
     elif call.streamer is not None:
         reason = "a streamer listens"
     elif stop.others:
@@ -240,6 +247,8 @@ def _of_beams(call: Call, model: Stepper, search: BeamSearch) -> Any:
     sequences, beams = best.ids[:, :kept].flatten(0, 1), best.beams[:, :kept].flatten(0, 1)
     longest = int((beams >= 0).sum(1).max())
     sequences = sequences[:, : call.input_ids.shape[1] + longest]
+    if call.scored:
+        return Scored(sequences, best.scores[:, :kept].flatten())
     if not config.return_dict_in_generate:
         return sequences
     fields = _fields(call, model, search.trace)
@@ -283,6 +292,8 @@ def _of_samples(call: Call, model: Stepper, sampling: Sampling) -> Any:
         _note(model, sampling.choices.refused)
     if call.streamer is not None:
         call.streamer.end()
+    if sampling.trace.chosen is not None:
+        return Scored(sampling.outcome, scored.summed(sampling.trace.chosen))
     if not call.config.return_dict_in_generate:
         return sampling.outcome
     fields = _fields(call, model, sampling.trace) | {"sequences": sampling.outcome}

@@ -61,13 +61,13 @@ class Refill:
         self.refused: str | None = None  # why batches run one after the other, as far as it is known
         self.occupancy = Occupancy()
 
-    def run(self, take: Callable[[int], Batch | None]) -> list[tuple[Batch, Tensor]]:
+    def run(self, take: Callable[[int], Batch | None]) -> list[tuple[Batch, Any]]:
         """Generate all batches; return each with what `generate` returns for it.
 
         Args:
             take: the next batch, which fits into so many tokens; None when there is none.
         """
-        done: list[tuple[Batch, Tensor]] = []
+        done: list[tuple[Batch, Any]] = []
         begun: list[Batch] = []
         disabled = _engine.is_disabled()
         if not disabled and self.refused != NO_MEMORY:  # the one that stays
@@ -92,7 +92,7 @@ class Refill:
         return done
 
     def _side_by_side(
-        self, take: Callable[[int], Batch | None], begun: list[Batch], done: list[tuple[Batch, Tensor]]
+        self, take: Callable[[int], Batch | None], begun: list[Batch], done: list[tuple[Batch, Any]]
     ) -> None:
         """Generate batches until there are no more, or `refused` says why no more may start.
 
@@ -111,7 +111,7 @@ class Refill:
             self._advance(running, done)
             begun[:] = [cohort.batch for cohort in running]
 
-    def _start(self, batch: Batch, running: list[_Running], done: list[tuple[Batch, Tensor]]) -> None:
+    def _start(self, batch: Batch, running: list[_Running], done: list[tuple[Batch, Any]]) -> None:
         """Begin a batch; where it does not pause, it is done."""
         found = self._call(batch, self.refused)
         if isinstance(found, Begun):
@@ -121,7 +121,7 @@ class Refill:
         else:
             done.append((batch, found))
 
-    def _advance(self, running: list[_Running], done: list[tuple[Batch, Tensor]]) -> None:
+    def _advance(self, running: list[_Running], done: list[tuple[Batch, Any]]) -> None:
         """Make a step of all that run."""
         for cohort in advance(running):
             self.occupancy.note(cohort)
@@ -142,13 +142,18 @@ class Refill:
 
 def _reason_not_to_refill(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
     """Why a model's `generate` with these arguments must run to its end, as far as it can be told before it runs."""
+    if model.device.type != "cpu":
+        return f"on {model.device.type} it has not been measured"
+    return who_stands_between(model, config, kwargs)
+
+
+def who_stands_between(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
+    """What is between our loops and the caller of a model's `generate`, and would see what is no output of it."""
     for name, patch in _METHODS.items():
         if name in vars(model) or getattr(cast(Any, type(model)), name, None) is not getattr(GenerationMixin, name):
             return f"{type(model).__name__} has its own {name}"
         if not _engine.is_on_top(patch):
             return f"{patch} is not in place"
-    if model.device.type != "cpu":
-        return f"on {model.device.type} it has not been measured"
     if parity.wanted():
         return "FASTGEN_PARITY=1"
     if config.token_healing or kwargs.get("custom_generate") is not None:

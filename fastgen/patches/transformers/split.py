@@ -19,6 +19,7 @@ from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import fill_of
 from fastgen.patches.transformers.first_tokens import of_sentences
 from fastgen.patches.transformers.prepared import Prepared, prepare, without_wrappers
+from fastgen.patches.transformers.scored import Scored
 
 _Generate = Callable[..., Any]
 
@@ -107,7 +108,10 @@ def _part(name: str, value: Any, at: slice) -> Any:
     return value[at]
 
 
-def _joined(parts: list[Tensor], fill: int) -> Tensor:
-    """Sequences (N, L) below each other, the shorter ones filled up."""
+def _joined(parts: list[Any], fill: int) -> Any:
+    """Sequences (N, L) below each other, the shorter ones filled up; with their scores, where all have them."""
+    if all(isinstance(part, Scored) for part in parts):
+        return Scored(_joined([part.sequences for part in parts], fill), torch.cat([part.scores for part in parts]))
+    parts = [part.sequences if isinstance(part, Scored) else part for part in parts]
     longest = max(part.shape[1] for part in parts)
     return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1]), value=fill) for part in parts])

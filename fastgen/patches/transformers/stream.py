@@ -7,8 +7,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fastgen.patches import _engine
+from fastgen.patches.transformers import scored
 from fastgen.patches.transformers.first_tokens import of_sentences
-from fastgen.patches.transformers.refill import Batch, Refill
+from fastgen.patches.transformers.pausing import Begun
+from fastgen.patches.transformers.refill import Batch, Refill, who_stands_between
+from fastgen.patches.transformers.scored import Scored
 
 MAX_TOKENS = 4096
 """Tokens of a batch, padding counted, unless the caller says otherwise."""
@@ -23,8 +27,9 @@ def generate_stream(
     *,
     max_tokens: int = MAX_TOKENS,
     window: int = WINDOW,
+    scores: bool = False,
     **generate_kwargs: Any,
-) -> Iterator[Tensor]:
+) -> Iterator[Any]:
     """Yield what ``model.generate(**generate_kwargs)`` gives for each of `inputs`, in their order.
 
     `window` sentences are read at a time, sorted by length, and generated in batches of at most `max_tokens` tokens,
@@ -34,22 +39,25 @@ def generate_stream(
     Args:
         model: a transformers model that can generate.
         inputs: the token ids of each sentence, without padding: of the source or, for a decoder-only model, the prompt.
+        scores: whether sequences have scores: the `sequences_scores` of a beam search; else the sum of the
+            log-probabilities of a sequence's tokens, as `compute_transition_scores(..., normalize_logits=True)` has
+            them. No scores of steps are kept for it, where the loop is fastgen's.
         generate_kwargs: what `generate` takes beside the inputs and their mask.
 
     Yields:
         (N, L) int64 on the CPU, N = num_return_sequences: a sentence's sequences, the shorter ones padded. A
-        decoder-only model's begin with the prompt.
+        decoder-only model's begin with the prompt. With `scores` a pair of that and the scores (N,), named `Scored`.
 
     Raises:
         TypeError: an argument that a stream cannot have; the message names it.
         ValueError: a sentence without tokens, or sizes that are not positive; the message has the value.
     """
-    stream = _Stream(model, max_tokens, window, generate_kwargs)  # checked here, not at the first sentence
+    stream = _Stream(model, max_tokens, window, scores, generate_kwargs)  # checked here, not at the first sentence
     return stream.run(iter(inputs))
 
 
 class _Stream:
-    def __init__(self, model: Any, max_tokens: int, window: int, kwargs: dict[str, Any]) -> None:
+    def __init__(self, model: Any, max_tokens: int, window: int, scores: bool, kwargs: dict[str, Any]) -> None:
         for name, value in (("max_tokens", max_tokens), ("window", window)):
             if value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
@@ -77,15 +85,17 @@ class _Stream:
         fill = config.pad_token_id
         self.fill = int(self.ends[0] if fill is None and len(self.ends) else fill or 0)
         self.copies = config.num_return_sequences or 1
+        self.scores, self.config = scores, config
+        self.by_transformers = False  # whether scores are known not to come from a loop of ours
 
         self.refill = Refill(model, max_tokens, self._generate, config, kwargs)
 
-    def run(self, inputs: Iterator[Sequence[int] | Tensor]) -> Iterator[Tensor]:
+    def run(self, inputs: Iterator[Sequence[int] | Tensor]) -> Iterator[Any]:
         while sentences := [_ids(sentence) for sentence in islice(inputs, self.window)]:
             waiting = _Waiting(sentences, self.max_tokens, self.alike)
-            found: dict[int, Tensor] = {}
+            found: dict[int, Any] = {}
             for batch, output in self.refill.run(waiting.take):
-                found.update(zip(batch.places, self._cut(batch, output.cpu()), strict=True))
+                found.update(zip(batch.places, self._each(batch, output), strict=True))
             for i in range(len(sentences)):
                 yield found.pop(i)
 
@@ -97,7 +107,24 @@ class _Stream:
             at = slice(0, len(sentence)) if self.encoder_decoder else slice(padding, batch.width)
             ids[row, at], mask[row, at] = sentence, 1
         device = self.model.device
-        return self.model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **self.kwargs)
+        inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        if not self.scores:
+            return self.model.generate(**inputs, **self.kwargs)
+        if not (self.by_transformers or _engine.is_disabled()):
+            if who_stands_between(self.model, self.config, self.kwargs) is None:
+                with scored.asking(self.model):
+                    found = self.model.generate(**inputs, **self.kwargs)
+                if isinstance(found, Scored | Begun):
+                    return found
+            self.by_transformers = True
+        return scored.by_transformers(self.model, inputs, self.kwargs, self.ends)
+
+    def _each(self, batch: Batch, output: Any) -> Iterator[Any]:
+        """What is yielded for each sentence of a batch."""
+        if not self.scores:
+            return self._cut(batch, output.cpu())
+        scores = output.scores.cpu().split(self.copies)
+        return map(Scored, self._cut(batch, output.sequences.cpu()), scores)
 
     def _cut(self, batch: Batch, found: Tensor) -> Iterator[Tensor]:
         """The sequences of each sentence, from those of all, without their padding."""

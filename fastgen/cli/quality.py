@@ -1,12 +1,13 @@
-"""How good texts are, against references: BLEU and chrF by sacrebleu, ROUGE-L by rouge-score."""
+"""How good texts are, against references: BLEU and chrF by sacrebleu, ROUGE by rouge-score."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from fastgen.cli.bild.pair import need
+from fastgen.corpus.models import need
 
 Score = Callable[[Sequence[str], Sequence[str]], float]
 
@@ -19,15 +20,15 @@ class Metric:
     signature: str
 
 
-def _bleu() -> Metric:
-    need("sacrebleu")
+def _bleu(extra: str) -> Metric:
+    need(extra, "sacrebleu")
     from sacrebleu.metrics.bleu import BLEU
 
     return _of_sacrebleu(BLEU)
 
 
-def _chrf() -> Metric:
-    need("sacrebleu")
+def _chrf(extra: str) -> Metric:
+    need(extra, "sacrebleu")
     from sacrebleu.metrics.chrf import CHRF
 
     return _of_sacrebleu(CHRF)
@@ -41,18 +42,22 @@ def _of_sacrebleu(kind: Callable[[], Any]) -> Metric:
     )
 
 
-def _rouge_l() -> Metric:
-    need("rouge_score")
+def _rouge(name: str, extra: str) -> Metric:
+    need(extra, "rouge_score")
     from rouge_score.rouge_scorer import RougeScorer  # pyright: ignore[reportMissingImports]
 
-    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    scorer = RougeScorer([name], use_stemmer=True)
 
     def score(texts: Sequence[str], references: Sequence[str]) -> float:
-        each = [scorer.score(r, t)["rougeL"].fmeasure for t, r in zip(texts, references, strict=True)]
+        each = [scorer.score(r, t)[name].fmeasure for t, r in zip(texts, references, strict=True)]
         return 100 * sum(each) / len(each)
 
-    return Metric(score, "rougeL|mean of F1|stemmer:yes")
+    return Metric(score, f"{name}|mean of F1|stemmer:yes")
 
 
-METRICS: dict[str, Callable[[], Metric]] = {"bleu": _bleu, "chrf": _chrf, "rougeL": _rouge_l}
-"""By name; what one needs is imported when it is asked for."""
+METRICS: dict[str, Callable[[str], Metric]] = {
+    "bleu": _bleu,
+    "chrf": _chrf,
+    **{name: partial(_rouge, name) for name in ("rouge1", "rouge2", "rougeL")},
+}
+"""By name; what one needs is imported when it is asked for, of the extra of fastgen that is named."""

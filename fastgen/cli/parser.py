@@ -1,0 +1,52 @@
+"""The parser of a command that takes many options: `--a_b` is `--a-b`, and an unknown one is answered with a hint."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parses as argparse does, until `answer` is called."""
+
+    _hints: Mapping[str, str] | None = None
+
+    def answer(self, hints: Mapping[str, str]) -> None:
+        """Take underscores as dashes, take no option by the first letters of its name, and answer unknown ones.
+
+        Args:
+            hints: what is said of an option that there is not, by its name with dashes.
+        """
+        self._hints, self.allow_abbrev = hints, False
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        if self._hints is None or args is None:
+            return super().parse_known_args(args, namespace)
+        found, unknown = super().parse_known_args(_dashed(args), namespace)
+        if unknown:
+            self.error("; ".join(self._answer(word) for word in unknown))
+        return found, unknown
+
+    def _answer(self, word: str) -> str:
+        name = word.partition("=")[0]
+        if not name.startswith("--"):
+            return f"{word!r} is not expected there"
+        if (hint := (self._hints or {}).get(name.removeprefix("--"))) is not None:
+            return f"{name} is not an option here: {hint}"
+        alike = difflib.get_close_matches(name, self._option_string_actions, 3)
+        return f"there is no option {name}" + (f"; there is {', '.join(alike)}" if alike else "")
+
+
+def _dashed(args: Sequence[str]) -> list[str]:
+    """Words with the names of options as they are declared."""
+    done: list[str] = []
+    for i, word in enumerate(args):
+        if word == "--":
+            return [*done, *args[i:]]
+        name, equals, value = word.partition("=")
+        done.append(name.replace("_", "-") + equals + value if name.startswith("--") else word)
+    return done

@@ -1,0 +1,78 @@
+"""JSON lines as Parquet, a group of rows at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fastgen.corpus.models import need
+
+_ROWS = 8192
+
+
+def of_json_lines(lines: Path, output: Path) -> None:
+    """Write a Parquet file of a file of JSON objects.
+
+    A column has the type that holds all of its values; where none does, its values are JSON text.
+    """
+    need("corpus", "pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    types: dict[str, Any] = {}
+    for rows in _groups(lines):
+        for name in dict.fromkeys(name for row in rows for name in row):
+            types[name] = _wider(types.get(name, pa.null()), _type_of([row.get(name) for row in rows]))
+    types = {name: kind if _storable(kind) else pa.string() for name, kind in types.items()}
+    schema = pa.schema(types)
+    with pq.ParquetWriter(output, schema) as writer:
+        for rows in _groups(lines):
+            columns = [_array([row.get(name) for row in rows], kind) for name, kind in types.items()]
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+
+
+def _groups(lines: Path) -> Iterator[list[dict[str, Any]]]:
+    with lines.open("rb") as stream:
+        while rows := [json.loads(line) for _, line in zip(range(_ROWS), stream, strict=False)]:
+            yield rows
+
+
+def _type_of(values: list[Any]) -> Any:
+    import pyarrow as pa
+
+    try:
+        return pa.array(values).type
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        return pa.string()
+
+
+def _wider(one: Any, other: Any) -> Any:
+    """The type that holds the values of both."""
+    import pyarrow as pa
+
+    try:
+        fields = [pa.schema([("", kind)]) for kind in (one, other)]
+        return pa.unify_schemas(fields, promote_options="permissive").field(0).type
+    except (pa.ArrowException, TypeError):
+        return pa.string()
+
+
+def _storable(kind: Any) -> bool:
+    """Whether Parquet has a word for a type: it has none for objects without fields."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind) and kind.num_fields == 0:
+        return False
+    return all(_storable(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _array(values: list[Any], kind: Any) -> Any:
+    import pyarrow as pa
+
+    if kind == pa.string():
+        values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+    if pa.types.is_floating(kind):
+        values = [value if value is None else float(value) for value in values]
+    return pa.array(values, kind)

@@ -1,0 +1,451 @@
+"""`fastgen generate`: its options, what reaches `generate`, and what is said before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers import models as tokenizer_models
+
+import fastgen
+from fastgen.cli import generation, main
+from fastgen.corpus.records import Sink, Source
+from fastgen.corpus.texts import Options, Output, Problem, TextGenerator
+
+LINES = ["One.", "The second line", "and a third, longer one", "4", "the fifth of them all"]
+NEW = ["--max-new-tokens", "8"]
+
+
+@dataclass
+class Job:
+    """What the command asks for, done in the plainest way; see `plain`."""
+
+    options: Options
+    source: Source
+    sink: Sink
+    output: Path | None
+    on_error: str
+    block: int
+    processes: int
+    restart: bool
+    progress: bool
+    summary: Path | None
+
+
+asked: list[Job] = []
+
+
+def plain(job: Job) -> Any:
+    asked.append(job)
+    records = list(job.source.records())
+    generator = TextGenerator(job.options)
+    found = iter(generator([record.prefix + record.text for record in records if not record.problem]))
+    outputs: list[Any] = [record.problem or next(found) for record in records]
+    if job.on_error == "fail":
+        assert not [one for one in outputs if isinstance(one, Problem)], outputs
+    if job.on_error == "skip":
+        outputs = [None if isinstance(one, Problem) else one for one in outputs]
+    data = job.sink.block(records, outputs)
+    if job.output is None:
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+    else:
+        body = job.output.with_name("body")
+        body.write_bytes(data)
+        job.sink.finish(body, job.output)
+    return SimpleNamespace(records=len(records))
+
+
+@pytest.fixture(autouse=True)
+def _plain_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("fastgen.corpus.job")
+    vars(module).update(Job=Job, run=plain)
+    monkeypatch.setitem(sys.modules, "fastgen.corpus.job", module)
+    asked.clear()
+
+
+def tokenizer_of(limit: int = 256) -> Any:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: i for i, piece in enumerate(["<pad>", "</s>", "<unk>", *alphabet])}
+    tokenizer = Tokenizer(tokenizer_models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=limit
+    )
+
+
+def marian(seed: int) -> Any:
+    torch.manual_seed(seed)
+    config = tf.MarianConfig(
+        vocab_size=len(tokenizer_of()), d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=256, init_std=0.5,
+        pad_token_id=0, bos_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None,
+        task_specific_params={"sum": {"prefix": "sum: ", "num_beams": 2, "max_new_tokens": 5, "dropout": 0.1}},
+    )  # fmt: skip
+    return tf.MarianMTModel(config)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Toys of one tokenizer: `model` and `small`, encoder-decoders, and `decoder`."""
+    root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(2)
+    decoder = tf.GPT2LMHeadModel(
+        tf.GPT2Config(
+            vocab_size=len(tokenizer_of()), n_embd=16, n_layer=1, n_head=2, n_positions=256, initializer_range=0.5,
+            bos_token_id=1, eos_token_id=1,
+        )
+    )  # fmt: skip
+    for name, model in (("model", marian(0)), ("small", marian(1)), ("decoder", decoder)):
+        model.save_pretrained(root / name)
+        tokenizer_of().save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "in.txt"
+    file.write_text("".join(f"{line}\n" for line in LINES))
+    return file
+
+
+def command(model: Path, text: Path, output: Path | None, *words: object) -> list[str]:
+    given = ["--output", output] if output is not None else []
+    return ["generate", *map(str, (model, "--input", text, *given, "--dtype", "float64", *words))]
+
+
+def by_transformers(folder: Path, lines: list[str], **options: Any) -> list[list[str]]:
+    """What unpatched transformers writes for each line by itself."""
+    kind = tf.GPT2LMHeadModel if folder.name == "decoder" else tf.MarianMTModel
+    model, tokenizer = kind.from_pretrained(folder, dtype=torch.float64), tf.AutoTokenizer.from_pretrained(folder)
+    done: list[list[str]] = []
+    for line in lines:
+        ids = tokenizer([line], return_tensors="pt")["input_ids"]
+        with fastgen.disabled():
+            found = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+        prompt = ids.shape[1] if folder.name == "decoder" else 1
+        done.append([one.strip() for one in tokenizer.batch_decode(found[:, prompt:], skip_special_tokens=True)])
+    return done
+
+
+# ---- outputs
+
+
+def one_line(text: str) -> str:
+    return text.replace("\r\n", " ").replace("\n", " ").replace("\r", " ")
+
+
+@pytest.mark.parametrize("name", ["model", "decoder"])
+def test_outputs_are_those_of_transformers(folders: Path, text: Path, tmp_path: Path, name: str) -> None:
+    options = {"num_beams": 3, "no_repeat_ngram_size": 2, "length_penalty": 0.5, "early_stopping": True}
+    flags = ["--num-beams", 3, "--no_repeat_ngram_size", 2, "--length-penalty=0.5", "--early_stopping"]
+    assert main(command(folders / name, text, tmp_path / "out.txt", *NEW, *flags)) == 0
+    expected = by_transformers(folders / name, LINES, max_new_tokens=8, **options)
+    assert (tmp_path / "out.txt").read_bytes().decode() == "".join(one_line(one[0]) + "\n" for one in expected)
+
+
+def test_several_with_scores(folders: Path, text: Path, tmp_path: Path) -> None:
+    words = [*NEW, "--num-beams", 3, "--n-best", 2, "--scores"]
+    assert main(command(folders / "model", text, tmp_path / "out.jsonl", *words)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").open()]
+    assert [row["outputs"] for row in rows] == by_transformers(
+        folders / "model", LINES, max_new_tokens=8, num_beams=3, num_return_sequences=2
+    )
+    model = tf.MarianMTModel.from_pretrained(folders / "model", dtype=torch.float64)
+    for row in rows:
+        ids = tokenizer_of()([row["text"]], return_tensors="pt")["input_ids"]
+        with fastgen.disabled():
+            found = model.generate(
+                input_ids=ids, max_new_tokens=8, num_beams=3, num_return_sequences=2, return_dict_in_generate=True,
+                output_scores=True,
+            )  # fmt: skip
+        assert row["scores"] == pytest.approx(found.sequences_scores.tolist(), abs=1e-9)
+        assert (row["output"], row["score"]) == (row["outputs"][0], row["scores"][0])
+
+
+def test_stdout_and_limit(folders: Path, text: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert main(command(folders / "model", text, None, *NEW, "--n_obs", 2, "--quiet")) == 0
+    expected = by_transformers(folders / "model", LINES[:2], max_new_tokens=8)
+    assert capfdbinary.readouterr().out.decode() == "".join(one_line(one[0]) + "\n" for one in expected)
+
+
+def test_what_stands_before_a_text(folders: Path, tmp_path: Path) -> None:
+    table = tmp_path / "in.tsv"
+    table.write_text("task\ttext\nA: \tone\nB: \ttwo\n")
+    words = [*NEW, "--column", "text", "--prefix-column", "task", "--prefix", "> "]
+    assert main(command(folders / "model", table, tmp_path / "out.jsonl", *words)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").open()]
+    expected = by_transformers(folders / "model", ["> A: one", "> B: two"], max_new_tokens=8)
+    assert rows == [
+        {"number": i, "task": task, "text": said, "output": one[0]}
+        for i, task, said, one in ((1, "A: ", "one", expected[0]), (2, "B: ", "two", expected[1]))
+    ]
+
+
+def test_a_task_of_the_model(folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(folders / "model", text, tmp_path / "out.txt", "--task", "sum", "--max-new-tokens", 6)) == 0
+    assert (asked[0].options.prefix, asked[0].options.generation) == ("sum: ", {"num_beams": 2, "max_new_tokens": 6})
+    assert main(command(folders / "model", text, tmp_path / "other.txt", "--task", "qa", *NEW)) == 2
+    assert "--task qa: the config of" in capsys.readouterr().err
+
+
+def test_draws_depend_on_the_seed(folders: Path, text: Path) -> None:
+    """And on what the caller of `generate` does with it: a job seeds each block."""
+    options = Options(folders / "model", {"max_new_tokens": 8, "do_sample": True}, scores=True, seed=3)
+    generator = TextGenerator(options)
+    torch.manual_seed(options.seed)
+    one = generator(LINES)
+    torch.manual_seed(options.seed)
+    assert generator(LINES) == one
+    assert all(isinstance(each, Output) and each.scores and each.scores[0] < 0 for each in one)
+
+
+@pytest.mark.parametrize("words", [[], ["--lossless"], ["--rollback-threshold", "0"]])
+def test_a_small_model_drafts(folders: Path, text: Path, tmp_path: Path, words: list[str]) -> None:
+    drafted = [*NEW, "--assistant-model", folders / "small", *words]
+    assert main(command(folders / "model", text, tmp_path / "out.txt", *drafted)) == 0
+    assert main(command(folders / "model", text, tmp_path / "alone.txt", *NEW)) == 0
+    assert (tmp_path / "out.txt").read_text() == (tmp_path / "alone.txt").read_text()
+    generation = dict(asked[0].options.generation)
+    assert generation.pop("max_new_tokens") == 8
+    assert generation == ({"rollback_threshold": 0.0} if "--rollback-threshold" in words else {"lossless": True})
+    assert asked[0].options.assistant == folders / "small"
+
+
+def test_a_small_model_of_another_tokenizer(
+    folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    marian(1).save_pretrained(tmp_path / "other")
+    other = tokenizer_of()
+    other.add_tokens(["new"])
+    other.save_pretrained(tmp_path / "other")
+    assert main(command(folders / "model", text, None, *NEW, "--assistant-model", tmp_path / "other")) == 2
+    assert "needs two models of one tokenizer: 'new' is None to the large one" in capsys.readouterr().err
+
+
+def test_long_texts(folders: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "in.txt").write_text("short\n" + "x" * 300 + "\n")
+    words = command(folders / "model", tmp_path / "in.txt", tmp_path / "out.jsonl", *NEW, "--on-error", "empty")
+    with caplog.at_level(logging.WARNING):
+        assert main(words) == 0
+    assert [json.loads(line)["problem"] for line in (tmp_path / "out.jsonl").open()] == [
+        None,
+        "301 tokens, 256 at most",
+    ]
+    assert not caplog.records
+    assert main([*words, "--overwrite", "--truncate", "--max-tokenizer-length", "40"]) == 0
+    expected = by_transformers(folders / "model", ["short", "x" * 39], max_new_tokens=8)
+    assert [[json.loads(line)["output"]] for line in (tmp_path / "out.jsonl").open()] == expected
+
+
+def test_special_tokens_and_the_first_one(folders: Path, text: Path, tmp_path: Path) -> None:
+    words = [*NEW, "--forced-bos-token", "Z", "--include-special-tokens", "--eos-token-id", "1", "60"]
+    assert main(command(folders / "model", text, tmp_path / "out.txt", *words)) == 0
+    assert all(line.startswith("Z") for line in (tmp_path / "out.txt").read_text().splitlines())
+    assert asked[0].options.special_tokens
+    assert asked[0].options.generation["eos_token_id"] == [1, 60]
+
+
+def test_languages(folders: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = Options(folders / "model", {"max_new_tokens": 4})
+    generator = TextGenerator(options)
+    generator.tokenizer.src_lang = "Y"
+    generator.tokenizer.lang_code_to_token = {"xx": "X"}
+    generator.options = Options(folders / "model", {}, source_lang="Y", target_lang="xx")
+    generator._set_languages()
+    assert generator.tokenizer.src_lang == "Y"
+    assert generator.generation["forced_bos_token_id"] == generator.tokenizer.convert_tokens_to_ids("X")
+    assert main(command(folders / "model", text, tmp_path / "out", *NEW, "--target-lang", "de")) == 2
+    assert "knows no languages" in capsys.readouterr().err
+
+
+def test_warnings_that_say_nothing_are_not_said(folders: Path, text: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        generator = TextGenerator(Options(folders / "decoder", {"max_new_tokens": 4}))
+        assert all(isinstance(one, Output) for one in generator(LINES))
+    assert not caplog.records
+
+
+# ---- metrics
+
+
+def test_metrics_are_those_of_the_libraries(
+    folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rouge_score.rouge_scorer import RougeScorer
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+
+    references = tmp_path / "ref.txt"
+    references.write_text("".join(f"{line}\n" for line in reversed(LINES)))
+    words = ["--reference_path", references, "--metric", "bleu", "chrf", "rouge1", "rougeL", "--score_path",
+             tmp_path / "scores.json"]  # fmt: skip
+    for name in ("out.txt", "out.jsonl", "out.csv", "out.parquet"):
+        assert main(command(folders / "model", text, tmp_path / name, *NEW, *words)) == 0
+        found = json.loads((tmp_path / "scores.json").read_text())
+        texts = [one[0] for one in by_transformers(folders / "model", LINES, max_new_tokens=8)]
+        texts = [one_line(one) for one in texts] if name == "out.txt" else texts
+        expected = list(reversed(LINES))
+        assert found["bleu"] == BLEU().corpus_score(texts, [expected]).score
+        assert found["chrf"] == CHRF().corpus_score(texts, [expected]).score
+        scorer = RougeScorer(["rouge1", "rougeL"], use_stemmer=True)
+        each = [scorer.score(r, t) for r, t in zip(expected, texts, strict=True)]
+        for metric in ("rouge1", "rougeL"):
+            assert found[metric] == pytest.approx(20 * sum(one[metric].fmeasure for one in each))
+        assert f"bleu {found['bleu']:.2f} (nrefs:1" in capsys.readouterr().out
+    (tmp_path / "ref.txt").write_text("one\n")
+    assert main(command(folders / "model", text, tmp_path / "new.txt", *NEW, "--reference", references)) == 2
+    assert "has 1 lines for 5 records" in capsys.readouterr().err
+
+
+# ---- options
+
+
+def parsed(folders: Path, *words: str) -> dict[str, Any]:
+    from fastgen.cli import _parser
+
+    args = _parser("generate").parse_args(["generate", str(folders / "model"), "--input", "x", *words])
+    return generation.given(args)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--num-beams 4", {"num_beams": 4}),
+        ("--num_beams=4", {"num_beams": 4}),
+        ("--temperature 1", {"temperature": 1}),
+        ("--do-sample --no-use-cache", {"do_sample": True, "use_cache": False}),
+        ("--early-stopping never", {"early_stopping": "never"}),
+        ("--early-stopping --num-beams 2", {"early_stopping": True, "num_beams": 2}),
+        ("--no-early-stopping", {"early_stopping": False}),
+        ("--eos-token-id 2", {"eos_token_id": 2}),
+        ("--eos-token-id 2 3", {"eos_token_id": [2, 3]}),
+        ("--suppress-tokens 5", {"suppress_tokens": [5]}),
+        ("--suppress-tokens [5,6]", {"suppress_tokens": [5, 6]}),
+        ("--bad-words-ids [[1,2],[3]]", {"bad_words_ids": [[1, 2], [3]]}),
+        ("--bad-words-ids [1,2] [3]", {"bad_words_ids": [[1, 2], [3]]}),
+        ("--exponential-decay-length-penalty 10 1.2", {"exponential_decay_length_penalty": [10, 1.2]}),
+        ("--sequence-bias [[[1,2],0.5]]", {"sequence_bias": [[[1, 2], 0.5]]}),
+        ("--cache-implementation static", {"cache_implementation": "static"}),
+        ("--max-gen-length 9 --min_gen_length 2", {"max_length": 9, "min_length": 2}),
+        ("--n-best 3", {"num_return_sequences": 3}),
+    ],
+)  # fmt: skip
+def test_flags(folders: Path, words: str, expected: dict[str, Any]) -> None:
+    assert parsed(folders, *words.split(" ")) == expected
+
+
+def test_every_setting_of_transformers_is_a_flag_or_says_why_not() -> None:
+    known = {name for name in vars(tf.GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
+    flags = set(generation.settings())
+    assert {"num_beams", "do_sample", "bad_words_ids", "watermarking_config"} < flags < known
+    from fastgen.cli.fastseq import DROPPED
+
+    undocumented = {name for name in known - flags - set(generation.ELSEWHERE) if name.replace("_", "-") not in DROPPED}
+    assert undocumented <= {"low_memory", "prefill_chunk_size", "continuous_batching_config"}
+
+
+def test_a_generation_config(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: Path) -> None:
+    tf.GenerationConfig(num_beams=3, length_penalty=0.5, eos_token_id=[1, 2]).save_pretrained(tmp_path)
+    file = str(tmp_path / "generation_config.json")
+    expected = {"num_beams": 2, "length_penalty": 0.5, "eos_token_id": [1, 2]}
+    assert parsed(folders, "--generation-config", file, "--num-beams", "2") == expected
+    (tmp_path / "bad.json").write_text('{"num_beamz": 3}')
+    assert main(command(folders / "model", text, tmp_path / "o", "--generation-config", tmp_path / "bad.json")) == 2
+    assert "num_beamz is not an option here: transformers has no such option" in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(*_: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("fastgen.corpus.models.load_model", loaded)
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--num-beamz", "4"], "there is no option --num-beamz; there is --num-beams"),
+        (["--bs", "8"], "--bs is not an option here: batches are of like lengths"),
+        (["--stop-strings", "x"], "--stop-strings is not an option here: what ends there"),
+        (["--num-beam-groups", "2"], "transformers has taken it out"),
+        (["more"], "'more' is not expected there"),
+        (["--num-beams", "x"], "--num-beams x: must be int"),
+        (["--do-sample=3"], "ignored explicit argument"),
+        (["--temperature", "hot"], "--temperature hot: must be float"),
+        (["--eos-token-id", "x"], "--eos-token-id x: must be int or list"),
+        (["--generation-config", "nothing.json"], "nothing.json cannot be read"),
+        (["--n-best", "3"], "num_return_sequences"),
+        (["--limit", "0"], "must be above 0"),
+        (["--column", "x"], "lines of text have no columns"),
+        (["--input-format", "csv"], "--column is needed"),
+        (["--output-format", "parquet"], "--output-format parquet is not written to standard output"),
+        (["--metric", "bleu"], "--metric needs --reference"),
+        (["--reference", "x"], "--reference: standard output is not read again"),
+        (["--assistant-model", "nothing"], "nothing: there is no such folder"),
+        (["--fallback-threshold", "0.5"], "needs a small model, either --assistant-model or --assistant-early-exit"),
+        (["--assistant-early-exit", "1", "--fallback-threshold", "2"], "--fallback-threshold is 2.0; it must be"),
+        (["--assistant-early-exit", "1", "--lossless", "--scores"], "--scores: a text that is drafted has none"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_before_a_model_is_loaded(
+    folders: Path, text: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert _status(lambda: main(command(folders / "model", text, None, *words))) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_model")
+def test_outputs_that_cannot_be(folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "there").write_text("kept")
+    (tmp_path / "in.jsonl").write_text('{"text": "a", "output": "b"}\n')
+    jsonl = tmp_path / "in.jsonl"
+    for given, output, more, said in (
+        (text, tmp_path / "there", [], "there is there already; --overwrite"),
+        (text, text, ["--overwrite"], "is an input too"),
+        (text, tmp_path / "no" / "o", [], "there is no folder"),
+        (text, tmp_path, [], "is a folder"),
+        (jsonl, tmp_path / "o.csv", ["--column", "text"], "objects of JSONL have no fixed columns"),
+        (jsonl, tmp_path / "o.jsonl", ["--column", "text"], "has a column 'output' already"),
+        (tmp_path / "nothing", tmp_path / "o", [], "nothing cannot be read: No such file"),
+    ):
+        assert main(command(folders / "model", given, output, *NEW, *more)) == 2
+        assert said in capsys.readouterr().err
+    assert main(command(folders / "decoder", text, tmp_path / "o", "--max-length", 8)) == 2
+    assert "--max-new-tokens is needed" in capsys.readouterr().err
+    assert main(command(tmp_path, text, tmp_path / "o", *NEW)) == 2
+    assert "holds no model" in capsys.readouterr().err
+    assert (tmp_path / "there").read_text() == "kept"
+
+
+def test_what_a_model_cannot_have_is_said_once(folders: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(folders / "decoder", text, None, *NEW, "--min-length", 3)) == 2
+    assert "min_length = 3 would count a prompt's padding" in capsys.readouterr().err
+
+
+def test_the_other_commands_take_no_toolkit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--help"])
+    assert done.value.code == 0
+    assert "generate from every text of a file" in capsys.readouterr().out
+
+
+def _status(run: Callable[[], int]) -> int:
+    try:
+        return run()
+    except SystemExit as done:
+        return int(done.code or 0)
