@@ -299,20 +299,23 @@ def _reorder(rig: Rig, b: int, m: int, t: int, h: int, d: int) -> tuple[Call, Ca
 
 
 def _tables(rig: Rig, b: int, m: int, t: int) -> tuple[Call, Call]:
-    """The tables of tokens and of rows, half full."""
+    """The running tables of tokens and of rows, half full: transformers makes those of 2M candidates, and chooses M."""
     import torch
+    from transformers import GenerationMixin
 
     from fastgen.ops.tables import Table, extend_rows_
 
+    gather = GenerationMixin._gather_beams
     ids, rows = rig.integers(50_000, b, m, 2 * t), rig.integers(m, b, m, 2 * t).to(torch.int32)
-    parents, tokens = rig.integers(m, b, m), rig.integers(50_000, b, m)
+    beams, candidates = rig.integers(m, b, 2 * m), rig.integers(50_000, b, 2 * m)
+    order = torch.arange(m, device=ids.device).expand(b, m)
+    parents, tokens = beams.gather(1, order), candidates.gather(1, order)
     growing = [Table(ids.clone(), tokens[:, :, None]), Table(rows.clone(), parents[:, :, None])]
 
     def gathers() -> tuple[Any, Any]:
-        index = parents[:, :, None].expand(-1, -1, 2 * t)
-        moved = ids.gather(1, index), rows.gather(1, index)
-        moved[0][:, :, t], moved[1][:, :, t] = tokens, parents.to(torch.int32)
-        return moved
+        of_rows, of_ids = gather(rows, beams), gather(ids, beams)
+        of_ids[:, :, t], of_rows[:, :, t] = candidates, beams.to(torch.int32)
+        return gather(of_ids, order), gather(of_rows, order)
 
     return gathers, lambda: extend_rows_(growing, parents, t)
 

@@ -19,6 +19,7 @@ from fastgen.decoding.pace import Pace
 from fastgen.models.layouts import LAYOUTS
 from fastgen.patches.transformers import bild as transformers_bild
 from fastgen.patches.transformers.bild import BildDecoderOnlyOutput, BildEncoderDecoderOutput
+from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.bild_oracle import Scores, bild
 
@@ -414,6 +415,48 @@ def test_what_cannot_be_is_said(name: str) -> None:
         large.generate(**zoo.batch(large, 3, 5), **{"assistant_model": small, "max_new_tokens": 5} | options)
     inputs = zoo.batch(large, 3, 5)  # and nothing is left behind
     assert torch.equal(large.generate(**inputs, max_new_tokens=NEW, eos_token_id=ENDS), greedy(large, inputs))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_explain_says_what_the_call_would(name: str) -> None:
+    options, error, message = WRONG[name]
+    large, small = pair("marian")
+    with pytest.raises(error, match=re.escape(message)):
+        fastgen.explain(large, **zoo.batch(large, 3, 5), **{"assistant_model": small, "max_new_tokens": 5} | options)
+
+
+EXPLAINED: dict[str, tuple[dict[str, Any], str]] = {
+    "lossy": ({"fallback_threshold": 0.3}, "big-little decoding"),
+    "lossless": ({"lossless": True}, "big-little decoding"),
+    "drawn": ({"lossless": True, "do_sample": True}, "big-little decoding"),
+    "first layers": (
+        {"assistant_model": None, "assistant_early_exit": 1, "lossless": True}, "big-little decoding"
+    ),
+    "beams": ({"lossless": True, "num_beams": 3, "speculative_beams": True}, "beam search"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+@pytest.mark.parametrize("family", ["marian", "llama", "t5"])
+def test_explain_says_what_then_runs(family: str, name: str) -> None:
+    options, method = EXPLAINED[name]
+    large, small = pair(family)
+    call = {"assistant_model": small, "max_new_tokens": 6, "min_new_tokens": 6} | options | zoo.batch(large, 2, 5)
+    before = fastgen.status().to_dict()
+    explained = fastgen.explain(large, **call)
+    assert fastgen.status().to_dict() == before, "and nothing has run"
+    assert explained.plan is not None
+    assert explained.plan.method == method
+    first = "the first 1 layers draft" if "assistant_early_exit" in options else f"{type(small).__name__} drafts"
+    assert first in explained.notes
+    large.generate(**call)
+    report = last_call()
+    assert report is not None
+    assert report.plan == explained.plan
+    if method == "big-little decoding":
+        alone = {"max_new_tokens": 6, "min_new_tokens": 6} | zoo.batch(large, 2, 5)
+        models = 1 if "assistant_early_exit" in options else 2
+        assert explained.kv_bytes == models * fastgen.explain(large, **alone).kv_bytes
 
 
 def test_models_of_different_tokenizers_are_told_apart() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ import fastgen
 from fastgen.cli import main
 from fastgen.cli.workloads import Workload
 from fastgen.config import VARIABLES
-from fastgen.models.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -152,12 +150,3 @@ def test_wrong_usage_exits_with_2(words: list[str]):
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2
-
-
-def test_the_documentation_lists_every_variable_and_family():
-    switches, supported = ((ROOT / "docs" / name).read_text("utf-8") for name in ("switches.md", "supported.md"))
-    for variable in VARIABLES:
-        allowed = ", ".join(f"`{value}`" for value in variable.allowed) or "any text"
-        assert f"| `{variable.name}` | {allowed} | {variable.help} |" in switches
-    listed = supported.partition("## Model families")[2].partition("\n## ")[0]
-    assert set(re.findall("`(.+?)`", listed)) - {"model_type", "CONTRIBUTING.md"} == set(FAMILIES)

@@ -76,6 +76,14 @@ def _fused() -> bool:
     return call.plan.fused
 
 
+@pytest.mark.parametrize("family", ["bart", "phi3"])
+def test_labels_are_kept_from_the_steps(family: str) -> None:
+    """As `Seq2SeqTrainer` gives them: no forward of a generating model sees them."""
+    model = _build(family)
+    inputs = zoo.batch(model, 3, 7)
+    assert _left_off(model, inputs | {"labels": torch.full((3, 5), 6), "num_beams": 3, "max_new_tokens": 6}) == ()
+
+
 def test_a_decoder_prompt_with_padding() -> None:
     model = _build("bart")
     prompt = torch.randint(4, zoo.VOCABULARY, (4, 5))

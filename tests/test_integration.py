@@ -29,7 +29,7 @@ from fastgen.ops import linear as linear_ops
 from fastgen.patches import _engine
 from fastgen.patches.transformers import attention
 from tests import zoo
-from tests.parity import assert_same, fallbacks, hits
+from tests.parity import assert_same, fallbacks, hits, left_off
 
 ROOT = Path(__file__).parents[1]
 BEAMS: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 10}
@@ -333,10 +333,11 @@ def test_seq2seq_trainer(tmp_path: Path) -> None:
         data_collator=tf.DataCollatorForSeq2Seq(_tokenizer(), model=model),
         compute_metrics=lambda p: predictions.append(p.predictions.tolist()) or {"n": len(p.predictions)},
     )  # fmt: skip
-    served, before = hits(), fallbacks()
+    served, before, without = hits(), fallbacks(), left_off()
     trainer.train()
     assert hits() == served + 4  # two evaluations of two batches
     assert fallbacks() == before
+    assert left_off() == without
     found = trainer.predict(samples).predictions.tolist()
     with fastgen.disabled():
         assert trainer.predict(samples).predictions.tolist() == found

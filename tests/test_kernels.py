@@ -33,9 +33,7 @@ from fastgen.ops import (
     tables,
     token_mask,
 )  # fmt: skip
-from fastgen.ops.counts import calls
-from tests import zoo
-from tests.parity import assert_same
+from tests.poison import poison
 
 INF = torch.inf
 HALVES = [torch.float16, torch.bfloat16]
@@ -53,15 +51,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels are asked for, and what they do not write is NaN, or a number that no test expects."""
     monkeypatch.setenv("FASTGEN_OPS", "triton")
     config.reload()
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *args, **kwargs: (
-            t.fill_(torch.nan) if (t := make(*args, **kwargs)).is_floating_point() else t.fill_(-(2**30) - 7)
-        )
-
-    monkeypatch.setattr(torch, "empty", poisoned(empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(empty_like))
+    poison(monkeypatch)
     yield
     monkeypatch.undo()
     config.reload()
@@ -872,38 +862,3 @@ def test_mutant(name: str, tmp_path: Path) -> None:
     spec.loader.exec_module(mutant)
     with pytest.raises(AssertionError):
         check(mutant)
-
-
-# The way of a call
-
-
-@pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama", "gemma2", "marian"])
-@pytest.mark.parametrize(
-    ("options", "ran"),
-    [
-        ({"num_beams": 3, "no_repeat_ngram_size": 2, "min_new_tokens": 4}, {"kbest", "ngram_block", "cache"}),
-        ({"num_beams": 4, "num_return_sequences": 2, "early_stopping": True}, {"kbest", "cache"}),
-        ({"num_beams": 2, "repetition_penalty": 1.3, "return_dict_in_generate": True}, {"kbest"}),
-        (
-            {
-                "num_beams": 3, "repetition_penalty": 1.4, "bad_words_ids": [[5], [6, 7], [8, 9, 10]],
-                "forced_eos_token_id": 3,
-            },
-            {"kbest", "token_mask", "ngram_block"},
-        ),
-        ({"num_beams": 3, "sequence_bias": {(5,): 4.0, (9,): -3.0}}, {"kbest", "token_mask"}),
-        ({"num_beams": 3, "sequence_bias": {(5,): 4.0, (9, 5): 3.0, (7, 8, 6): 5.0}}, {"kbest"}),
-        ({"no_repeat_ngram_size": 2}, {"argmax", "ngram_block"}),
-    ],
-    ids=["beams", "sequences", "processors", "changes", "bias", "biases", "greedy"],
-)  # fmt: skip
-def test_generate(family: str, options: dict[str, Any], ran: set[str], device: str) -> None:
-    """The same tokens as transformers', by the kernels."""
-    model = zoo.build(family, torch.float32).to(device)
-    before = calls.copy()
-    inputs = {name: value.to(device) for name, value in zoo.batch(model, 3, 7).items()}
-    result = assert_same(model, inputs | options | {"max_new_tokens": 8}, tolerance=1e-4)
-    assert result.error is None
-    used = {operation for operation, path in calls - before if path == "triton"}
-    assert used >= ran | ({"beam_attention"} if "num_beams" in options else set())
-    assert "norm" in used

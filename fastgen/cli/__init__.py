@@ -9,13 +9,15 @@ import sys
 from collections.abc import Sequence
 
 from fastgen._version import __version__
-from fastgen.cli import bild, demo, hook, run, status
+from fastgen.cli import bench, bild, demo, doctor, hook, run, status
 from fastgen.errors import CommandError
 
 COMMANDS = {
     "status": status,
+    "doctor": doctor,
     "demo": demo,
     "run": run,
+    "bench": bench,
     "bild": bild,
     "install-hook": hook.install,
     "remove-hook": hook.remove,

@@ -12,10 +12,7 @@ from torch import Tensor
 
 import fastgen
 from fastgen.cli.measure import Verdict
-from fastgen.decoding.margin import closest_decision, end_tokens, prompt_length, up_to_end
-
-NEAR_TIE = 1e-4
-"""A smaller margin is a near tie."""
+from fastgen.decoding.margin import NEAR_TIE, closest_decision, end_tokens, prompt_length, up_to_end
 
 
 class Agreement:
@@ -43,7 +40,8 @@ class Agreement:
         found = margins(self.model, self.inputs, self.options, stock, other)
         if not found:
             return Verdict(False, note="what follows the end tokens differs")
-        worst, ties = max(found, key=found.__getitem__), sum(margin < NEAR_TIE for margin in found.values())
+        limit = NEAR_TIE.get(self.model.dtype, 0.0)
+        worst, ties = max(found, key=found.__getitem__), sum(margin < limit for margin in found.values())
         note = f"{len(found)} of {len(stock)} sequences differ, largest margin {found[worst]:.1e} (sequence {worst})"
         return Verdict(ties == len(found), ties, note)
 

@@ -14,6 +14,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import fastgen
+from fastgen.cli.counts import counts
 from fastgen.errors import CommandError
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _part(workload: "Workload", rounds: int, text: "Text | None" = None) -> dict
 
     print(f"{workload.name}\n  {workload.detail}")
     kv_stock, kv_fastgen, kv_expected = KVPeak(), KVPeak(), KVPeak()
-    counts = _counts()
+    before_all = counts()
     agreements = [Agreement(workload.model, batch, workload.generate) for batch in workload.batches]
     last: list[Tensor] = []
 
@@ -120,7 +121,7 @@ def _part(workload: "Workload", rounds: int, text: "Text | None" = None) -> dict
 
         outcome = compare(stock, patched, rounds, same)
     ends = end_tokens(workload.model.generation_config.eos_token_id)
-    ran, fell_back = (_grown(old, new) for old, new in zip(counts, _counts(), strict=True))
+    counted = counts().since(before_all)
     part: dict[str, Any] = {
         "name": workload.name,
         "detail": workload.detail,
@@ -132,8 +133,8 @@ def _part(workload: "Workload", rounds: int, text: "Text | None" = None) -> dict
             "fastgen": kv_fastgen.bytes,
             "transformers_computed": kv_expected.bytes,
         },
-        "hits": ran,
-        "fallbacks": fell_back,
+        "hits": counted.hits,
+        "fallbacks": counted.fallbacks,
     }
     _print_figures(part, outcome)
     if text is not None:
@@ -144,16 +145,17 @@ def _part(workload: "Workload", rounds: int, text: "Text | None" = None) -> dict
 
 def _print_figures(part: dict[str, Any], outcome: "Outcome") -> None:
     """Print what one part found; speed only where fastgen ran and the outputs are the same."""
-    from fastgen.cli.agreement import NEAR_TIE
-    from fastgen.cli.measure import MIN_ROUNDS
+    import torch
 
+    from fastgen.cli.measure import MIN_ROUNDS
+    from fastgen.decoding.margin import NEAR_TIE
+
+    limit = NEAR_TIE[torch.float32]
     rounds = f"{len(outcome.rounds)} round{'s' if len(outcome.rounds) > 1 else ''}"
     if outcome.equal:
         print(f"  same output           yes, all {part['sentences']}, in the warm-up and {rounds}")
         if outcome.near_ties:
-            print(
-                f"{'':24}({outcome.near_ties} by a near tie: transformers' own decision was by less than {NEAR_TIE:g})"
-            )
+            print(f"{'':24}({outcome.near_ties} by a near tie: transformers' own decision was by less than {limit:g})")
     else:
         print(f"  same output           NO: {outcome.note}; so no speed is shown")
     if not part["hits"]:
@@ -216,14 +218,3 @@ def _last_call() -> Any:
     except ImportError:
         return None
     return report.last_call()
-
-
-def _counts() -> tuple[dict[str, int], dict[str, int]]:
-    """Return hits by patch and fallbacks by patch and reason, since the start of the process."""
-    rows = fastgen.status().rows
-    hits = {row.name: row.hits for row in rows}
-    return hits, {f"{row.name}, {reason}": count for row in rows for reason, count in row.fallbacks.items()}
-
-
-def _grown(old: dict[str, int], new: dict[str, int]) -> dict[str, int]:
-    return {key: count - old.get(key, 0) for key, count in new.items() if count > old.get(key, 0)}

@@ -24,9 +24,18 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def is_installed(site_packages: Path) -> bool:
+    """Whether the file is in a folder.
+
+    Raises:
+        CommandError: the folder is not there, or what lies at the file's place is not fastgen's.
+    """
+    return _file(site_packages).exists()
+
+
 def _install(args: argparse.Namespace) -> int:
     """Put the file into place, at once and whole."""
-    file, scratch = _file(args), args.site_packages / f"{NAME}.{os.getpid()}"
+    file, scratch = _file(args.site_packages), args.site_packages / f"{NAME}.{os.getpid()}"
     try:
         scratch.write_text(LINE, encoding="utf-8")
         scratch.replace(file)
@@ -37,7 +46,7 @@ def _install(args: argparse.Namespace) -> int:
 
 
 def _remove(args: argparse.Namespace) -> int:
-    file = _file(args)
+    file = _file(args.site_packages)
     if not file.exists():
         print(f"{file} is not there: nothing to remove")
         return 0
@@ -49,15 +58,15 @@ def _remove(args: argparse.Namespace) -> int:
     return 0
 
 
-def _file(args: argparse.Namespace) -> Path:
-    """The file's path.
+def _file(site_packages: Path) -> Path:
+    """The file's path in a folder.
 
     Raises:
         CommandError: its folder is not there, or what lies at its place is not fastgen's.
     """
-    if not args.site_packages.is_dir():
-        raise CommandError(f"--site-packages {args.site_packages} is not a folder")
-    file: Path = args.site_packages / NAME
+    if not site_packages.is_dir():
+        raise CommandError(f"--site-packages {site_packages} is not a folder")
+    file = site_packages / NAME
     if file.exists() and file.read_text(encoding="utf-8", errors="replace") != LINE:
         raise CommandError(f"{file} holds something else: left as it is")
     return file

@@ -7,6 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+NEAR_TIE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
+"""The margin under which rounding may turn a decision, by the model's dtype; none in float64."""
 _NEVER = -1e9
 """The score of beams that do not exist yet, as transformers has it."""
 

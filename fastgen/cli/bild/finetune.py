@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -75,7 +75,9 @@ def finetune(model: Any, data: list[Example], pad: int, recipe: Recipe, on_cpu: 
             report_to="none",
             use_cpu=on_cpu,
         )
-        trainer = Trainer(model, settings, data_collator=lambda batch: collate(batch, pad), train_dataset=data)
+        trainer = Trainer(
+            model, settings, data_collator=lambda batch: collate(batch, pad), train_dataset=cast(Any, data)
+        )
         trainer.train()
     model.eval()
     return trainer.state.log_history

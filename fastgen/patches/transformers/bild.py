@@ -67,13 +67,15 @@ class Asked:
 
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             call = signature.bind(model, *args, **kwargs).arguments
-            others: dict[str, Any] = call.get("kwargs", {})
-            settings = call.get("generation_config") or GenerationConfig()
-            given = {name: value for name, value in others.items() if not hasattr(settings, name)}
-            self.inputs = given | {"inputs": call.get("inputs")}
+            self.note_inputs({"inputs": call.get("inputs")} | call.get("kwargs", {}), call.get("generation_config"))
             return original(model, *args, **kwargs)
 
         return generate
+
+    def note_inputs(self, given: Mapping[str, Any], config: Any) -> None:
+        """Note what a call is given, but for what is a setting of its generation config."""
+        settings = config or GenerationConfig()
+        self.inputs = {name: value for name, value in given.items() if not hasattr(settings, name)}
 
 
 _asked: ContextVar[Asked | None] = ContextVar("fastgen_bild", default=None)
@@ -128,10 +130,7 @@ def decode(call: Call, asked: Asked) -> Any:
     """
     options, config = asked.options, call.config
     asked.decoded = True
-    _check_call(call)
-    if options.small is not None:
-        _inputs_of_small(asked)
-        _check_small(options.small)
+    check(call, asked)
     large = _Whole(call)
     small = _FirstLayers(large, options.layers) if options.layers is not None else _Later(lambda: _small(call, asked))
     policy: Policy = Likeliest(0.0 if options.lossless else options.rollback)
@@ -175,6 +174,15 @@ def decode(call: Call, asked: Asked) -> Any:
     return kind(sequences=cast(Any, sequences), bild=counts)
 
 
+def check(call: Call, asked: Asked) -> None:
+    """Raise ValueError where a call, or its small model, has what cannot be had here, as far as it is visible."""
+    if not asked.options.beams:
+        _check_call(call)
+    if asked.options.small is not None:
+        inputs_of_small(asked)
+        _check_small(asked.options.small)
+
+
 def drafted(call: Call, asked: Asked) -> DraftedStepper:
     """The model of a beam search whose steps the small one drafts.
 
@@ -182,7 +190,7 @@ def drafted(call: Call, asked: Asked) -> DraftedStepper:
         ValueError: its steps cannot be made from its weights.
     """
     asked.decoded = True
-    plan, step = _planned(call, "beam")
+    plan, step = planned(call, "beam")
     small = _small(call, asked).stepper
     return DraftedStepper(call, plan, step, small, WIDTH * plan.beams, asked.options.beams)
 
@@ -216,7 +224,12 @@ def _check_call(call: Call) -> None:
         raise ValueError(f"a streamer follows one text, and the batch has {call.input_ids.shape[0]}")
 
 
-def _planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Plan, DecoderStep]:
+def planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Plan, DecoderStep]:
+    """How a model's steps run.
+
+    Raises:
+        ValueError: they cannot be made from its weights.
+    """
     kwargs = call.model_kwargs | {"synced_gpus": call.synced_gpus}
     try:
         plan, step = decide(
@@ -226,7 +239,7 @@ def _planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Pl
         raise ValueError(f"big-little decoding of {type(call.model).__name__}: {unsupported.reason}") from None
     if step is None:
         raise _not_fused(call.model, "; ".join(plan.left_off))
-    return plan, step
+    return replace(plan, graphs=False), step  # drafts are of all lengths, and no pass over them is captured
 
 
 def _not_fused(model: Any, reason: object) -> ValueError:
@@ -240,7 +253,7 @@ class _Whole:
     """A model that makes all its layers' steps from the weights (`decoding.bild.Model`)."""
 
     def __init__(self, call: Call) -> None:
-        plan, step = _planned(call)
+        plan, step = planned(call)
         self.prompt = call.input_ids
         self.stepper = cast(SharedStepper, call.stepper(plan, step))
 
@@ -308,15 +321,10 @@ class _Later:
 
 def _small(call: Call, asked: Asked) -> _Whole:
     """The small model of a call, with the call's inputs."""
-    model, config, inputs = asked.options.small, call.config, _inputs_of_small(asked)
-    settings = GenerationConfig(
-        max_length=config.max_length, num_beams=1, num_return_sequences=1, do_sample=False, use_cache=True,
-        return_dict_in_generate=False, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id,
-        bos_token_id=config.bos_token_id, decoder_start_token_id=config.decoder_start_token_id,
-    )  # fmt: skip
+    model, config, inputs = asked.options.small, call.config, inputs_of_small(asked)
     token = _handing_over.set(model)
     try:
-        handed_over = model.generate(generation_config=settings, **inputs)
+        handed_over = model.generate(generation_config=settings_of_small(config), **inputs)
     finally:
         _handing_over.reset(token)
     if not isinstance(handed_over, Call):
@@ -332,7 +340,16 @@ def _small(call: Call, asked: Asked) -> _Whole:
     return _Whole(handed_over)
 
 
-def _inputs_of_small(asked: Asked) -> Mapping[str, Any]:
+def settings_of_small(config: Any) -> GenerationConfig:
+    """How the small model's `generate` is called, so that it begins as the large one with its settings does."""
+    return GenerationConfig(
+        max_length=config.max_length, num_beams=1, num_return_sequences=1, do_sample=False, use_cache=True,
+        return_dict_in_generate=False, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id,
+        bos_token_id=config.bos_token_id, decoder_start_token_id=config.decoder_start_token_id,
+    )  # fmt: skip
+
+
+def inputs_of_small(asked: Asked) -> Mapping[str, Any]:
     """What the small model's `generate` gets: the call's inputs.
 
     Raises:

@@ -23,7 +23,7 @@ class DraftedStepper(SharedStepper):
     """
 
     def __init__(self, call: Call, plan: Plan, step: DecoderStep, small: SharedStepper, width: int, depth: int) -> None:
-        plan = replace(plan, drop=False, graphs=False)
+        plan = replace(plan, drop=False)
         super().__init__(call.model, plan, call.input_ids, call.config, dict(call.model_kwargs), step)
         eos: Tensor | None = call.config._eos_token_tensor
         self.ends: list[int] = [] if eos is None else [int(token) for token in eos]

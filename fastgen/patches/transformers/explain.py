@@ -4,7 +4,7 @@ transformers' own `generate` prepares the call (`prepared`), and `decide` is ask
 takes, all of it runs over tensors without values (`peak`).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,11 @@ from transformers import DynamicCache, StaticCache
 
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import linear, routes
+from fastgen.models.early_exit import early_exit
 from fastgen.patches import _engine
+from fastgen.patches.transformers import bild, bild_call
 from fastgen.patches.transformers.cache import held, parts_of
+from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.peak import NotPredicted, peak_bytes
 from fastgen.patches.transformers.prepared import Prepared, arguments_of, prepare, without_wrappers
@@ -105,9 +108,13 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
         raise TypeError(f"{type(model).__name__} has no generate")
     bare = without_wrappers(model)
     linears = _linears(bare)
+    asked = _asked(bare, generate_kwargs)
     try:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise Unsupported("PEFT's prompt learning prepares the call in a way of its own")
+        if asked is not None:
+            _check_patch("transformers.sample")
+            return _of_two_models(bare, asked, linears, generate_kwargs)
         prepared = prepare(bare, model, generate_kwargs)
         with torch.no_grad():  # as `generate` calls its loops
             plan, _ = decide(
@@ -129,6 +136,52 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
     except NotPredicted as reason:
         peak, notes = None, (*notes, f"peak memory is not predicted: {reason}")
     return Explanation(type(bare).__name__, plan, None, ours, stock, peak, linears, notes)
+
+
+def _asked(bare: Any, kwargs: dict[str, Any]) -> bild.Asked | None:
+    """What a call says of big-little decoding, which is taken out of its arguments; None where it is another call."""
+    if (options := bild_call.options_of(bare, kwargs)) is None:
+        return None
+    asked = bild.Asked(bare, options)
+    asked.note_inputs(kwargs, kwargs.get("generation_config"))
+    return asked
+
+
+def _of_two_models(bare: Any, asked: bild.Asked, linears: Linears, kwargs: dict[str, Any]) -> Explanation:
+    """What big-little decoding would run; it raises what the call would."""
+    try:
+        prepared, small = prepare(bare, bare, kwargs), asked.options.small
+    except Unsupported as unsupported:
+        raise ValueError(f"big-little decoding of {type(bare).__name__}: {unsupported.reason}") from None
+    call = _call(bare, prepared)
+    bild.check(call, asked)
+    with torch.no_grad():
+        plan, step = bild.planned(call, prepared.loop)
+        if asked.options.layers is not None:
+            early_exit(step, asked.options.layers)  # which raises where there is no such layer
+        models = [(bare, prepared, plan)]
+        if small is not None:
+            given = {"generation_config": bild.settings_of_small(prepared.config), **bild.inputs_of_small(asked)}
+            of_small = prepare(small, small, given)
+            models.append((small, of_small, bild.planned(_call(small, of_small))[0]))
+    found = [_kv_bytes(*each) for each in models]
+    ours, stock = (None if None in each else sum(each) for each in zip(*found, strict=True))
+    drafts = f"{type(small).__name__} drafts" if small is not None else f"the first {asked.options.layers} layers draft"
+    if prepared.loop == "beam":
+        plan = replace(plan, drop=False)  # all that has been drafted stays until the end
+    else:
+        plan = replace(plan, method="big-little decoding")
+    notes = (drafts, *plan.left_off, "peak memory is not predicted: two models decode together")
+    return Explanation(type(bare).__name__, plan, None, ours, stock, None, linears, notes)
+
+
+def _call(model: Any, prepared: Prepared) -> Call:
+    kwargs = dict(prepared.kwargs)
+    synced, streamer = kwargs.pop("synced_gpus"), kwargs.pop("streamer")
+    criteria = prepared.stopping_criteria
+    return Call(
+        model, prepared.input_ids, prepared.logits_processor, criteria, prepared.config, synced, kwargs, streamer
+    )
 
 
 def _check_patch(name: str) -> str:

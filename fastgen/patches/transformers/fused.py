@@ -24,6 +24,7 @@ _ARGUMENTS = {
     False: {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"},
 }  # by whether it is an encoder-decoder
 _OF_LOOP = {"streamer", "synced_gpus", "tokenizer"}
+_NOT_FORWARDED = {"labels"}  # trainers hand `generate` whole batches; it keeps these from the forward
 _ATTENTION = ("eager", "sdpa")
 
 
@@ -42,8 +43,11 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     noted = any(getattr(model.config, name, False) for name in ("output_hidden_states", "output_attentions"))
     if noted or (returned and generation_config.return_dict_in_generate):
         raise NotFused("hidden states or attentions are returned")
+    arguments = _ARGUMENTS[bool(model.config.is_encoder_decoder)] | _OF_LOOP
     for name, value in kwargs.items():
-        if value is not None and name not in _ARGUMENTS[bool(model.config.is_encoder_decoder)] | _OF_LOOP:
+        if name in _NOT_FORWARDED:
+            continue
+        if value is not None and name not in arguments:
             raise NotFused(f"the model gets {name}")
         if isinstance(value, Tensor) and value.dim() != 2:
             raise NotFused(f"{name} has {value.dim()} dimensions")

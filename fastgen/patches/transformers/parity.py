@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from fastgen.config import settings
-from fastgen.decoding.margin import closest_decision, end_tokens, prompt_length
+from fastgen.decoding.margin import NEAR_TIE, closest_decision, end_tokens, prompt_length
 from fastgen.patches import _engine
 from fastgen.patches.transformers.edits import known, rowwise
-
-_NEAR_TIE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
-"""The margin under which rounding may turn a decision, by the model's dtype; none in float64."""
 
 _lock = threading.Lock()
 _said: set[str] = set()
@@ -208,7 +205,7 @@ def _first_difference(ours: Any, stock: Any) -> _Part | Divergence | None:
 
 def _scores_apart(model: Any, ours: Any, stock: Any) -> Divergence | None:
     """The first score that is another. In low precision beams may swap places, which no token shows."""
-    tolerance = 1e-9 if model.dtype == torch.float64 else _NEAR_TIE.get(model.dtype, 1e-4)
+    tolerance = 1e-9 if model.dtype == torch.float64 else NEAR_TIE.get(model.dtype, 1e-4)
     per_step = ("scores", "logits") if model.dtype == torch.float64 or "beam_indices" not in stock else ()
     for name in ("sequences_scores", *per_step):
         pairs = [output.get(name) for output in (ours, stock)]
@@ -243,7 +240,7 @@ def _described(model: Any, original: Callable[..., Any], call: dict[str, Any], p
         closest = closest_decision(run, row, beams, part.wanted, end_tokens(config.eos_token_id))
     if beams > 1:
         text += f", and its closest decision until it left fastgen's sequence was by {closest:.1e}"
-    return Divergence(text, near_tie=closest < _NEAR_TIE.get(model.dtype, 0.0))
+    return Divergence(text, near_tie=closest < NEAR_TIE.get(model.dtype, 0.0))
 
 
 def _options(call: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,151 @@
+"""A whole corpus, from the start of the process to the last line: a user's script, `fastgen generate`, two processes.
+
+Every run is a process of its own, with loading, tokens and files. The script takes 32 lines at a time in their order,
+through transformers alone (`batch_script.py`). Two processes are compared with one that has as many threads as each of
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import EXAMPLE
+from benchmarks.run import hardware, positive
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).with_name("results")
+SCRIPT, COMMAND, ONE, SEVERAL = "script", "fastgen generate", "one thread", "processes"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure all; return 1 if an output differed."""
+    args = _arguments().parse_args(argv)
+    from fastgen.cli.measure import environment, interleave, paired_ratio
+
+    with tempfile.TemporaryDirectory(prefix="fastgen-corpus-") as scratch:
+        runs = _Runs(Path(scratch), args)
+        arms = {
+            SCRIPT: runs.script,
+            COMMAND: lambda: runs.command(COMMAND, "--threads", str(args.threads)),
+        }
+        if args.processes > 1:
+            arms[ONE] = lambda: runs.command(ONE, "--threads", "1")
+            arms[SEVERAL] = lambda: runs.command(SEVERAL, "--threads", "1", "--processes", str(args.processes))
+        times, difference = interleave(list(arms.values()), args.rounds, runs.check, warmup=0)
+        result: dict[str, Any] = {
+            "equal": difference is None, "note": difference or "", "near_ties": runs.near_ties, "lines": runs.count,
+            "seconds": {name: [each[i] for each in times] for i, name in enumerate(arms)}, "summaries": runs.summaries,
+        }  # fmt: skip
+    pairs = [(SCRIPT, COMMAND), (ONE, SEVERAL)][: 1 + (args.processes > 1)]
+    for baseline, candidate in pairs if times else ():
+        ratio = paired_ratio(result["seconds"][baseline], result["seconds"][candidate])
+        result[f"{candidate} over {baseline}"] = dict(zip(("ratio", "low", "high"), ratio, strict=True))
+    print(json.dumps({name: value for name, value in result.items() if name != "summaries"}, indent=1))
+    chosen = {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
+    data = {
+        "case": "corpus", "kind": "corpus", "arguments": chosen, "environment": environment(), "result": result,
+    }  # fmt: skip
+    file = (args.out or RESULTS / hardware(args.device)) / "corpus.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    return 0 if result["equal"] else 1
+
+
+class _Runs:
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        self.folder, self.args, self.near_ties = folder, args, 0
+        self.summaries: dict[str, Any] = {}
+        with args.input.open(encoding="utf-8") as source:
+            self.lines = [line.rstrip("\n") for line in itertools.islice(source, args.lines)]
+        self.lines = [line for line in self.lines if line.strip()]
+        self.count = len(self.lines)
+        self.input = folder / "input.txt"
+        self.input.write_text("".join(f"{line}\n" for line in self.lines), "utf-8")
+        self._options = ["--num-beams", str(args.num_beams), "--max-new-tokens", str(args.max_new_tokens)]
+        self._runs = itertools.count()
+
+    def script(self) -> list[str]:
+        output = self.folder / f"{next(self._runs)}.txt"
+        files = [str(self.args.model), str(self.input), str(output)]
+        threads = ["--threads", str(self.args.threads)]
+        _run([sys.executable, str(ROOT / "benchmarks/batch_script.py"), *files, *self._options, *threads])
+        return output.read_text("utf-8").splitlines()
+
+    def command(self, name: str, *more: str) -> list[str]:
+        output = self.folder / f"{next(self._runs)}.txt"
+        summary = output.with_suffix(".json")
+        files = [str(self.args.model), "--input", str(self.input), "--output", str(output), "--summary", str(summary)]
+        device = ["--device", self.args.device, "--truncate", "--quiet"]
+        _run([sys.executable, "-m", "fastgen", "generate", *files, *self._options, *device, *more])
+        self.summaries.setdefault(name, []).append(json.loads(summary.read_text("utf-8")))
+        return output.read_text("utf-8").splitlines()
+
+    def check(self, outputs: Sequence[list[str]]) -> str | None:
+        """None where all outputs are the script's but for near ties."""
+        theirs, *ours = outputs
+        for found in ours:
+            if len(found) != len(theirs):
+                return f"{len(found)} lines instead of {len(theirs)}"
+            apart = [i for i, pair in enumerate(zip(theirs, found, strict=True)) if pair[0] != pair[1]]
+            if not_ties := [i for i in apart if not self._is_near_tie(i, found[i])]:
+                return f"lines {[i + 1 for i in not_ties]} differ"
+            self.near_ties = max(self.near_ties, len(apart))
+        return None
+
+    def _is_near_tie(self, line: int, other: str) -> bool:
+        """Whether the search, run again for this line alone, came as close to the other text as rounding is."""
+        import torch
+
+        from fastgen.cli.agreement import NEAR_TIE, margins
+        from fastgen.corpus import models
+
+        tokenizer = models.load_tokenizer(self.args.model)
+        model = models.load_model(self.args.model, self.args.device, "float32")
+        inputs = tokenizer([self.lines[line]], truncation=True, return_tensors="pt")
+        options = {"num_beams": self.args.num_beams, "max_new_tokens": self.args.max_new_tokens}
+        stock = model.generate(**inputs, **options)
+        start, *_ = stock[0].tolist()
+        wanted = torch.tensor([[start, *tokenizer(text_target=other)["input_ids"]]])
+        found = margins(model, inputs, options, stock, wanted)
+        return all(margin < NEAR_TIE for margin in found.values())
+
+
+def _run(command: list[str]) -> None:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    found = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
+    if found.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{found.stdout[-2000:]}{found.stderr[-4000:]}")
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.corpus", description=(__doc__ or "").split("\n\n", 1)[0]
+    )
+    parser.add_argument(
+        "--model", type=Path, default=EXAMPLE / "model", metavar="FOLDER", help="default: the example's"
+    )
+    parser.add_argument(
+        "--input", type=Path, default=EXAMPLE / "test.en", metavar="FILE", help="default: the example's"
+    )
+    parser.add_argument("--lines", type=positive, metavar="N", help="first lines (default: all)")
+    parser.add_argument("--rounds", type=positive, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--num-beams", type=positive, default=4, metavar="N", help="default: 4")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128")
+    parser.add_argument("--threads", type=positive, default=os.cpu_count(), metavar="N", help="default: all cores")
+    parser.add_argument("--processes", type=positive, default=2, metavar="N", help="1: leave them out (default: 2)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: cpu")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Look over this environment: what is installed, what is patched, what is in the way, and does a tiny model work?
+
+A *trouble* is what keeps fastgen from running, or from running as asked: the exit status is then 1. A *note* is what
+costs speed, or is good to know. `fastgen status` has the patches one by one.
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+
+from fastgen._version import __version__
+from fastgen.cli import checks
+from fastgen.cli.checks import Check, Finding, examine
+from fastgen.cli.self_check import self_check
+
+HELP = "look for what is wrong or slow in this environment, and try a tiny model"
+
+
+CHECKS: dict[str, Check] = {
+    "versions": checks.versions,
+    "devices": checks.devices,
+    "self-check": self_check,  # before the patches, whose states it may change
+    "patches": checks.patches,
+    "variables": checks.variables,
+    "surroundings": checks.surroundings,
+}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what all checks find; return 1 where one of them found trouble."""
+    found = {subject: examine(check) for subject, check in CHECKS.items()}
+    troubles = sum(finding.level == "trouble" for findings in found.values() for finding in findings)
+    if args.json:
+        checks = {subject: [asdict(finding) for finding in findings] for subject, findings in found.items()}
+        print(json.dumps({"version": __version__, "troubles": troubles, "checks": checks}, indent=2))
+    else:
+        print(f"fastgen {__version__}: {_summary(troubles)}")
+        for subject, findings in found.items():
+            print(f"\n{subject}")
+            print("\n".join(_lines(findings)))
+    return 1 if troubles else 0
+
+
+def _summary(troubles: int) -> str:
+    return {0: "all is well", 1: "1 trouble"}.get(troubles, f"{troubles} troubles")
+
+
+def _lines(findings: list[Finding]) -> list[str]:
+    lines: list[str] = []
+    for finding in findings:
+        lines.append(f"  {finding.level:<9}{finding.text}")
+        if finding.advice:
+            lines.append(f"  {'':<9}-> {finding.advice}")
+    return lines

@@ -1,0 +1,184 @@
+"""The documentation says what the code does: its tables, names, commands, examples, links, and what its site loads."""
+
+import importlib.util
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+import fastgen
+from fastgen.cli import COMMANDS
+from fastgen.config import VARIABLES
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+FRONT += sorted((ROOT / "examples").rglob("README.md"))
+
+
+def hook(name: str) -> ModuleType:
+    """A file of docs/hooks, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / "hooks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tables, offline = hook("tables"), hook("offline")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_records(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert tables.filled(text) == text, f"{page.name}: `make tables`"
+    assert text.count("<!-- table: ") == text.count("<!-- end of table -->") == len(tables.PLACE.findall(text))
+
+
+def test_every_table_has_its_place() -> None:
+    names = [name for page in PAGES for _, name, _, _ in tables.PLACE.findall(page.read_text("utf-8"))]
+    assert sorted(names) == sorted(tables.TABLES)
+
+
+def test_a_table_that_is_out_of_date_is_made_anew() -> None:
+    text = "before\n<!-- table: variables -->\n| old |\n<!-- end of table -->\nafter\n"
+    new = tables.filled(text)
+    assert new == f"before\n<!-- table: variables -->\n\n{tables.variables()}\n\n<!-- end of table -->\nafter\n"
+    assert "| old |" not in new
+    with pytest.raises(KeyError, match="nothing"):
+        tables.filled("<!-- table: nothing -->\n<!-- end of table -->")
+
+
+def test_every_variable_command_and_public_name_is_documented() -> None:
+    switches, commands, api = ((DOCS / f"{name}.md").read_text("utf-8") for name in ("switches", "commands", "api"))
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for variable in VARIABLES:
+        assert f"| `{variable.name}` |" in switches
+    for command in COMMANDS:
+        assert f"\n## `fastgen {command}`\n" in commands
+        assert re.search(rf"`(fastgen )?{command}\b", readme), f"README.md does not name fastgen {command}"
+    for name in fastgen.__all__:
+        if not name.startswith("_"):
+            assert f"\n::: fastgen.{name}\n" in api
+            assert re.search(rf"\bfastgen\.{name}\(", readme), f"README.md does not name fastgen.{name}"
+            assert inspect.getdoc(getattr(fastgen, name))
+
+
+def test_supported_versions_are_those_of_the_guards() -> None:
+    rows = dict(re.findall(r"^\| (\w+) (\|.*)$", (DOCS / "supported.md").read_text("utf-8"), re.M))
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    oldest = re.search(r"^OLDEST := (.+)$", makefile, re.M)
+    assert oldest is not None
+    assert f"| {oldest[1]} and {tables.transformers.TOOLKIT.tested}, at every run" in rows["transformers"]
+    assert SpecifierSet(tables.transformers.TOOLKIT.versions).contains(oldest[1])
+    assert f" {tables.fairseq.TOOLKIT.tested} " in rows["fairseq"]
+    requires = metadata.metadata("fastgen")["Requires-Python"]
+    assert f"| {requires.removeprefix('>=')} and newer |" in rows["Python"]
+
+
+def test_every_plot_and_figure_is_shown() -> None:
+    shown = {name for page in PAGES for name in re.findall(r"!\[.+\]\((.+\.svg)\)", page.read_text("utf-8"))}
+    assert shown == {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.svg")}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *FRONT], ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text("utf-8")
+    known = {variable.name for variable in VARIABLES} | {"FASTGEN_"}
+    assert set(re.findall(r"\bFASTGEN_?[A-Z_]*", text)) - known == set()
+    assert set(re.findall(r"`fastgen ([a-z-]+)", text)) | set(re.findall(r"^    fastgen ([a-z-]+)", text, re.M)) <= {
+        *COMMANDS
+    }
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
+    assert set(re.findall(r"(?:`|^    )make ([a-z-]+)", text, re.M)) <= targets
+    for path in re.findall(r"`((?:fastgen|tests|benchmarks|examples|docs)/[a-z_\d./-]+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", [DOCS / "quickstart.md", ROOT / "README.md"], ids=lambda page: page.name)
+def test_examples_run(page: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+    code = "\n".join(blocks)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=os.environ, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^transformers.beam_search +applied +1 +0$", done.stdout, re.M)
+
+
+def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(site)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+
+
+def test_the_site_is_whole_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    done = build(ROOT / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    assert offline.in_site(tmp_path / "site") == []
+    for page in PAGES:
+        name = "index" if page.stem == "README" else page.stem
+        text = (tmp_path / "site" / f"{name}.html").read_text("utf-8")
+        assert text.count("<h1") == 1, f"{page.name} has not one title"
+    assert 'id="fastgen.generate_stream"' in (tmp_path / "site" / "api.html").read_text("utf-8")
+
+
+def test_a_site_that_is_not_whole_is_not_built(tmp_path: Path) -> None:
+    for name in ("docs", "fastgen"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    config = Path(shutil.copy(ROOT / "mkdocs.yml", tmp_path))
+    page = tmp_path / "docs" / "stream.md"
+    text = page.read_text("utf-8")
+    for planted, complaint in (
+        ("![far](https://example.com/far.png)", "stream.html: <img> https://example.com/far.png"),
+        ("[nowhere](nowhere.md)", "'nowhere.md'"),
+        ("[nowhere](switches.md#nowhere)", "does not contain an anchor '#nowhere'"),
+    ):
+        page.write_text(f"{text}\n{planted}\n", encoding="utf-8")
+        done = build(config, tmp_path / "site")
+        assert done.returncode != 0, planted
+        assert complaint in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ('<script src="https://a.example/x.js"></script>', "<script> https://a.example/x.js"),
+        ('<link rel="stylesheet" href="//a.example/x.css">', "<link> //a.example/x.css"),
+        ('<link rel="preconnect" href="https://a.example">', "<link> https://a.example"),
+        ('<img src="x.png" srcset="x.png 1x, https://a.example/y.png 2x">', "srcset  https://a.example/y.png 2x"),
+        ("<p style=\"background: url('https://a.example/x.png')\">", "style https://a.example/x.png"),
+        ("<style>@import 'https://a.example/x.css';</style>", "style https://a.example/x.css"),
+        ('<svg><image href="http://a.example/x.png"/></svg>', "<image> http://a.example/x.png"),
+        ('<pre class="mermaid"><code></code></pre>', "class mermaid"),
+        (
+            '<a data-md-component="source" href="https://a.example">',
+            "a repository whose figures the theme would ask for",
+        ),
+    ],
+)
+def test_what_a_page_loads_is_found(page: str, found: str) -> None:
+    assert offline.in_page(f"<html><body>{page}</body></html>") == [found]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        '<a href="https://a.example">a link</a>',
+        '<link rel="canonical" href="https://a.example">',
+        '<script src="assets/x.js"></script><img src="../x.png"><link rel="stylesheet" href="x.css">',
+        "<style>p { background: url(x.png) }</style><p>url(https://a.example)</p>",
+    ],
+)
+def test_what_a_reader_asks_for_is_not_found(page: str) -> None:
+    assert offline.in_page(page) == []

@@ -1,0 +1,133 @@
+"""The scripts of examples/, run as a user runs them: the same translations without fastgen, and fastgen did run."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples"
+# Runs a script, or the cells of a notebook, and writes what `status` then says.
+RUN = """
+import json, runpy, sys
+script, report = sys.argv[1:]
+if script.endswith(".ipynb"):
+    here = {"__name__": "__main__"}
+    for cell in json.load(open(script, encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), here)
+else:
+    runpy.run_path(script, run_name="__main__")
+import fastgen
+json.dump(fastgen.status().to_dict(), open(report, "w"))
+"""
+
+
+# Without the rest of its patches fairseq cannot be imported.
+FAIRSEQ_ALONE = ("FASTGEN_SKIP", "fairseq.generate,fairseq.attention")
+BY_MODULES = "decode steps run through the model's own modules: a peft.Linear in place of a linear layer"
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a script is to show.
+
+    Attributes:
+        needs: modules beside transformers.
+        like: the script that prints the same translations, and is run unpatched.
+        unpatched: the variable that leaves fastgen out of it.
+        more: how the line behind the translations begins; empty where there is none.
+        patch, hits: whose calls are counted, and how many fastgen serves.
+        left_off: calls in which something is left off, by reason.
+    """
+
+    needs: tuple[str, ...] = ()
+    like: str = "translate.py"
+    unpatched: tuple[str, str] = ("FASTGEN", "0")
+    more: str = ""
+    patch: str = "transformers.beam_search"
+    hits: int = 2
+    left_off: dict[str, int] = field(default_factory=dict)
+
+
+EXAMPLES = {
+    "translate.py": Example(),
+    "quickstart.ipynb": Example(more="the same tokens: True", hits=1),
+    "seq2seq_trainer.py": Example(needs=("accelerate", "sacrebleu"), more="BLEU 5"),
+    "datasets_map.py": Example(needs=("datasets",)),
+    "pipeline.py": Example(),
+    "peft_lora.py": Example(needs=("peft",), like="peft_lora.py", left_off={BY_MODULES: 1}),
+    "fairseq_translate.py": Example(
+        needs=("fairseq",), like="fairseq_translate.py", unpatched=FAIRSEQ_ALONE, patch="fairseq.generate"
+    ),
+}
+TRANSLATIONS = 16
+
+
+class Ran(NamedTuple):
+    """What a script printed before fastgen's tables, and what `status` said after it."""
+
+    lines: list[str]
+    status: dict[str, Any]
+
+
+def _run(name: str, folder: Path, *variable: tuple[str, str]) -> Ran:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("FASTGEN")}
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    report = folder / "status.json"
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(FOLDER / name), str(report)], cwd=FOLDER,
+        env=kept | {"PYTHONPATH": path, "FASTGEN_CACHE_DIR": str(folder)} | dict(variable),
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return Ran(done.stdout.partition("\nfastgen ")[0].splitlines(), json.loads(report.read_text()))
+
+
+@pytest.fixture(scope="module")
+def unpatched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Example], Ran]:
+    """Runs the script that an example is like without fastgen, once for all examples like it."""
+    runs: dict[str, Ran] = {}
+
+    def run(example: Example) -> Ran:
+        if example.like not in runs:
+            runs[example.like] = _run(example.like, tmp_path_factory.mktemp("stock"), example.unpatched)
+        return runs[example.like]
+
+    return run
+
+
+def _sum(status: dict[str, Any], what: str) -> dict[str, int]:
+    return {reason: count for row in status["rows"] for reason, count in row[what].items()}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name: str, tmp_path: Path, unpatched: Callable[[Example], Ran]) -> None:
+    example = EXAMPLES[name]
+    for module in example.needs:
+        if find_spec(module) is None:
+            pytest.skip(f"{name} needs {module}")
+    ours, stock = _run(name, tmp_path), unpatched(example)
+    assert len(set(stock.lines)) >= TRANSLATIONS / 2
+    assert ours.lines[:TRANSLATIONS] == stock.lines
+    assert [line.startswith(example.more) for line in ours.lines[TRANSLATIONS:]] == [True] * bool(example.more)
+
+    hits = {row["name"]: row["hits"] for row in ours.status["rows"]}
+    assert hits[example.patch] == example.hits
+    assert _sum(ours.status, "fallbacks") == {}
+    assert _sum(ours.status, "left_off") == example.left_off
+    assert not any(row["hits"] for row in stock.status["rows"] if row["name"] == example.patch)
+
+
+def test_the_list_has_every_example() -> None:
+    scripts = {file.name for file in FOLDER.iterdir() if file.suffix in (".py", ".ipynb")}
+    text = (FOLDER / "README.md").read_text("utf-8")
+    assert scripts == set(EXAMPLES)
+    assert all(f"({name})" in text for name in scripts)
