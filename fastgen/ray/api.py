@@ -42,13 +42,13 @@ class Wanted(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    num_beams: int | None = Field(None, ge=1)
-    num_return_sequences: int | None = Field(None, ge=1)
-    max_new_tokens: int | None = Field(None, ge=1)
-    min_new_tokens: int | None = Field(None, ge=0)
-    no_repeat_ngram_size: int | None = Field(None, ge=0)
-    length_penalty: float | None = Field(None, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
+    num_beams: int | None = Field(default=None, ge=1)
+    num_return_sequences: int | None = Field(default=None, ge=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    min_new_tokens: int | None = Field(default=None, ge=0)
+    no_repeat_ngram_size: int | None = Field(default=None, ge=0)
+    length_penalty: float | None = Field(default=None, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     early_stopping: bool | Literal["never"] | None = None
 
 
@@ -58,7 +58,7 @@ class Asked(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     text: str | None = None
-    texts: list[str] | None = Field(None, min_length=1)
+    texts: list[str] | None = Field(default=None, min_length=1)
     options: Wanted = Wanted()
 
 
