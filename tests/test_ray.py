@@ -20,6 +20,7 @@ import pyarrow.parquet
 import ray.data
 from ray.cluster_utils import Cluster
 
+from fastgen.cli import main
 from fastgen.corpus.texts import Options, Output, TextGenerator
 from fastgen.errors import CommandError
 from fastgen.ray import Generator, engine
@@ -146,6 +147,50 @@ def test_formats_and_problems(cluster: Cluster, outputs: list[Output], tmp_path:
     assert found["output"] == [outputs[i].texts[0] for i in (0, 1, 2, 4, 5, 6, 7)]
     with pytest.raises(CommandError, match="holds files already"):
         engine.run(Options(**ARGUMENTS), output=str(tmp_path / "out"), **run)
+
+
+def test_the_command(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.txt").write_text("".join(f"{text}\n" for text in TEXTS[:6]))
+    words = ["generate", str(MODEL), "--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out")]
+    words += [
+        "--engine",
+        "ray",
+        "--output-format",
+        "jsonl",
+        "--worker-cpus",
+        "0.5",
+        "--rows",
+        "3",
+        "--dtype",
+        "float64",
+    ]
+    words += ["--num-beams", "2", "--n-best", "2", "--max-new-tokens", "16", "--scores"]
+    assert main(words) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["rows"], said["problems"], said["fallbacks"]) == (6, 0, {})
+    rows = [json.loads(line) for line in next((tmp_path / "out").glob("*.jsonl")).read_text().splitlines()]
+    alone = TextGenerator(Options(**ARGUMENTS, scores=True))(TEXTS[:6])
+    assert [row["outputs"] for row in rows] == [one.texts for one in alone if isinstance(one, Output)]
+    for row, one in zip(rows, alone, strict=True):
+        assert isinstance(one, Output)
+        assert row["scores"] == pytest.approx(one.scores, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--output", "out", "--processes", "2"], "--processes is not for --engine ray"),
+        (["--output", "out", "--limit", "9"], "--limit is not for --engine ray"),
+        ([], "--engine ray needs --output"),
+        (["--output", "out", "--workers", "1", "2", "3"], "--workers takes one number or two, not 1 2 3"),
+        (["--output", "out", "--output-format", "tsv"], "text, not tsv"),
+        (["--output", "out", "--input", "-"], "takes one file or folder as --input, not -"),
+    ],
+)
+def test_what_the_command_cannot_have(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source = [] if "--input" in words else ["--input", "in.txt"]
+    assert main(["generate", str(MODEL), "--engine", "ray", *source, *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_lost_machine_loses_no_row_and_doubles_none(

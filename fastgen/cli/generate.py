@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fastgen.cli import fastseq, generation, scoring
+from fastgen.cli import fastseq, generation, on_ray, scoring
 from fastgen.cli.bild.pair import positive
 from fastgen.cli.parser import CommandParser
 from fastgen.corpus import compression, formats, models, writers
@@ -42,7 +42,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     _big_little(parser)
     scoring.arguments(parser)
     _run(parser)
+    on_ray.arguments(parser)
     generation.arguments(parser)
+    parser.set_defaults(defaults=parser)
     if isinstance(parser, CommandParser):
         parser.answer(fastseq.DROPPED | {name.replace("_", "-"): why for name, why in generation.ELSEWHERE.items()})
 
@@ -131,7 +133,10 @@ def _run(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do the job that the arguments ask for; score it, where there is a reference."""
-    options, source, output = _options(args), _source(args), _output_of(args)
+    options = _options(args)
+    if args.engine == "ray":
+        return on_ray.run(args, options, args.defaults)
+    source, output = _source(args), _output_of(args)
     sink = _sink(args, options, source, source.check())
     metrics = scoring.prepared(args, output)
     if args.quiet:

@@ -15,7 +15,7 @@ from fastgen.corpus.journal import Entry
 from fastgen.corpus.progress import Meter, Problems
 from fastgen.corpus.records import Record
 from fastgen.corpus.summary import Report, counts
-from fastgen.corpus.texts import Output, Problem, Sequences, TextGenerator
+from fastgen.corpus.texts import Output, Problem, TextGenerator
 from fastgen.errors import CommandError
 
 if TYPE_CHECKING:

@@ -15,18 +15,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import fastgen
-from fastgen.corpus.texts import Output, Problem, TextGenerator
+from fastgen.corpus.texts import Output, Problem, Sequences, TextGenerator
 from fastgen.errors import CommandError
 from fastgen.ray.merging import Merger, QueueFull
 from fastgen.ray.settings import Settings
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Generation = tuple[tuple[str, Any], ...]
 
@@ -94,7 +91,7 @@ class Api:
         (first,) = self.generator(["."])  # a wrong argument is found here, not by the first client
         if isinstance(first, Problem):
             raise CommandError(f"{settings.shown_name} cannot generate: {first.reason}")
-        self.merger = Merger[Generation, "Tensor | Problem"](
+        self.merger = Merger[Generation, Sequences | Problem](
             self._generate, batch_tokens=settings.batch_tokens, most=settings.max_waiting, linger=settings.linger
         )
 
@@ -175,7 +172,7 @@ class Api:
                 raise Refused(413, f"text {place + 1}: {source.reason}")
         return [source for source in sources if not isinstance(source, Problem)]
 
-    def _generate(self, sources: list[list[int]], options: Generation) -> list[Tensor | Problem]:
+    def _generate(self, sources: list[list[int]], options: Generation) -> list[Sequences | Problem]:
         """Sequences of some sources; tokenizers are left to the other thread."""
         generator = copy.copy(self.generator)
         generator.generation = generator.generation | dict(options)

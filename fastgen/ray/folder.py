@@ -117,7 +117,8 @@ def _jsonl(table: pa.Table, file: Any) -> None:
 def _csv(table: pa.Table, file: Any) -> None:
     import pyarrow.csv
 
-    pyarrow.csv.write_csv(table.drop_columns(["outputs"]), file)
+    lists = [name for name in ("outputs", "scores") if name in table.column_names]
+    pyarrow.csv.write_csv(table.drop_columns(lists), file)
 
 
 def _txt(table: pa.Table, file: Any) -> None:

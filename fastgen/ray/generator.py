@@ -12,7 +12,7 @@ from fastgen.corpus.texts import Options, Output, Problem, TextGenerator
 from fastgen.errors import CommandError
 
 OnError = Literal["fail", "skip", "empty"]
-COLUMNS = ("output", "outputs", "tokens", "problem")
+COLUMNS = ("output", "outputs", "tokens", "problem", "scores")
 
 
 class Generator:
@@ -25,7 +25,8 @@ class Generator:
 
     A batch is a dict of numpy arrays, a pyarrow table or a pandas frame, and so is what becomes of it: the same rows
     in their order with the columns ``output`` (the best text), ``outputs`` (all texts, the best first), ``tokens``
-    (int64, those that were generated) and ``problem`` (why there is no output, else null).
+    (int64, those that were generated), ``problem`` (why there is no output, else null) and, with the option `scores`,
+    ``scores`` of all texts.
 
     Args:
         model: folder of the model and its tokenizer, as the actor's machine sees it.
@@ -56,7 +57,7 @@ class Generator:
         if problems and self.on_error == "skip":
             kept = np.array([not isinstance(one, Problem) for one in found])
             batch, found = _rows(batch, kept), [one for one in found if not isinstance(one, Problem)]
-        return _with(batch, found)
+        return _with(batch, found, self.generator.options.scores)
 
     def _texts(self, values: Any) -> list[str]:
         texts: list[Any] = values.to_pylist() if hasattr(values, "to_pylist") else list(values)
@@ -91,8 +92,8 @@ def _rows(batch: Any, kept: Any) -> Any:
     return batch.filter(kept) if _is_table(batch) else batch[kept]
 
 
-def _with(batch: Any, found: Sequence[Output | Problem]) -> Any:
-    """The batch with four more columns."""
+def _with(batch: Any, found: Sequence[Output | Problem], scores: bool) -> Any:
+    """The batch with the columns of its outputs."""
     good = [one if isinstance(one, Output) else Output([], 0) for one in found]
     columns: dict[str, list[Any]] = {
         "output": [one.texts[0] if one.texts else "" for one in good],
@@ -100,13 +101,18 @@ def _with(batch: Any, found: Sequence[Output | Problem]) -> Any:
         "tokens": [one.tokens for one in good],
         "problem": [one.reason if isinstance(one, Problem) else None for one in found],
     }
+    if scores:
+        columns["scores"] = [one.scores or [] for one in good]
     if not _is_table(batch):
         arrays = {name: _array(values) for name, values in columns.items()}
         return {**batch, **arrays} if isinstance(batch, Mapping) else batch.assign(**arrays)
     import pyarrow as pa
 
     # Said, as a batch without problems, or without outputs, would have columns of another type than the others.
-    types = {"output": pa.string(), "outputs": pa.list_(pa.string()), "tokens": pa.int64(), "problem": pa.string()}
+    types = {
+        "output": pa.string(), "outputs": pa.list_(pa.string()), "tokens": pa.int64(), "problem": pa.string(),
+        "scores": pa.list_(pa.float64()),
+    }  # fmt: skip
     for name, values in columns.items():
         batch = batch.append_column(name, pa.array(values, types[name]))
     return batch
