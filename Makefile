@@ -28,7 +28,7 @@ OLDEST_DIR = $(abspath $(VENV)/oldest)
 READY := $(if $(ENV_READY),,$(VENV)/.ready)
 OLDEST_READY := $(if $(ENV_READY),,$(OLDEST_DIR)/.ready-$(OLDEST))
 # Tests that no toolkit's version can change.
-NO_TOOLKIT := --ignore-glob='*/tests/*ops*' --ignore-glob='*/test_fairseq*.py' --ignore-glob='*/test_kernels.py' --ignore-glob='*/test_bild.py' --ignore-glob='*/test_measure.py' --ignore-glob='*/test_graphs.py' --ignore-glob='*/test_architecture.py' --ignore-glob='*/test_docs.py'
+NO_TOOLKIT := $(foreach name,architecture bild corpus_* docs fairseq* graphs kernels measure ops ray serve,--ignore-glob='*/test_$(name).py')
 RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 TORCH_PIN = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
