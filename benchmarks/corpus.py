@@ -102,21 +102,12 @@ class _Runs:
         return None
 
     def _is_near_tie(self, line: int, other: str) -> bool:
-        """Whether the search, run again for this line alone, came as close to the other text as rounding is."""
-        import torch
+        from benchmarks.near_ties import is_near_tie
+        from fastgen.corpus.texts import Options, TextGenerator
 
-        from fastgen.cli.agreement import NEAR_TIE, margins
-        from fastgen.corpus import models
-
-        tokenizer = models.load_tokenizer(self.args.model)
-        model = models.load_model(self.args.model, self.args.device, "float32")
-        inputs = tokenizer([self.lines[line]], truncation=True, return_tensors="pt")
-        options = {"num_beams": self.args.num_beams, "max_new_tokens": self.args.max_new_tokens}
-        stock = model.generate(**inputs, **options)
-        start, *_ = stock[0].tolist()
-        wanted = torch.tensor([[start, *tokenizer(text_target=other)["input_ids"]]])
-        found = margins(model, inputs, options, stock, wanted)
-        return all(margin < NEAR_TIE for margin in found.values())
+        generation = {"num_beams": self.args.num_beams, "max_new_tokens": self.args.max_new_tokens}
+        generator = TextGenerator(Options(self.args.model, generation, device=self.args.device, truncate=True))
+        return is_near_tie(generator, generation, self.lines[line], other)
 
 
 def _run(command: list[str]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import signal
 import socket
@@ -28,12 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
 import fastgen
 from benchmarks.cases import EXAMPLE
 from benchmarks.run import RESULTS, positive
-from fastgen.cli.agreement import NEAR_TIE, margins
 from fastgen.cli.measure import environment, paired_ratio
 from fastgen.corpus.texts import Options, Output, TextGenerator
 
@@ -90,22 +87,7 @@ class Reference:
             return "lost"
         if answer == self.known[text]:
             return "equal"
-        return "near tie" if self._margin(text, answer) < NEAR_TIE else "wrong"
-
-    def _margin(self, text: str, answer: str) -> float:
-        """By how much transformers' own search decided against the answer; infinite where its tokens are not found."""
-        model, tokenizer = self.generator.model, self.generator.tokenizer
-        (source,) = self.generator.encode([text])
-        inputs = {"input_ids": torch.tensor([source]), "attention_mask": torch.ones(1, len(source), dtype=torch.int64)}
-        with fastgen.disabled(), torch.no_grad():
-            stock = model.generate(**inputs, **self.generation)
-        start, end = model.generation_config.decoder_start_token_id, tokenizer.eos_token_id
-        found = []
-        for written in (answer, f" {answer}"):  # an answer has lost the space that its first token may begin with
-            ids = tokenizer(text_target=written, add_special_tokens=False)["input_ids"]
-            other = torch.tensor([[start, *ids, end]])
-            found += margins(model, inputs, self.generation, stock, other).values()
-        return min(found, default=math.inf)
+        return "near tie" if is_near_tie(self.generator, self.generation, text, answer) else "wrong"
 
 
 def _round(url: str, texts: Sequence[str], clients: int, reference: Reference) -> dict[str, Any]:
