@@ -30,6 +30,7 @@ import httpx
 
 import fastgen
 from benchmarks.cases import EXAMPLE
+from benchmarks.near_ties import is_near_tie
 from benchmarks.run import RESULTS, positive
 from fastgen.cli.measure import environment, paired_ratio
 from fastgen.corpus.texts import Options, Output, TextGenerator

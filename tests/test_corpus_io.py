@@ -6,8 +6,12 @@ import csv
 import gzip
 import io
 import json
+import os
 import sys
+import threading
 from collections.abc import Sequence
+from datetime import date
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +193,7 @@ def test_columns(tmp_path: Path) -> None:
 def test_quotes_that_are_letters(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text('1\t"never closed\n2\tb\n')
     assert [r.text for r in read(tmp_path / "a.tsv", column="2", quotes=False)] == ['"never closed', "b"]
-    with pytest.raises(CommandError, match=r"a.tsv: unexpected end of data; --no-quotes"):
+    with pytest.raises(CommandError, match=r"a.tsv, line 2: unexpected end of data; --no-quotes"):
         read(tmp_path / "a.tsv", column="2")
     for wrong in (lambda: Files(("a.csv",), column="1", quotes=False), lambda: File("csv", quotes=False)):
         with pytest.raises(CommandError, match="--no-quotes: a comma"):
@@ -396,3 +400,61 @@ def test_a_sink_says_what_its_bytes_depend_on() -> None:
     sinks = [File("text"), File("text", ".gz"), File("jsonl"), File("jsonl", prefix="x"), File("text", several=True)]
     told = [json.dumps(sink.identity()) for sink in sinks]
     assert len(set(told)) == len(told)
+
+
+# ---- what goes wrong in odd places
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    lines = [f"line {i}" for i in range(30_000)]
+
+    def feed() -> None:
+        with (tmp_path / "pipe").open("w") as stream:
+            stream.writelines(f"{line}\n" for line in lines)
+
+    source = Files((str(tmp_path / "pipe"),))
+    assert source.once
+    assert source.check() is None
+    assert length_hint(source, -1) == -1
+    writer = threading.Thread(target=feed)
+    writer.start()
+    assert [record.text for record in source.records()] == lines
+    writer.join()
+
+
+def test_tables_of_other_columns_are_no_one_corpus(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,id\na,1\n")
+    (tmp_path / "b.csv").write_text("text,other\nb,2\n")
+    names = (str(tmp_path / "a.csv"), str(tmp_path / "b.csv"))
+    with pytest.raises(CommandError, match=r"b.csv has the columns text, other, and .*a.csv text, id"):
+        Files(names, column="text").check()
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl"])
+def test_columns_of_the_input_that_are_named_like_ours(tmp_path: Path, kind: str) -> None:
+    records = [Record(i, "x", fields={"rank": "7", "text": "x"}) for i in (1, 2)]
+    sink = File(kind, columns=("rank", "text"))
+    file = write(sink, tmp_path / f"a.{kind}", [output("one"), output("two")], records)
+    assert list(sink.best(file)) == [(1, "one"), (2, "two")]
+
+
+def test_a_field_named_number_does_not_number_a_record(tmp_path: Path) -> None:
+    sink = File("jsonl")
+    records = [Record(1, "x", fields={"text": "x"}), Record(2, "x", fields={"text": "x", "number": 77})]
+    assert list(sink.best(write(sink, tmp_path / "a.jsonl", [output("one"), output("two")], records))) == [
+        (1, "one"), (2, "two"),
+    ]  # fmt: skip
+
+
+def test_dates_in_a_table_are_text(tmp_path: Path) -> None:
+    sink = File("csv", columns=("day", "text"))
+    record = Record(1, "x", fields={"day": date(2020, 1, 1), "text": "x"})
+    assert "1,2020-01-01,x,one" in write(sink, tmp_path / "a.csv", [output("one")], [record]).read_text()
+
+
+def test_parquet_is_made_beside_nobody(tmp_path: Path) -> None:
+    (tmp_path / "news.parquet").write_bytes(b"somebody's")
+    write(File("parquet"), tmp_path / "news", [output("one")])
+    assert (tmp_path / "news.parquet").read_bytes() == b"somebody's"
+    assert pq.read_table(tmp_path / "news").num_rows == 1

@@ -137,8 +137,11 @@ def run(args: argparse.Namespace) -> int:
     if args.engine == "ray":
         return on_ray.run(args, options, args.defaults)
     source, output = _source(args), _output_of(args)
+    _check_parents(args)
     sink = _sink(args, options, source, source.check())
     metrics = scoring.prepared(args, output)
+    if metrics is not None:
+        metrics.check(source)
     if args.quiet:
         from transformers.utils import logging
 
@@ -151,6 +154,13 @@ def run(args: argparse.Namespace) -> int:
     if summary is not None and metrics is not None and output is not None:
         metrics.tell(sink, output, summary.records)
     return 0
+
+
+def _check_parents(args: argparse.Namespace) -> None:
+    """Raise CommandError where a file that is written in the end has no folder."""
+    for option, file in (("--summary", args.summary), ("--score-path", args.score_path)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise CommandError(f"{option} {file}: there is no folder {file.absolute().parent}")
 
 
 def _options(args: argparse.Namespace) -> Options:

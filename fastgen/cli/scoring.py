@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass
+from operator import length_hint
 from pathlib import Path
 
 from fastgen.cli.quality import METRICS, Metric
@@ -30,6 +31,15 @@ class Scoring:
     file: Path
     written: Path | None
 
+    def check(self, source: Files) -> None:
+        """Raise CommandError where it is known by now that there are not as many references as records."""
+        if source.format in ("text", "parquet") and not source.once:
+            records = length_hint(source)
+            if abs(records - len(self.references)) > (source.format == "text"):  # whose last line may not be ended
+                raise CommandError(
+                    f"--reference {self.file} has {len(self.references)} lines for {records} records of the input"
+                )
+
     def tell(self, sink: File, output: Path, records: int) -> None:
         """Print the metrics of an output; a record without text counts as an empty one.
 
@@ -47,7 +57,10 @@ class Scoring:
             print(f"{name} {scores[name]:.2f} ({metric.signature})")
         if self.written is not None:
             signatures = {name: metric.signature for name, metric in self.metrics.items()}
-            self.written.write_text(json.dumps(scores | {"signatures": signatures}, indent=2) + "\n", "utf-8")
+            try:
+                self.written.write_text(json.dumps(scores | {"signatures": signatures}, indent=2) + "\n", "utf-8")
+            except OSError as error:
+                raise CommandError(f"--score-path {self.written}: {error.strerror}; {output} is complete") from error
 
 
 def prepared(args: argparse.Namespace, output: Path | None) -> Scoring | None:

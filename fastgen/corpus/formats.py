@@ -124,6 +124,9 @@ def _table(name: str, stream: BinaryIO, delimiter: str, layout: Layout) -> Itera
                     continue
             if cells or len(header) == 1:  # csv has nothing for a blank line, which is a row of one empty field
                 yield _of_cells(header, cells or [""])
+    except csv.Error as error:  # a quote where none may be: where the next row begins is not known
+        way_out = "; --no-quotes where a quote is a letter like others" if delimiter == "\t" else ""
+        raise CommandError(f"{name}, line {cast(Any, found).line_num}: {error}{way_out}") from error
     finally:
         text.detach()
 

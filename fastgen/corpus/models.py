@@ -47,7 +47,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # libraries below raise kinds of their own for a torn file
         raise CommandError(f"{folder}: its tokenizer cannot be read: {first_line(error)}") from error
 
 
@@ -60,9 +60,9 @@ def load_model(folder: Path, device: str, dtype: str) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model: Any = kind.from_pretrained(folder, local_files_only=True, dtype=getattr(torch, dtype))
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{folder}: the model cannot be read: {first_line(error)}") from error
-    return model.to(device).eval()
+        return model.to(device).eval()
+    except Exception as error:  # of a torn file, too little memory on the device ...
+        raise CommandError(f"{folder}: the model cannot be loaded: {first_line(error)}") from error
 
 
 def first_line(error: Exception) -> str:

@@ -6,7 +6,6 @@ shifts no other; what is wrong with a file is a CommandError.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import sys
 from collections.abc import Generator, Iterator, Sequence
@@ -71,7 +70,7 @@ class Files:
 
     @property
     def once(self) -> bool:
-        return STDIN in self.names
+        return any(map(_is_stream, self.names))
 
     def __length_hint__(self) -> int:
         """The number of records, or about that, where it is told by less work than reading them."""
@@ -81,17 +80,23 @@ class Files:
         return found if self.limit is None else min(found, self.limit)
 
     def check(self) -> dict[str, Any] | None:
-        """The fields of the first record of the first file; None where they have none, or it comes by standard input.
+        """The fields of the first record of the first file; None where they have none, or it can be read only once.
 
         Raises:
-            CommandError: a file cannot be read, is empty, or does not have a column.
+            CommandError: a file cannot be read, is empty, does not have a column, or has others than the first.
         """
         first = None
         for position, name in enumerate(self.names):
-            if name != STDIN:
+            if not _is_stream(name):
                 with closing(self._rows(name)) as rows:
                     row = next(rows, None)
-                    first = row.fields if row is not None and position == 0 else first
+                fields = None if row is None else row.fields
+                if position == 0:
+                    first = fields
+                elif self.format != "jsonl" and first is not None and fields is not None and [*fields] != [*first]:
+                    raise CommandError(
+                        f"{name} has the columns {', '.join(fields)}, and {self.names[0]} {', '.join(first)}"
+                    )
         return first
 
     def records(self) -> Iterator[Record]:
@@ -147,7 +152,7 @@ class Files:
         return [formats.key_of(name, fields) for name in self.layout.names]
 
     def _columns_said(self) -> str:
-        name = next((name for name in self.names if name != STDIN), None)
+        name = next((name for name in self.names if not _is_stream(name)), None)
         if name is None:
             return f"which column of {self.format} holds the text"
         found = formats.columns(cast(str, self.format), name, lambda: _opened(name, cast(str, self.format)))
@@ -194,8 +199,12 @@ def _opened(name: str, kind: str) -> Generator[BinaryIO]:
         raise CommandError(f"{name} is torn or damaged: {error}") from error
     except OSError as error:
         raise CommandError(f"{_called(name)} cannot be read: {error.strerror or error}") from error
-    except csv.Error as error:
-        raise CommandError(f"{_called(name)}: {error}; --no-quotes where a quote is a letter like others") from error
+
+
+def _is_stream(name: str) -> bool:
+    """Whether it can be read only once: standard input, a named pipe, what a shell substitutes for a process."""
+    path = Path(name)
+    return name == STDIN or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def _called(name: str) -> str:

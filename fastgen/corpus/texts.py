@@ -6,6 +6,7 @@ cannot be generated is a `Problem` in its place and leaves the others as they ar
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from fastgen.errors import CommandError
 if TYPE_CHECKING:
     from torch import Tensor
 
+_logger = logging.getLogger("fastgen")
 _UNLIMITED = 10**6  # a tokenizer's model_max_length above this stands for none
 
 
@@ -85,6 +87,16 @@ class Sequences(NamedTuple):
 
     ids: Tensor
     scores: Tensor | None
+
+
+def _is_of_the_machine(error: Exception, alone: bool) -> bool:
+    """Whether a device has failed, or memory was not enough for one text `alone`, which says nothing of a text."""
+    import torch
+
+    from fastgen.models.memory import is_out_of_memory
+
+    memory = isinstance(error, MemoryError) or is_out_of_memory(error)
+    return alone if memory else isinstance(error, torch.AcceleratorError)
 
 
 class TextGenerator:
@@ -206,9 +218,16 @@ class TextGenerator:
     def _generated(self, sources: list[list[int]]) -> list[Sequences | Problem]:
         try:
             return list(self._sequences(sources))
-        except Exception as error:  # what a model raises is its own affair: of one text, the text's
-            if len(sources) == 1:
-                return [Problem(f"{type(error).__name__}: {models.first_line(error)}")]
+        except CommandError:
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {models.first_line(error)}"
+            if _is_of_the_machine(error, len(sources) == 1):
+                longest = max(map(len, sources))
+                raise CommandError(f"{said} (texts: {len(sources)}, tokens of the longest: {longest})") from error
+            if len(sources) == 1:  # what a model raises for one text is a problem of that text
+                return [Problem(said)]
+            _logger.warning("%d texts one by one, after %s", len(sources), said)
         return [self._generated([source])[0] for source in sources]
 
     def _sequences(self, sources: list[list[int]]) -> Iterator[Sequences]:

@@ -10,6 +10,7 @@ import base64
 import csv
 import io
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -87,8 +88,10 @@ class File:
 
     def finish(self, body: Path, output: Path) -> None:
         if self.format == "parquet":
-            made = output.with_name(f"{output.name}.parquet")
+            made = output.with_name(f"{output.name}.part.final")
             parquet.of_json_lines(body, made)
+            with made.open("rb") as stream:
+                os.fsync(stream.fileno())
             made.replace(output)
             body.unlink()
             return
@@ -109,7 +112,7 @@ class File:
             number, rank = f"{self.prefix}number", f"{self.prefix}rank"
         for record in found.records():
             fields = record.fields or {}
-            if (self.format not in formats.DELIMITERS and not self._numbered) or fields.get(rank, "1") == "1":
+            if not (self.several and (self._numbered or self.format in formats.DELIMITERS)) or fields[rank] == "1":
                 yield int(fields.get(number, record.number)), record.text
 
     @property
@@ -161,7 +164,7 @@ class File:
             "score": scores[0] if scores else None, "scores": scores, "problem": _reason(output),
         }  # fmt: skip
         number, *names = ((name, added[name.removeprefix(self.prefix)]) for name in self.added)
-        yield json_line({**dict([number]), **_fields(record), **dict(names)})
+        yield json_line({**dict([number]), **_fields(record), **dict([number, *names])})
 
 
 def json_line(value: Mapping[str, Any]) -> str:
@@ -200,4 +203,6 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, str):
         return value
-    return repr(value) if isinstance(value, bool | int | float) else json_line({"": value})[5:-2]
+    if isinstance(value, bool | int | float):
+        return repr(value)
+    return json_line({"": value})[5:-2] if isinstance(value, dict | list) else _as_text(value)
