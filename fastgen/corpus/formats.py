@@ -108,11 +108,9 @@ def _table(name: str, stream: BinaryIO, delimiter: str, layout: Layout) -> Itera
     csv.field_size_limit(_LONGEST_FIELD)
     # Bytes that are not UTF-8 come through as surrogates, so that they are a problem of their row alone.
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="" if layout.quotes else "\n")
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    found = reader if layout.quotes else (line.rstrip("\r\n").split(delimiter) for line in text)
     try:
-        if layout.quotes:
-            found = csv.reader(text, delimiter=delimiter, strict=True)
-        else:
-            found = (line.rstrip("\r\n").split(delimiter) for line in text)
         header: list[str] | None = None
         for cells in found:
             if header is None:
@@ -126,7 +124,7 @@ def _table(name: str, stream: BinaryIO, delimiter: str, layout: Layout) -> Itera
                 yield _of_cells(header, cells or [""])
     except csv.Error as error:  # a quote where none may be: where the next row begins is not known
         way_out = "; --no-quotes where a quote is a letter like others" if delimiter == "\t" else ""
-        raise CommandError(f"{name}, line {cast(Any, found).line_num}: {error}{way_out}") from error
+        raise CommandError(f"{name}, line {reader.line_num}: {error}{way_out}") from error
     finally:
         text.detach()
 
