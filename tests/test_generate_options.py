@@ -19,6 +19,7 @@ import fastgen
 from fastgen.cli import generate, generation, main
 from fastgen.corpus.job import Job
 from fastgen.corpus.texts import Options, Output, TextGenerator
+from fastgen.decoding.plan import Unsupported
 
 LINES = ["One.", "The second line", "and a third, longer one", "4", "the fifth of them all"]
 NEW = ["--max-new-tokens", "8"]
@@ -390,6 +391,30 @@ def test_outputs_that_cannot_be(folders: Path, text: Path, tmp_path: Path, capsy
     assert main(command(tmp_path, text, tmp_path / "o", *NEW)) == 2
     assert "holds no model" in capsys.readouterr().err
     assert (tmp_path / "there").read_text() == "kept"
+
+
+def test_what_was_done_is_said(folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(folders / "model", text, tmp_path / "a.txt", *NEW)) == 0
+    said = capsys.readouterr().err
+    assert f"{len(LINES)} records, " in said
+    assert "not accelerated" not in said
+    assert main(command(folders / "model", text, tmp_path / "b.txt", *NEW, "--quiet")) == 0
+    assert "records" not in capsys.readouterr().err
+    with fastgen.disabled():
+        assert main(command(folders / "model", text, tmp_path / "c.txt", *NEW)) == 0
+    assert (tmp_path / "a.txt").read_bytes() == (tmp_path / "c.txt").read_bytes()
+
+
+def test_what_was_not_accelerated_is_said(
+    folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> Any:
+        raise Unsupported("no reason")
+
+    monkeypatch.setattr("fastgen.patches.transformers.generate.decide", refused)
+    assert main(command(folders / "model", text, tmp_path / "a.txt", *NEW, "--num-beams", 2)) == 0
+    said = capsys.readouterr().err.splitlines()[1:]
+    assert said == ["not accelerated, calls of transformers.beam_search: 1 (no reason)"]
 
 
 def test_what_a_model_cannot_have_is_said_once(folders: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

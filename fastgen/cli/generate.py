@@ -20,6 +20,7 @@ from fastgen.corpus.assembly import in_progress
 from fastgen.corpus.job import BLOCK, Job
 from fastgen.corpus.job import run as run_job
 from fastgen.corpus.readers import STDIN, Files
+from fastgen.corpus.summary import Summary
 from fastgen.corpus.texts import Options
 from fastgen.corpus.writers import File
 from fastgen.decoding import bild_options
@@ -142,18 +143,30 @@ def run(args: argparse.Namespace) -> int:
     metrics = scoring.prepared(args, output)
     if metrics is not None:
         metrics.check(source)
-    if args.quiet:
+    shown = not args.quiet and sys.stderr.isatty()
+    if not shown:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
     job = Job(
         options, source, sink, output, on_error=args.on_error, block=args.block, processes=args.processes,
-        restart=args.restart, progress=not args.quiet and sys.stderr.isatty(), summary=args.summary,
+        restart=args.restart, progress=shown, summary=args.summary,
     )  # fmt: skip
     summary = run_job(job)
+    if summary is not None and not args.quiet:
+        _tell(summary)
     if summary is not None and metrics is not None and output is not None:
         metrics.tell(sink, output, summary.records)
     return 0
+
+
+def _tell(summary: Summary) -> None:
+    """Say on standard error what was done, and what fastgen did not accelerate."""
+    rate = f"{summary.records_per_second:.1f} a second" if summary.made else "all by an earlier run"
+    print(f"{summary.records} records, {summary.tokens} tokens, {summary.seconds:.1f} s ({rate})", file=sys.stderr)
+    for patch, reasons in summary.fallbacks.items():
+        for reason, calls in reasons.items():
+            print(f"not accelerated, calls of {patch}: {calls} ({reason})", file=sys.stderr)
 
 
 def _check_parents(args: argparse.Namespace) -> None:

@@ -67,10 +67,10 @@ class Worker:
         Raises:
             BadRecord: see `Job.on_error`.
         """
-        begin, before = time.perf_counter(), counts()
+        begin = time.perf_counter()
         self.generator = TextGenerator(self.job.options)
         self._warm_up()
-        self.report.loading = time.perf_counter() - begin
+        self.report.loading, before = time.perf_counter() - begin, counts()
         begin, waits = time.perf_counter(), pipeline.Waits()
         try:
             pipeline.run(self._read(), self._generate, self._write, waits)
