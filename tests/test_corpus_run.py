@@ -1,6 +1,7 @@
 """Whole corpora: blocks in their order, whatever interrupts a run and however many processes make it."""
 
 import errno
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -10,8 +11,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,14 @@ from typing import Any
 import pytest
 import torch
 
+import fastgen
 from fastgen.corpus import assembly, claims, job, journal, pipeline, store, worker, workers
 from fastgen.corpus.assembly import Assembly, in_progress
 from fastgen.corpus.blocks import Blocks
 from fastgen.corpus.claims import Claims
-from fastgen.corpus.journal import Journal, Part
+from fastgen.corpus.identity import digest
+from fastgen.corpus.journal import Entry, Journal, Part
+from fastgen.corpus.lead import header_of
 from fastgen.corpus.records import Record
 from fastgen.corpus.summary import Report, summarise
 from fastgen.corpus.texts import Output, Problem, TextGenerator
@@ -232,7 +238,7 @@ def test_what_has_changed_is_refused(text: Path, tmp_path: Path, changed: dict[s
     if changed.pop("model", None):
         model = tmp_path / "model"
         shutil.copytree(MODEL, model)
-        (model / "README.txt").write_text("another model")
+        (model / "source.spm").write_text("another model")
     if changed.pop("text", None):
         text = tmp_path / "text"
         text.write_text("a\n" * len(LINES))
@@ -245,6 +251,21 @@ def test_what_has_changed_is_refused(text: Path, tmp_path: Path, changed: dict[s
     made = job.run(replace(asked, restart=True))
     assert made is not None
     assert made.made == len(LINES)
+
+
+def test_what_counts_of_a_model(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    seen = {digest(folder)}
+    for name, counts in (("source.spm", True), ("vocabulary.tiktoken", True), ("README.md", False), (".cache", False)):
+        (folder / name).write_text(name)
+        assert (digest(folder) not in seen) == counts, name
+        seen.add(digest(folder))
+    (folder / "checkpoint-10").mkdir()
+    assert digest(folder) in seen
+    said = header_of(job_of(MODEL, text, tmp_path / "out"))["versions"]
+    assert said["tokenizers"] == importlib.metadata.version("tokenizers")
+    assert said["fastgen"] == fastgen.__version__
 
 
 class Renamed(Texts):
@@ -278,6 +299,9 @@ def test_other_records_of_a_pipe_are_noticed(text: Path, tmp_path: Path, whole: 
     (tmp_path / "changed").write_text("\n".join([*LINES[:4], "another", *LINES[5:]]) + "\n", "utf-8")
     with pytest.raises(CommandError, match="the input has changed: records 5 to 8 were"):
         job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK, source=Unnamed(tmp_path / "changed")))
+    (tmp_path / "shorter").write_text("\n".join(LINES[:4]) + "\n", "utf-8")
+    with pytest.raises(CommandError, match=r"it ends behind 1 blocks of 4 records, and an earlier run has read 2\."):
+        job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK, source=Unnamed(tmp_path / "shorter")))
     job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK, source=Unnamed(text)))
     assert (tmp_path / "out").read_bytes() == whole
 
@@ -390,6 +414,72 @@ def test_a_crash_in_the_midst_of_the_removal(
     assert beside(tmp_path / "out") == []
 
 
+def delivered(text: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> job.Job:
+    """Leave an output that was the part of process 0, and all journals: the end came before they were taken away."""
+
+    def crash(_: Path) -> None:
+        raise Stopped
+
+    asked = job_of(MODEL, text, output, block=len(LINES), on_error="skip")
+    block = Blocks(asked.source, asked.block, {}).get(0)
+    assert block is not None
+    part = Journal(Part(output, "0"), header_of(asked))
+    part.append(b"all\n", Entry(0, 0, 0, len(LINES), 7, block.digest, [(3, "blank")], "skip"))
+    part.close()
+    monkeypatch.setattr(worker, "TextGenerator", Fake)  # which generates nothing, as there is nothing left
+    with monkeypatch.context() as patched:
+        patched.setattr(assembly, "remove", crash)
+        with pytest.raises(Stopped):
+            job.run(asked)
+    assert output.read_bytes() == b"all\n"
+    assert beside(output) == ["out.journal", "out.journal.0", "out.part"]
+    return asked
+
+
+def test_a_crash_behind_an_output_that_one_process_has_made(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = delivered(text, tmp_path / "out", monkeypatch)
+    with pytest.raises(CommandError, match="--on-error was skip and is empty, and record 3 is"):
+        job.run(replace(asked, on_error="empty"))
+    made = job.run(asked)
+    assert made is not None
+    assert (made.made, made.records, made.tokens) == (0, len(LINES), 7)
+    assert (tmp_path / "out").read_bytes() == b"all\n"
+    assert beside(tmp_path / "out") == []
+
+
+def test_others_have_nothing_to_do_where_the_first_one_finds_all(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, shared = delivered(text, tmp_path / "out", monkeypatch), store.alone()
+    monkeypatch.setattr(store, "found", lambda *_: shared)
+    monkeypatch.setattr(worker, "TextGenerator", None)  # cannot be called
+    with ThreadPoolExecutor() as pool:
+        places = [workers.Place(rank, 2, rank, 2) for rank in range(2)]
+        first = pool.submit(workers.ranked, asked, tmp_path / "out", places[0])
+        with pytest.raises(TimeoutError):
+            first.result(timeout=0.5)  # it may hold the store that the other one is to read
+        assert pool.submit(workers.ranked, asked, tmp_path / "out", places[1]).result() is None
+        made = first.result()
+    assert made is not None
+    assert (made.made, made.records) == (0, len(LINES))
+    assert beside(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_a_sink_was_making_is_taken_away(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: bool
+) -> None:
+    monkeypatch.setattr(worker, "TextGenerator", Fake)
+    (tmp_path / "out.part.final").write_bytes(b"half")
+    if restart:
+        assembly.restart(tmp_path / "out")
+    else:
+        job.run(job_of(MODEL, text, tmp_path / "out"))
+    assert beside(tmp_path / "out") == []
+
+
 class Copying(Texts):
     """A sink that leaves the body, as one that writes another format."""
 
@@ -429,6 +519,62 @@ def test_two_runs_at_once_are_refused(text: Path, tmp_path: Path, monkeypatch: p
             job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK, restart=restart))
     first.close()
     job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK))
+
+
+class Ends:
+    """Stands for `time`: what a run waits for comes while it waits."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.end = end
+
+    def sleep(self, _: float) -> None:
+        self.end()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_that_has_waited_for_another_does_not_make_its_output_again(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: bool, there: bool
+) -> None:
+    output = tmp_path / "out"
+    if there:
+        output.write_bytes(b"old")
+
+    def finish() -> None:
+        (tmp_path / "new").write_bytes(b"made")
+        (tmp_path / "new").replace(output)
+        assembly.remove(output)
+        first.close()
+
+    first = Journal(Part(output), {})
+    monkeypatch.setattr(journal, "time", Ends(finish))
+    monkeypatch.setattr(worker, "TextGenerator", None)  # cannot be called
+    with pytest.raises(CommandError, match="out: another run has just finished it; --overwrite writes over it"):
+        job.run(job_of(MODEL, text, output, restart=restart))
+    assert output.read_bytes() == b"made"
+    assert beside(output) == []
+
+
+def test_a_journal_that_was_waited_for_is_the_one_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = Part(tmp_path / "out")
+
+    def restart() -> None:
+        assembly.remove(part.output)
+        first.close()
+
+    first = Journal(part, {})
+    monkeypatch.setattr(journal, "time", Ends(restart))
+    second = Journal(part, {"a": 1})
+    assert journal.read(part).header == {"a": 1}
+    monkeypatch.undo()
+    monkeypatch.setattr(journal, "LOCKED", 0.0)
+    with pytest.raises(CommandError, match="another run is writing it"):
+        Journal(part, {})
+    second.close()
 
 
 # ---- stages that fail
@@ -661,6 +807,46 @@ def test_standard_output_and_who_stops_reading_it(text: Path, whole: bytes) -> N
     done = program("run", text, "-", {"block": BLOCK})
     assert done.returncode == 0
     assert done.stdout.encode() == whole
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_standard_output_on_a_full_disk(text: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            words("run", text, "-", {"block": BLOCK}), env=environment(), cwd=ROOT, stdout=full,
+            stderr=subprocess.PIPE, text=True, timeout=100, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "standard output cannot be written: No space left on device. What was written to it" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_a_file_system_without_locks(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(worker, "TextGenerator", Fake)
+    for number in (errno.ENOSYS, errno.ENOLCK):
+        caplog.clear()
+        made = job.run(job_of(MODEL, text, tmp_path / str(number)))
+        assert made is not None
+        assert made.made == len(LINES)
+        assert f"its file system has no locks ({os.strerror(number)})" in caplog.text
+    number = errno.EIO
+    with pytest.raises(CommandError, match=r"out\.journal cannot be written: Input/output error"):
+        job.run(job_of(MODEL, text, tmp_path / "out"))
+
+
+def test_a_summary_that_cannot_be_written(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "TextGenerator", Fake)
+    with pytest.raises(CommandError, match=r"s\.json cannot be written: No such file .*\. The output is complete$"):
+        job.run(job_of(MODEL, text, tmp_path / "out", summary=tmp_path / "nowhere/s.json"))
+    assert len((tmp_path / "out").read_bytes().splitlines()) == len(LINES)
+    assert beside(tmp_path / "out") == []
 
 
 # ---- several processes

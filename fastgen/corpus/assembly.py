@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.corpus.identity import differences
-from fastgen.corpus.journal import Entry, Journal, Part, lock, read, writing
+from fastgen.corpus.journal import Entry, Journal, Part, held, read, writing
 from fastgen.corpus.records import Sink
 from fastgen.errors import CommandError
 
 _JOINED = "joined"
+_FINAL = "final"  # what a sink makes of the whole, before it is the output
 _CHUNK = 1 << 22
 
 
@@ -33,7 +34,11 @@ class Assembly:
 
     def __init__(self, output: Path, header: dict[str, Any], on_error: str) -> None:
         self.output = output
-        self._written = [(part, found) for part in _parts(output) if (found := read(part)).begun]
+        main, *others = _parts(output)
+        written = [(main, read(main))]
+        if written[0][1].whole is None:  # else only the sink is left to run, and may have taken a part's body already
+            written += [(part, read(part)) for part in others]
+        self._written = [(part, found) for part, found in written if found.begun]
         for part, found in self._written:
             changed = differences(found.header, header)
             if changed:
@@ -43,12 +48,17 @@ class Assembly:
             for entry in found.entries:
                 blocks.setdefault(entry.block, (part, entry))
         self.blocks = blocks
-        for _, entry in blocks.values():
+        for entry in self.entries:
             if entry.on_error not in (None, on_error):
                 raise CommandError(
                     f"--on-error was {entry.on_error} and is {on_error}, and record {entry.problems[0][0]} is a "
                     "problem that was handled so. --restart begins anew"
                 )
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is more than headers."""
+        return bool(self._written)
 
     @property
     def whole(self) -> Part | None:
@@ -121,8 +131,7 @@ def remove(output: Path) -> None:
 
 def restart(output: Path) -> None:
     """The same, unless a run is writing it."""
-    with writing(output), Part(output).journal.open("ab") as stream:
-        lock(stream, Part(output).journal)
+    with held(Part(output).journal), writing(output):
         remove(output)
 
 
@@ -130,7 +139,7 @@ def _parts(output: Path) -> list[Part]:
     """All parts of which there is anything, the one without a name first."""
     names = {""}
     for kind in ("part", "journal"):
-        pattern = re.compile(rf"{re.escape(output.name)}\.{kind}\.(\d+|{_JOINED})")
+        pattern = re.compile(rf"{re.escape(output.name)}\.{kind}\.(\d+|{_JOINED}|{_FINAL})")
         names |= {found[1] for file in output.parent.iterdir() if (found := pattern.fullmatch(file.name))}
     return [Part(output, name) for name in sorted(names)]
 

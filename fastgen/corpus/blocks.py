@@ -47,7 +47,7 @@ class Blocks:
         """A block; None behind the last one.
 
         Raises:
-            CommandError: a block that was passed has other records than an earlier run has read.
+            CommandError: a block that was passed has other records than an earlier run has read, or is not there.
         """
         if number < self._next:
             self._begin()
@@ -63,6 +63,12 @@ class Blocks:
     def _read(self) -> Block | None:
         records = list(islice(self._records, self.size))
         if not records:
+            had = max(self.known, default=-1) + 1
+            if had > self._next:
+                raise CommandError(
+                    f"the input has changed: it ends behind {self._next} blocks of {self.size} records, and an earlier "
+                    f"run has read {had}. --restart begins anew"
+                )
             return None
         block = Block(self._next, records)
         self._next += 1

@@ -7,19 +7,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
 _MISSING = "not there"
 
 
 def digest(path: Path) -> str:
-    """What tells a file, or the files of a model's folder, from any other."""
+    """What tells a file, or the files of a model's folder, from any other.
+
+    Tokenizers have files of many names: all of a folder count, but for hidden ones, a README, and other folders.
+    """
     whole = hashlib.sha256()
-    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in _MODEL_FILES)
+    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if _counts(f))
     for file in files:
         with file.open("rb") as stream:
             name = "" if file == path else file.name
             whole.update(f"{name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
     return whole.hexdigest()[:16]
+
+
+def _counts(file: Path) -> bool:
+    return file.is_file() and not file.name.startswith((".", "README"))
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +97,6 @@ def _to_stdout(job: Job) -> Summary:
     try:
         report = Worker(job, Claims.alone(()), journal, {}, meter).run()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its own end
         raise SystemExit(1) from None
     finally:
         meter.close()

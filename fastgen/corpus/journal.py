@@ -7,20 +7,28 @@ are on disk before its line is, so that what a journal says is true however a ru
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import sys
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 from fastgen.errors import CommandError
 
+_logger = logging.getLogger("fastgen")
+
 LOCKED = 10.0
 """Seconds for which a journal that another process writes is waited for: as long as one takes to notice its end."""
+
+GOES_ON = "What is finished is safe; the same command goes on behind it"
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # a file system's answers that has none
 
 
 @dataclass(frozen=True)
@@ -140,9 +148,7 @@ class Journal:
 
     def __init__(self, part: Part, header: dict[str, Any]) -> None:
         self.part = part
-        with writing(part.journal):
-            self._journal = part.journal.open("ab", buffering=0)
-        lock(self._journal, part.journal)
+        self._journal = held(part.journal)
         written = read(part)
         self.entries = written.entries
         self._end = written.end
@@ -170,6 +176,7 @@ class Journal:
             block=len(entries), offset=0, bytes=sum(entry.bytes for entry in entries),
             records=sum(entry.records for entry in entries), tokens=sum(entry.tokens for entry in entries),
             digest="", problems=[problem for entry in entries for problem in entry.problems],
+            on_error=next((entry.on_error for entry in entries if entry.on_error is not None), None),
         )  # fmt: skip
         self._say({"whole": part.name, "together": asdict(together)})
 
@@ -191,8 +198,19 @@ class Stdout:
         self.entries: list[Entry] = []
 
     def append(self, data: bytes, entry: Entry) -> None:
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
+        """Write a block.
+
+        Raises:
+            BrokenPipeError: nobody reads it any more.
+            CommandError: it cannot be written for another reason.
+        """
+        with writing("standard output", "What was written to it cannot be gone on with; --output names a file"):
+            try:
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its own end
+                raise
         self.entries.append(entry)
 
     def close(self) -> None:
@@ -200,15 +218,15 @@ class Stdout:
 
 
 @contextmanager
-def writing(file: Path) -> Generator[None]:
-    """Within it, what the system refuses is a CommandError that says what it means for the run."""
+def writing(file: Path | str, meaning: str = GOES_ON) -> Generator[None]:
+    """Within it, what the system refuses is a CommandError that says what it means for the run, but for a
+    BrokenPipeError: that somebody has stopped reading is nothing to put right."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        raise CommandError(
-            f"{file} cannot be written: {error.strerror or error}. What is finished is safe; "
-            "the same command goes on behind it"
-        ) from error
+        raise CommandError(f"{file} cannot be written: {error.strerror or error}. {meaning}") from error
 
 
 def _write(stream: Any, data: bytes) -> None:
@@ -219,21 +237,49 @@ def _write(stream: Any, data: bytes) -> None:
     os.fsync(stream.fileno())
 
 
-def lock(stream: IO[bytes], file: Path) -> None:
-    """Hold a file until it is closed, or its process ends.
+def held(file: Path) -> IO[bytes]:
+    """Open a file behind its end, and hold it until it is closed, or its process ends.
+
+    Who held it before may have taken it away: a file that is no longer there under its name is left, and opened anew.
 
     Raises:
-        CommandError: another process holds it.
+        CommandError: another process holds it, or it cannot be written.
     """
-    if sys.platform == "win32":
-        return None
-    import fcntl
-
     begin = time.monotonic()
     while True:
-        try:
-            return fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if time.monotonic() - begin > LOCKED:
-                raise CommandError(f"{file}: another run is writing it") from error
-            time.sleep(0.1)
+        with writing(file), ExitStack() as opened:
+            stream = opened.enter_context(file.open("ab", buffering=0))
+            if _lock(stream) and _is_at(stream, file):
+                opened.pop_all()
+                return stream
+        if time.monotonic() - begin > LOCKED:
+            raise CommandError(f"{file}: another run is writing it")
+        time.sleep(0.1)
+
+
+def _lock(stream: IO[bytes]) -> bool:
+    """Lock a file, where its system can; whether no other process has."""
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        _logger.warning(
+            "%s: its file system has no locks (%s), so that nothing refuses a second run at this output",
+            stream.name, error.strerror,
+        )  # fmt: skip
+    return True
+
+
+def _is_at(stream: IO[bytes], file: Path) -> bool:
+    """Whether an open file is there under this name."""
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), file.stat())
+    except FileNotFoundError:
+        return False

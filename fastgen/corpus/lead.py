@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -15,6 +16,7 @@ from fastgen.corpus.identity import digest
 from fastgen.corpus.journal import Journal, Part
 from fastgen.corpus.models import check_folder
 from fastgen.corpus.summary import Report, Summary, summarise, versions
+from fastgen.errors import CommandError
 
 if TYPE_CHECKING:
     from fastgen.corpus.job import Job
@@ -49,24 +51,38 @@ def _device(job: Job) -> str:
     return named.partition(":")[0]
 
 
+def _file(path: Path) -> tuple[int, int] | None:
+    """Which file is there under a name; None where none is."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 class Lead:
     """A run that is written to a file, seen as a whole. It holds the journal without a name until it is closed.
 
     Attributes:
         known: digests of the blocks of earlier runs.
     Raises:
-        CommandError: another run is writing the output, or an earlier one has begun it otherwise.
+        CommandError: another run is writing the output or has just finished it, or an earlier one has begun it
+            otherwise.
     """
 
     def __init__(self, job: Job, output: Path) -> None:
         self.job, self.output = job, output
         self.begin = time.perf_counter()
+        before = _file(output)
         self.header = header_of(job)
         if job.restart:
             assembly.restart(output)
         self.journal = Journal(Part(output), self.header)
         try:
             self.found = self._found()
+            if not self.found.begun and _file(output) != before:
+                assembly.remove(output)  # the header of this run, which would have the next one write over it
+                raise CommandError(f"{output}: another run has just finished it; --overwrite writes over it")
         except BaseException:
             self.close()
             raise

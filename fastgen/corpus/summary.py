@@ -64,7 +64,7 @@ class Summary:
         processes: those that came to their end. lost: those that did not, and how they ended.
         fallbacks, left_off: what ran on the toolkit's own code and what was done without, by patch and reason: in how
             many calls.
-        versions: of what the output depends on, and fastgen's.
+        versions: of what the output depends on, and Python's.
     """
 
     records: int
@@ -90,7 +90,7 @@ class Summary:
         return asdict(self)
 
     def write(self, file: Path) -> None:
-        with writing(file):
+        with writing(file, "The output is complete"):
             file.write_text(json.dumps(self.to_dict(), indent=2) + "\n", "utf-8")
 
 
@@ -117,13 +117,14 @@ def summarise(entries: Sequence[Entry], reports: Sequence[Report], lost: list[st
         lost=lost,
         fallbacks=_sum(report.fallbacks for report in reports),
         left_off=_sum(report.left_off for report in reports),
-        versions=versions() | {"fastgen": fastgen.__version__, "python": sys.version.split()[0]},
+        versions=versions() | {"python": sys.version.split()[0]},
     )
 
 
 def versions() -> dict[str, str]:
     """Of the packages that an output depends on."""
-    return {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    installed = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")}
+    return installed | {"fastgen": fastgen.__version__}
 
 
 def counts() -> tuple[Counts, Counts]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fastgen.corpus import store
 from fastgen.corpus.claims import POLL, Claims, Heart, Pulse
 from fastgen.corpus.identity import differences
-from fastgen.corpus.journal import Journal, Part
+from fastgen.corpus.journal import GOES_ON, Journal, Part
 from fastgen.corpus.lead import Lead, header_of
 from fastgen.corpus.models import first_line
 from fastgen.corpus.progress import Meter
@@ -109,10 +109,11 @@ def ranked(job: Job, output: Path, place: Place) -> Summary | None:
         shared.set("plan", json.dumps({"error": str(error)}))
         raise
     try:
-        summary = lead.deliver()
-        _publish(shared, lead)
-        if summary is not None:
+        if (summary := lead.deliver()) is not None:
+            shared.set("plan", json.dumps({"finished": True}))
+            _wait(shared, place.world, first=1)  # the store may go with this process
             return summary
+        _publish(shared, lead)
         meter = Meter(job.source, lead.done, job.progress)
         try:
             _work(job, output, shared, place, lead.header, meter)
@@ -151,6 +152,9 @@ def _work(
     said: dict[str, Any] = {}
     try:
         plan = _plan(shared, header)
+        if plan is None:
+            said = asdict(Report())
+            return
         known = {int(number): digest for number, digest in plan["known"].items()}
         claims = Claims(shared, place.rank, place.world, known)
         journal = Journal(Part(output, str(place.rank)), plan["header"])
@@ -172,13 +176,15 @@ def _work(
             shared.set(f"report/{place.rank}", json.dumps(said))
 
 
-def _plan(shared: Store, header: dict[str, Any] | None) -> dict[str, Any]:
-    """What the leading process says of the run."""
+def _plan(shared: Store, header: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What the leading process says of the run; None where nothing is left to do."""
     while not shared.check(["plan"]):
         time.sleep(POLL)
     plan = json.loads(shared.get("plan"))
     if "error" in plan:
         raise CommandError(plan["error"])
+    if "finished" in plan:
+        return None
     if header is not None and (changed := differences(plan["header"], header)):
         raise CommandError(f"this process finds other things than the first one: {'; '.join(changed)}")
     return plan
@@ -221,10 +227,10 @@ def _how(exitcode: int) -> str:
     return f"signal {-exitcode}" if exitcode < 0 else f"status {exitcode}"
 
 
-def _wait(shared: Store, world: int) -> dict[int, str]:
-    """Wait until all processes have reported; return those that have gone."""
+def _wait(shared: Store, world: int, first: int = 0) -> dict[int, str]:
+    """Wait until all processes from the first on have reported; return those that have gone."""
     pulse, lost = Pulse(shared, world), dict[int, str]()
-    for rank in range(world):
+    for rank in range(first, world):
         while not shared.check([f"report/{rank}"]):
             if pulse.is_gone(rank):
                 lost[rank] = f"process {rank} has not been heard of"
@@ -245,7 +251,7 @@ def _reports(shared: Store, world: int, lost: Mapping[int, str]) -> list[Report]
         first = min(failed, key=lambda one: one["record"] if one["record"] is not None else float("-inf"))
         raise CommandError(first["error"])
     if not said:
-        raise CommandError(f"{'; '.join(lost.values())}. What is finished is safe; the same command goes on behind it")
+        raise CommandError(f"{'; '.join(lost.values())}. {GOES_ON}")
     return [Report(**one) for one in said]
 
 
