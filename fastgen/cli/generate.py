@@ -136,6 +136,7 @@ def run(args: argparse.Namespace) -> int:
     options = _options(args)
     if args.engine == "ray":
         return on_ray.run(args, options, args.defaults)
+    on_ray.check_unused(args, args.defaults)
     source, output = _source(args), _output_of(args)
     sink = _sink(args, options, source, source.check())
     metrics = scoring.prepared(args, output)
