@@ -24,6 +24,7 @@ from fastgen.cli import main
 from fastgen.corpus.texts import Options, Output, TextGenerator
 from fastgen.errors import CommandError
 from fastgen.ray import Generator, engine
+from fastgen.ray.cluster import Connection
 from fastgen.ray.folder import Folder
 from fastgen.ray.tables import Tables
 
@@ -134,17 +135,20 @@ def test_formats_and_problems(cluster: Cluster, outputs: list[Output], tmp_path:
     table = pa.table({"id": list(range(8)), "source": [*TEXTS[:3], None, *TEXTS[4:8]]})
     pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
     run: dict[str, Any] = {"input": str(tmp_path / "in.parquet"), "column": "source", "cpus": 0.5}
+    scored = Options(**ARGUMENTS, scores=True)
     with pytest.raises(CommandError, match="row 4: there is no text"):
         engine.run(Options(**ARGUMENTS), output=str(tmp_path / "out"), **run)
     assert [file.name for file in tmp_path.iterdir()] == ["in.parquet"]  # neither an output nor a part of it
-    summary = engine.run(
-        Options(**ARGUMENTS), output=str(tmp_path / "out"), on_error="skip", output_format="csv", **run
-    )
+    summary = engine.run(scored, output=str(tmp_path / "out"), on_error="skip", output_format="csv", **run)
     assert (summary.rows, summary.problems, summary.examples) == (8, 1, [(4, "there is no text")])
     found = pyarrow.csv.read_csv(tmp_path / "out" / summary.parts[0]).to_pydict()
     assert found["id"] == [0, 1, 2, 4, 5, 6, 7]
     assert found["number"] == [1, 2, 3, 5, 6, 7, 8]
     assert found["output"] == [outputs[i].texts[0] for i in (0, 1, 2, 4, 5, 6, 7)]
+    alone = TextGenerator(scored)(TEXTS[:8])
+    best = [one.scores[0] for i, one in enumerate(alone) if i != 3 and isinstance(one, Output) and one.scores]
+    assert found["score"] == pytest.approx(best, abs=1e-9)
+    assert Tables(str(tmp_path / "out")).kind == "csv"  # a folder of outputs is an input
     with pytest.raises(CommandError, match="holds files already"):
         engine.run(Options(**ARGUMENTS), output=str(tmp_path / "out"), **run)
 
@@ -176,6 +180,51 @@ def test_the_command(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFix
         assert row["scores"] == pytest.approx(one.scores, abs=1e-9)
 
 
+def test_drafts_and_rows_that_differ(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both folders are told relative; a type and a field come late; a text is missing."""
+    rows = [{"score": 1}, {"text": TEXTS[1], "score": 0.5}, {"text": TEXTS[2], "more": {"a": ["b"]}}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(MODEL.parent)
+    options = Options(Path("model"), {"max_new_tokens": 8, "lossless": True}, assistant=Path("model"), dtype="float64")
+    run: dict[str, Any] = {"input": str(tmp_path / "in.jsonl"), "cpus": 0.5, "rows": 1, "rows_per_file": 1}
+    with pytest.raises(CommandError, match=r"column 'more' holds struct.*which CSV does not"):
+        engine.run(options, output=str(tmp_path / "out"), output_format="csv", **run)
+    summary = engine.run(options, output=str(tmp_path / "out"), output_format="parquet", on_error="empty", **run)
+    assert summary.options["model"] == summary.options["assistant"] == str(MODEL)
+    assert json.loads((tmp_path / "out/_summary.json").read_text())["options"] == summary.options
+    parts = [pyarrow.parquet.read_table(tmp_path / "out" / part) for part in summary.parts]
+    assert len({str(part.schema) for part in parts}) == 1
+    found = [row for part in parts for row in part.to_pylist()]
+    assert [row["problem"] for row in found] == ["there is no text", None, None]
+    alone = TextGenerator(Options(MODEL, {"max_new_tokens": 8}, dtype="float64"))(TEXTS[1:3])
+    assert [[row["output"]] for row in found[1:]] == [one.texts for one in alone if isinstance(one, Output)]
+    assert [(row["text"], row["score"], row["more"]) for row in found] == [
+        (None, 1.0, None), (TEXTS[1], 0.5, None), (TEXTS[2], None, {"a": ["b"]}),
+    ]  # fmt: skip
+
+
+def test_what_is_drawn_depends_on_the_seed_and_the_row() -> None:
+    def drawn(seed: int, number: int) -> list[str]:
+        generation = {"do_sample": True, "num_beams": 1, "max_new_tokens": 16, "temperature": 3.0}
+        actor = engine._Reporting(model=MODEL, generation=generation, seed=seed)
+        return actor(pa.table({"number": [number, number + 1], "text": TEXTS[:2]}))["output"].to_pylist()
+
+    first = drawn(1, 1)
+    assert drawn(1, 1) == first
+    assert drawn(2, 1) != first
+    assert drawn(1, 5) != first
+
+
+def test_resources_that_no_machine_has(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    Connection(ours=False, alone=True).check(2, 1.0, 0.0)
+    with pytest.raises(CommandError, match="3 times 1 processors and 0 GPUs are asked for; this machine has 2 proc"):
+        Connection(ours=False, alone=True).check(3, 1.0, 0.0)
+    Connection(ours=False, alone=False).check(3, 1.0, 0.0)
+    assert capsys.readouterr().err == ""
+    Connection(ours=False, alone=False).check(1, 1.5, 0.0)  # of two machines with one each
+    assert "no machine of the cluster has 1.5 processors and 0 GPUs now" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -191,6 +240,13 @@ def test_what_the_command_cannot_have(words: list[str], said: str, capsys: pytes
     source = [] if "--input" in words else ["--input", "in.txt"]
     assert main(["generate", str(MODEL), "--engine", "ray", *source, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_options_of_a_cluster_need_one(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--address auto", "--workers 2", "--worker-cpus 2", "--worker-gpus 1", "--rows 3", "--rows-per-file 9")
+    for words in given:
+        assert main(["generate", str(MODEL), "--input", "in.txt", *words.split()]) == 2
+        assert f"{words.split()[0]} is for --engine ray" in capsys.readouterr().err
 
 
 def test_a_lost_machine_loses_no_row_and_doubles_none(
@@ -226,9 +282,9 @@ def test_a_lost_machine_loses_no_row_and_doubles_none(
     ]
     assert len(summary.parts) == 3
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        "_SUCCESS", *summary.parts, "summary.json",
+        "_SUCCESS", "_summary.json", *summary.parts,
     ]  # fmt: skip
-    assert json.loads((tmp_path / "out/summary.json").read_text())["tokens"] == sum(one.tokens for one in outputs)
+    assert json.loads((tmp_path / "out/_summary.json").read_text())["tokens"] == sum(one.tokens for one in outputs)
     assert summary.hits["transformers.beam_search"] > 0
     assert summary.fallbacks == {}
 
@@ -244,6 +300,9 @@ def test_a_lost_machine_loses_no_row_and_doubles_none(
         ({"input": "empty"}, CommandError, "format is not told by names"),
         ({"column": "line"}, CommandError, "in/a.txt: there is no column 'line', but 'text'"),
         ({"output_format": "xml"}, CommandError, "'xml' must be one of"),
+        ({"options": Options(**ARGUMENTS, assistant=Path("in"))}, CommandError, "in holds no model"),
+        ({"options": Options(**ARGUMENTS, scores=True)}, CommandError, "--scores: lines of text"),
+        ({"input": "mixed.jsonl", "rows": 1}, CommandError, "mixed.jsonl: .*id has incompatible types: int64 vs str"),
     ],
 )
 def test_what_cannot_be_run(
@@ -254,9 +313,10 @@ def test_what_cannot_be_run(
     Path("empty").mkdir()
     for name in ("a.txt", "a.csv"):
         Path("in", name).write_text("text\na\n")
-    arguments: dict[str, Any] = {"input": "in/a.txt", "output": "out"} | changed
+    Path("mixed.jsonl").write_text('{"text": "a", "id": 1}\n{"text": "b", "id": "2"}\n')
+    arguments: dict[str, Any] = {"options": Options(**ARGUMENTS), "input": "in/a.txt", "output": "out"} | changed
     with pytest.raises(error, match=shown):
-        engine.run(Options(**ARGUMENTS), **arguments)
+        engine.run(**arguments)
     assert not Path("out").exists()
 
 
@@ -274,10 +334,39 @@ def test_tables(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name in ("a.parquet", "a.csv", "a.jsonl"):
         tables = list(Tables(f"file://{tmp_path}/{name}").read(2))
-        assert [row for table in tables for row in table.to_pylist()] == rows, name
+        ids = [{**row, "id": str(row["id"])} for row in rows] if name == "a.csv" else rows
+        assert [row for table in tables for row in table.to_pylist()] == ids, name
         assert [len(table) for table in tables] == [2, 2, 1], name
-    (tmp_path / "a.jsonl").write_text("{")
-    with pytest.raises(CommandError, match=r"a\.jsonl: Expecting"):
+
+
+def test_csv_is_strings_as_they_stand(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('text\n001\nNA\n\n"a\nb"\nnull\n')
+    (table,) = Tables(str(tmp_path / "a.csv")).read(9)
+    assert table["text"].to_pylist() == ["001", "NA", "", "a\nb", "null"]
+
+
+def test_json_lines_with_fields_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{}\n\n{}\n{"b": 1}\n{"text": "t", "b": 0.5, "a": {}}\n')
+    first, second = Tables(str(tmp_path / "a.jsonl")).read(2)
+    assert (len(first), first.column_names) == (2, [])
+    assert second.column_names == ["b", "text", "a"]
+    assert second.to_pylist() == [{"b": 1.0, "text": None, "a": None}, {"b": 0.5, "text": "t", "a": {}}]
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (b"{", r"line 3: Expecting"),
+        (b'"text"', "line 3: a str, not an object"),
+        (b'{"id": "\xff"}', "line 3: 'utf-8' codec"),
+        (b'{"id": "one"}', "lines 1 to 3: Could not convert 'one'"),
+        (b'{"id": 1000000000000000000000}', "lines 1 to 3: Python int too large"),
+        (b"[" * 100_000, "line 3: "),
+    ],
+)
+def test_json_lines_that_cannot_be_read(second: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"id": 1}\n\n' + second)
+    with pytest.raises(CommandError, match=rf"a\.jsonl: {said}"):
         list(Tables(str(tmp_path / "a.jsonl")).read(2))
 
 
@@ -287,7 +376,7 @@ def test_where_folders_cannot_be_renamed_the_mark_comes_last(tmp_path: Path, mon
     folder.write(pa.table({"output": ["a"], "outputs": [["a"]]}))
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["part-000000.jsonl"]
     folder.finish({"rows": 1})
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {"part-000000.jsonl", "summary.json", "_SUCCESS"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"part-000000.jsonl", "_summary.json", "_SUCCESS"}
 
 
 def test_an_output_that_came_meanwhile_is_not_overwritten(tmp_path: Path) -> None:

@@ -17,13 +17,15 @@ import pytest
 
 pytest.importorskip("ray.serve", reason="needs fastgen[ray]")
 import httpx
+import ray
+from ray import serve
 
 from fastgen.corpus.texts import Options, Output, TextGenerator
 from fastgen.errors import CommandError
 from fastgen.ray import app
 from fastgen.ray.api import Answer, Api
 from fastgen.ray.merging import Merger, QueueFull
-from fastgen.ray.serve import main
+from fastgen.ray.serve import main, start, stop
 from fastgen.ray.settings import Settings
 
 MODEL = Path(__file__).parents[1] / "examples/en-es/model"
@@ -98,6 +100,23 @@ def test_limits(api: Api, body: dict[str, Any], status: int, shown: str) -> None
     assert shown in answer.content["error"]
     assert answer.headers == ({"Retry-After": "7"} if status == 503 else {})
     assert api.merger.batches == 0
+
+
+def test_sequences_and_beams_of_model_settings_and_request(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in force together must fit, whoever said it."""
+
+    def status(**options: Any) -> int:
+        return asyncio.run(_post(api, text="a", options=options)).status
+
+    api.generator.generation = {"max_new_tokens": 2}
+    monkeypatch.setattr(api.generator.model.generation_config, "num_beams", 3)
+    assert (status(num_return_sequences=3), status(num_return_sequences=4)) == (200, 400)
+    api.generator.generation |= {"num_return_sequences": 2}
+    assert (status(), status(num_beams=1), status(num_beams=1, num_return_sequences=1)) == (200, 400, 200)
+    api.generator.generation |= {"num_beams": 1}
+    assert (status(), status(num_beams=2)) == (400, 200)
+    api.generator.generation |= {"do_sample": True}
+    assert status() == 200
 
 
 def test_what_is_no_request(api: Api) -> None:
@@ -230,11 +249,15 @@ def test_an_error_is_its_own_batch_s() -> None:
     asyncio.run(run())
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    port = _free_port()
     log = tmp_path_factory.mktemp("serve") / "log"
     command = [sys.executable, "-m", "fastgen.ray.serve", str(MODEL), "--port", str(port), "--dtype", "float64"]
     command += ["--generation", json.dumps(GENERATION), "--max-waiting", "40", "--name", "en-es", "--retry-after", "7"]
@@ -271,7 +294,7 @@ def test_server(server: str, alone: list[str]) -> None:
         assert (full.status_code, full.headers["Retry-After"]) == (503, "7")
 
 
-def test_a_client_that_leaves_frees_its_rows(server: str) -> None:
+def test_waiting_texts_of_a_client_that_leaves_are_dropped(server: str) -> None:
     async def run() -> None:
         async with httpx.AsyncClient(base_url=server, timeout=60) as client:
 
@@ -302,6 +325,33 @@ async def _eventually(ask: Callable[[], Any], right: Callable[[Any], bool]) -> N
     while not right(found := await ask()):
         assert time.monotonic() < end, found
         await asyncio.sleep(0.01)
+
+
+def test_other_applications_of_a_cluster_are_left_alone() -> None:
+    """A second application beside another one, at paths of its own, which its end leaves running."""
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    settings = Settings(model=MODEL, dtype="float64", generation=GENERATION)
+    port = _free_port()
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(serve.deployment(_Other).bind(), name="other", route_prefix="/other")
+        connection = start(settings, port=port, application="texts", route_prefix="/en-es")
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            assert client.get("/en-es/health").json()["status"] == "ok"
+            assert client.get("/en-es").json() == {"error": "there is no /"}
+            with pytest.raises(CommandError, match="--application texts: one of this name is running"):
+                start(settings, port=port, application="texts", route_prefix="/more")
+            stop(connection, "texts")
+            assert list(serve.status().applications) == ["other"]
+            assert client.get("/other").text == "here"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+class _Other:
+    def __call__(self) -> str:
+        return "here"
 
 
 def test_command_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
     options = _options(args)
     if args.engine == "ray":
         return on_ray.run(args, options, args.defaults)
+    on_ray.check_unused(args, args.defaults)
     source, output = _source(args), _output_of(args)
     _check_parents(args)
     sink = _sink(args, options, source, source.check())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from fastgen.cli.bild.pair import positive
 from fastgen.corpus import models
@@ -17,6 +16,7 @@ _OF_ONE_MACHINE = (
     "restart", "score_path", "summary",
 )  # fmt: skip
 """Options that a cluster has not, or has otherwise."""
+_OF_A_CLUSTER = ("address", "rows", "rows_per_file", "worker_cpus", "worker_gpus", "workers")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +39,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows-per-file", type=positive(int), default=50_000, metavar="N", help="of the output (%(default)s)")
 
 
+def check_unused(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Raise CommandError where an option of a cluster is given without one."""
+    _refuse(_OF_A_CLUSTER, args, parser, "is for --engine ray")
+
+
 def run(args: argparse.Namespace, options: Options, parser: argparse.ArgumentParser) -> int:
     """Generate on a cluster; print what was done.
 
@@ -46,9 +51,7 @@ def run(args: argparse.Namespace, options: Options, parser: argparse.ArgumentPar
         CommandError: an option that a cluster has not; what `fastgen.ray.engine.run` raises.
     """
     models.need("ray", "ray", "pyarrow")
-    for name in _OF_ONE_MACHINE:
-        if getattr(args, name) != parser.get_default(name):
-            raise CommandError(f"--{name.replace('_', '-')} is not for --engine ray")
+    _refuse(_OF_ONE_MACHINE, args, parser, "is not for --engine ray")
     if len(args.input) > 1 or args.input[0] == STDIN:
         raise CommandError(f"--engine ray takes one file or folder as --input, not {' '.join(args.input)}")
     if args.output == STDIN:
@@ -57,7 +60,6 @@ def run(args: argparse.Namespace, options: Options, parser: argparse.ArgumentPar
         raise CommandError(f"--workers takes one number or two, not {' '.join(map(str, args.workers))}")
     from fastgen.ray import engine
 
-    options = Options(**vars(options) | {"model": Path(options.model).absolute()})
     try:
         summary = engine.run(
             options, input=args.input[0], output=args.output, address=args.address, column=args.column or "text",
@@ -69,6 +71,12 @@ def run(args: argparse.Namespace, options: Options, parser: argparse.ArgumentPar
         raise CommandError(str(error)) from error
     print(json.dumps({name: getattr(summary, name) for name in ("rows", "problems", "tokens", "seconds", "fallbacks")}))
     return 0
+
+
+def _refuse(names: tuple[str, ...], args: argparse.Namespace, parser: argparse.ArgumentParser, why: str) -> None:
+    for name in names:
+        if getattr(args, name) != parser.get_default(name):
+            raise CommandError(f"--{name.replace('_', '-')} {why}")
 
 
 def _format(name: str | None) -> str | None:

@@ -145,10 +145,17 @@ class Api:
         for name, most in (("max_new_tokens", settings.max_new_tokens), ("num_beams", settings.max_beams)):
             if (getattr(asked.options, name) or 0) > most:
                 raise Refused(400, f"options.{name} = {getattr(asked.options, name)}, {most} at most")
-        beams = asked.options.num_beams or self.generator.generation.get("num_beams", 1)
-        if (asked.options.num_return_sequences or 1) > beams:
-            raise Refused(400, f"options.num_return_sequences = {asked.options.num_return_sequences}, {beams} at most")
+        beams, sequences = (self._in_force(name, asked.options) or 1 for name in ("num_beams", "num_return_sequences"))
+        drawn = beams == 1 and self._in_force("do_sample", asked.options)  # as many as one likes
+        if sequences > beams and not drawn:
+            raise Refused(400, f"num_return_sequences = {sequences}, {beams} at most, as many as num_beams")
         return asked
+
+    def _in_force(self, name: str, options: Wanted) -> Any:
+        """An argument of `generate`: the request's, else the settings', else the model's own."""
+        stored = getattr(self.generator.model.generation_config, name, None)
+        said = self.generator.generation | options.model_dump(exclude_none=True)
+        return said.get(name, stored)
 
     async def _answer(self, asked: Asked) -> dict[str, Any]:
         texts = asked.texts if asked.texts is not None else [asked.text or ""]

@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fastgen
 from fastgen.corpus import models
 from fastgen.corpus.texts import Options
 from fastgen.errors import CommandError
-from fastgen.ray.cluster import connect
+from fastgen.ray.cluster import Connection, connect
 from fastgen.ray.folder import Folder
 from fastgen.ray.generator import COLUMNS, Generator, OnError, check_columns, check_on_error
 from fastgen.ray.tables import Tables
@@ -34,9 +35,10 @@ _EXAMPLES = 10
 
 @dataclass
 class Summary:
-    """What a run did; `summary.json` in its folder holds the same.
+    """What a run did; `_summary.json` in its folder holds the same.
 
     Attributes:
+        options: as they were used; folders are absolute.
         rows: of the input; those that `on_error="skip"` left out are counted.
         problems: rows without an output.
         examples: number and problem of the first few.
@@ -83,8 +85,8 @@ def run(
             keeps on disk what its memory cannot hold.
         output: a folder that is not there or empty; see `Folder`. Its rows are those of the input in their order, with
             the columns ``number`` (int64, the row's number in the input, from 1) and those of `Generator`.
-        address: of the cluster, as `ray.init` takes it; None: that of RAY_ADDRESS, or one of this machine alone, which
-            ends with the run. Where Ray is initialized in this process already, that one is used.
+        address: of the cluster, as `ray.init` takes it; None: that of RAY_ADDRESS, or a new one of this machine alone,
+            which ends with the run. Where Ray is initialized in this process already, that one is used.
         column: of the texts; lines of text have "text" alone.
         on_error: what becomes of a text that cannot be generated; see `Generator`.
         input_format, output_format: "parquet", "jsonl", "csv" or "txt"; None: as the file is named, and as the input.
@@ -105,16 +107,15 @@ def run(
             raise ValueError(f"{name} = {value} must be at least 1")
     if most < least:
         raise ValueError(f"workers = {workers}: the most are fewer than the least")
-    models.check_folder(options.model)
-    options = replace(options, model=options.model.absolute())
+    options = _with_folders(options)
     tables = Tables(input, input_format)
     begin = time.perf_counter()
-    summary = Summary(input, output, asdict(options) | {"model": str(options.model)})
-    with _discarded_on_error(Folder(output, output_format or tables.kind)) as folder, _cluster(address):
-        import ray
+    summary = Summary(input, output, _recorded(options))
+    with _discarded_on_error(Folder(output, output_format or tables.kind)) as folder, _cluster(address) as cluster:
         from ray.data import ActorPoolStrategy, from_arrow_refs
 
-        blocks: list[Any] = [ray.put(table) for table in _numbered(tables, column, rows)]
+        cluster.check(least, cpus, gpus)
+        blocks = _blocks(tables, folder, column, rows, options.scores)
         if blocks:  # of none Ray makes no dataset
             made = from_arrow_refs(blocks).map_batches(
                 _Reporting, fn_constructor_kwargs={**_arguments(options), "column": column}, batch_size=rows,
@@ -134,16 +135,49 @@ def run(
     return summary
 
 
-def _numbered(tables: Tables, column: str, rows: int) -> Iterator[pa.Table]:
-    """The input with a column of numbers."""
-    import pyarrow as pa
+def _with_folders(options: Options) -> Options:
+    """The options with folders as other processes find them, in which there is a model."""
+    folders = {name: folder.absolute() for name in ("model", "assistant") if (folder := getattr(options, name))}
+    for folder in folders.values():
+        models.check_folder(folder)
+    return replace(options, **folders)
 
-    first = 1
+
+def _recorded(options: Options) -> dict[str, Any]:
+    """The options as JSON has them."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in _arguments(options).items()}
+
+
+def _blocks(tables: Tables, folder: Folder, column: str, rows: int, scores: bool) -> list[Any]:
+    """The input in Ray's object store, with a column of numbers; the types of its columns are the same everywhere.
+
+    Raises:
+        CommandError: it cannot be read, its columns have not one type each, or the output cannot hold them.
+    """
+    import pyarrow as pa
+    import ray
+
+    blocks, schemas, first = list[Any](), list[pa.Schema](), 1
     for table in tables.read(rows):
-        _check_columns(tables.place, table.column_names, column)
-        numbers = pa.array(range(first, first + len(table)), pa.int64())
+        # What fields JSON lines have is known when all are read.
+        _check_columns(tables.place, [*table.column_names, *[column] * (tables.kind == "jsonl")], column)
+        table = table.add_column(0, "number", pa.array(range(first, first + len(table)), pa.int64()))
         first += len(table)
-        yield table.add_column(0, "number", numbers)
+        schemas.append(table.schema)
+        blocks.append(ray.put(table))
+    if not blocks:
+        return []
+    try:
+        schema = pa.unify_schemas(schemas, promote_options="permissive")
+        folder.check(schema, scores)
+        for place, own in enumerate(schemas):
+            if own != schema:
+                parts = [schema.empty_table(), ray.get(blocks[place])]
+                blocks[place] = ray.put(pa.concat_tables(parts, promote_options="permissive"))
+    except pa.ArrowException as error:
+        raise CommandError(f"{tables.place}: {models.first_line(error)}") from error
+    _check_columns(tables.place, schema.names[1:], column)
+    return blocks
 
 
 def _check_columns(place: str, names: list[str], column: str) -> None:
@@ -154,7 +188,10 @@ def _check_columns(place: str, names: list[str], column: str) -> None:
 
 
 class _Reporting(Generator):
-    """Generates, and says in one row of each batch what fastgen's patches counted meanwhile."""
+    """Generates, and says in one row of each batch what fastgen's patches counted meanwhile.
+
+    What is drawn for a batch depends on the seed and its first row's number, not on the actor or what it did before.
+    """
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -162,7 +199,9 @@ class _Reporting(Generator):
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         import pyarrow as pa
+        import torch
 
+        torch.manual_seed(self.generator.options.seed + batch["number"][0].as_py())
         made, now = super().__call__(batch), _counts()
         report = [[what, which, count] for (what, which), count in (now - self.before).items()]
         self.before = now
@@ -222,20 +261,18 @@ def _arguments(options: Options) -> dict[str, Any]:
 
 
 @contextmanager
-def _cluster(address: str | None) -> Iterator[None]:
+def _cluster(address: str | None) -> Iterator[Connection]:
     """Ray, with its datasets in order; one that was not running in this process ends with the block."""
-    started = connect(address)
-    import ray
+    connection = connect(address)
     from ray.data import DataContext
 
     context = DataContext.get_current().copy()
     context.execution_options.preserve_order = True
     try:
         with DataContext.current(context):
-            yield
+            yield connection
     finally:
-        if started:
-            ray.shutdown()
+        connection.close()
 
 
 @contextmanager

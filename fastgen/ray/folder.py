@@ -6,17 +6,16 @@ import json
 import posixpath
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pyarrow as pa
 from pyarrow import fs
 
 from fastgen.errors import CommandError
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 FORMATS = ("parquet", "jsonl", "csv", "txt")
-SUCCESS, SUMMARY = "_SUCCESS", "summary.json"
+SUCCESS, SUMMARY = "_SUCCESS", "_summary.json"
+SCORE = "score"  # the column of CSV that has the best text's
 
 _MOVES_FOLDERS = ("local", "hdfs")
 """Filesystems that rename a folder with all that is in it, at once."""
@@ -31,7 +30,8 @@ class Folder:
 
     Args:
         place: a path, or a URI of a filesystem that pyarrow knows (s3://, gs://, hdfs://, file://).
-        kind: one of `FORMATS`. Of a text file's lines each is an output; in CSV there is no column `outputs`.
+        kind: one of `FORMATS`. Of a text file's lines each is an output; in CSV there is no column `outputs`, and
+            `score`, of the best text, in the place of `scores`.
 
     Raises:
         CommandError: there is something at that place, or it cannot be written.
@@ -50,6 +50,20 @@ class Folder:
             self.system.create_dir(self.scratch, recursive=True)
         except OSError as error:
             raise CommandError(f"{place} cannot be written: {error}") from error
+
+    def check(self, schema: pa.Schema, scores: bool) -> None:
+        """Raise CommandError where the format cannot hold the input's columns, or the scores that are asked for."""
+        if scores and self.kind == "txt":
+            raise CommandError("--scores: lines of text have no place for them; write Parquet, JSONL or CSV")
+        if self.kind != "csv":
+            return
+        for each in schema:
+            if pa.types.is_nested(each.type):
+                raise CommandError(
+                    f"column {each.name!r} holds {each.type}, which CSV does not; write Parquet or JSONL"
+                )
+            if scores and each.name == SCORE:
+                raise CommandError(f"a column is named {SCORE!r}, as that of --scores in CSV: rename it")
 
     def write(self, table: pa.Table) -> None:
         """Write the next part."""
@@ -117,8 +131,11 @@ def _jsonl(table: pa.Table, file: Any) -> None:
 def _csv(table: pa.Table, file: Any) -> None:
     import pyarrow.csv
 
-    lists = [name for name in ("outputs", "scores") if name in table.column_names]
-    pyarrow.csv.write_csv(table.drop_columns(lists), file)
+    table = table.drop_columns(["outputs"])
+    if "scores" in table.column_names:
+        best = [scores[0] if scores else None for scores in table["scores"].to_pylist()]
+        table = table.drop_columns(["scores"]).append_column(SCORE, pa.array(best, pa.float64()))
+    pyarrow.csv.write_csv(table, file)
 
 
 def _txt(table: pa.Table, file: Any) -> None:

@@ -29,7 +29,10 @@ class Replica:
         self.api = Api(settings)
 
     async def __call__(self, request: Request) -> JSONResponse:
-        answer = await self.api(request.method, request.url.path, await request.body())
+        path = (
+            request.url.path.removeprefix(request.scope.get("root_path", "")) or "/"
+        )  # behind the application's prefix
+        answer = await self.api(request.method, path, await request.body())
         return JSONResponse(answer.content, answer.status, answer.headers)
 
     def check_health(self) -> None:

@@ -46,13 +46,16 @@ class Tables:
     def read(self, rows: int) -> Iterator[pa.Table]:
         """All rows in their order, in tables of at most so many.
 
+        Columns of JSON lines are those that a table's rows have, in the order in which they appear, with nulls where a
+        row has them not; those of CSV are strings.
+
         Raises:
             CommandError: a file does not hold what its format says.
         """
         for path in self.paths:
             try:
                 yield from _READERS[self.kind](self.system, path, rows)
-            except (OSError, ValueError) as error:  # what pyarrow raises is one of them, as is a wrong letter or JSON
+            except (pa.ArrowException, OSError, ValueError) as error:
                 raise CommandError(f"{path}: {models.first_line(error)}") from error
 
     def _files(self, path: str) -> Iterator[str]:
@@ -72,31 +75,60 @@ def _kind(path: str) -> str | None:
     return _KINDS.get(path.rpartition(".")[2].lower())
 
 
-def _lines(system: Any, path: str) -> Iterator[str]:
-    """Lines end at line feeds, with or without a carriage return, and at nothing else."""
-    with io.TextIOWrapper(system.open_input_stream(path), "utf-8-sig", newline="\n") as file:
-        for line in file:
-            yield line.removesuffix("\n").removesuffix("\r")
+def _lines(system: Any, path: str) -> Iterator[tuple[int, str]]:
+    """Lines and their numbers; they end at line feeds, with or without a carriage return, and at nothing else.
+
+    Raises:
+        ValueError: a line is not UTF-8.
+    """
+    with io.BufferedReader(system.open_input_stream(path)) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"line {number}: {error}") from error
+            yield number, text.removesuffix("\n").removesuffix("\r")
 
 
 def _txt(system: Any, path: str, rows: int) -> Iterator[pa.Table]:
     lines = _lines(system, path)
-    while some := list(islice(lines, rows)):
+    while some := [line for _, line in islice(lines, rows)]:
         yield pa.table({"text": some})
 
 
 def _jsonl(system: Any, path: str, rows: int) -> Iterator[pa.Table]:
-    lines = (line for line in _lines(system, path) if line.strip())
-    while some := [json.loads(line) for line in islice(lines, rows)]:
-        yield pa.Table.from_pylist(some)
+    lines = ((number, line) for number, line in _lines(system, path) if line.strip())
+    while some := list(islice(lines, rows)):
+        objects = [_object(number, line) for number, line in some]
+        try:
+            table = pa.Table.from_struct_array(pa.array(objects))  # of objects without fields, too
+        except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+            raise ValueError(f"lines {some[0][0]} to {some[-1][0]}: {models.first_line(error)}") from error
+        yield table.select(list(dict.fromkeys(name for one in objects for name in one)))
+
+
+def _object(number: int, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"line {number}: {models.first_line(error)}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"line {number}: a {type(found).__name__}, not an object")
+    return found
 
 
 def _csv(system: Any, path: str, rows: int) -> Iterator[pa.Table]:
     import pyarrow.csv
 
-    # Texts hold line breaks where they are quoted, and a column is of the type that its first block says.
-    options = pyarrow.csv.ParseOptions(newlines_in_values=True)
-    with system.open_input_stream(path) as file, pyarrow.csv.open_csv(file, parse_options=options) as reader:
+    # All columns are strings, as they stand: "001" is no number, "NA" no null, and an empty line a row.
+    parsing = pyarrow.csv.ParseOptions(newlines_in_values=True, ignore_empty_lines=False)
+    with system.open_input_stream(path) as file, pyarrow.csv.open_csv(file, parse_options=parsing) as reader:
+        strings = dict.fromkeys(reader.schema.names, pa.string())
+    converting = pyarrow.csv.ConvertOptions(column_types=strings, strings_can_be_null=False)
+    with (
+        system.open_input_stream(path) as file,
+        pyarrow.csv.open_csv(file, parse_options=parsing, convert_options=converting) as reader,
+    ):
         for batch in reader:
             yield from _slices(batch, rows)
 
