@@ -148,7 +148,7 @@ def test_a_text_that_fails_leaves_the_others(api: Api, alone: list[str], monkeyp
 
 
 def test_arguments_that_the_model_refuses_are_found_at_the_start() -> None:
-    with pytest.raises(CommandError, match=r"num_return_sequences.* num_beams"):
+    with pytest.raises(CommandError, match=r"num_return_sequences.*num_beams"):
         Api(Settings(model=MODEL, generation={"num_beams": 2, "num_return_sequences": 3}))
 
 
