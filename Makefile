@@ -5,7 +5,7 @@
 #   ENV_READY=1         install nothing: use VENV, where it is given, else PYTHON, as it is
 #   N=1000              how many calls the fuzz compares
 #   TORCH=cpu|default   PyTorch's CPU build, or the build that pip takes by itself (default: by machine)
-#   ARGS="..."          further arguments for the command of demo, bench, bench-ops, plot, fuzz; PYTEST="..." for the tests
+#   ARGS="..."          further arguments for the command of demo, bench, bench-ops, paper, plot, fuzz; PYTEST="..." for the tests
 
 PYTHON ?= $(shell for p in python3.11 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -28,12 +28,12 @@ OLDEST_DIR = $(abspath $(VENV)/oldest)
 READY := $(if $(ENV_READY),,$(VENV)/.ready)
 OLDEST_READY := $(if $(ENV_READY),,$(OLDEST_DIR)/.ready-$(OLDEST))
 # Tests that no toolkit's version can change, or only by what others test, and that take long.
-NO_TOOLKIT := $(foreach name,architecture bild corpus_* docs fairseq* graphs kernels measure ops ray serve,--ignore-glob='*/test_$(name).py')
+NO_TOOLKIT := $(foreach name,architecture bild corpus_* docs fairseq* graphs kernels measure ops paper ray serve,--ignore-glob='*/test_$(name).py')
 RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 TORCH_PIN = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu gpu check docs tables bench bench-ops plot fuzz clean
+.PHONY: help demo test test-gpu gpu check docs tables bench bench-ops paper plot fuzz clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -57,6 +57,7 @@ gpu: test-gpu  ## all that a GPU machine is for: its tests, the operations, whol
 	$(RUN) -m benchmarks.ops --device cuda --dtype bfloat16
 	$(RUN) -m benchmarks.launches --device cuda
 	$(RUN) -m benchmarks --device cuda --rounds 3 --case bart_large gpt2 t5_base marian_base trained kv_memory
+	$(RUN) -m benchmarks.paper --device cuda --dtype bfloat16
 
 check: $(READY)  ## ruff (format, lint) and pyright
 	$(RUN) -m ruff format --check
@@ -74,6 +75,9 @@ bench: $(READY)  ## run the benchmarks, writing JSON to benchmarks/results
 
 bench-ops: $(READY)  ## each operation against what runs without it, writing JSON to benchmarks/results
 	$(RUN) -m benchmarks.ops $(ARGS)
+
+paper: $(READY)  ## the tables and figures of the papers on this machine (under 30 minutes on 2 cores), writing JSON
+	$(RUN) -m benchmarks.paper $(ARGS)
 
 plot: $(READY)  ## draw the plots from that JSON alone
 	$(RUN) -m benchmarks.plot $(ARGS)

@@ -34,18 +34,12 @@ def run_command(case: Case, session: Session) -> dict[str, Any]:
     """Whole runs of the command, in turn."""
     with tempfile.TemporaryDirectory(prefix="fastgen-fairseq-") as scratch:
         folder = Path(scratch)
-        _prepare(folder, session.corpus or EXAMPLE, 40 if session.tiny else case.sentences, 5 if session.tiny else 500)
-        generate = [
-            "fairseq-generate", str(folder / "data"), "--path", str(folder / "model/checkpoint_last.pt"), "--beam",
-            str(case.beams), "--batch-size", str(case.batch), "--post-process", "sentencepiece", "--scoring",
-            "sacrebleu", "--max-len-b", str(case.new_tokens), "--no-progress-bar",
-            *(word for name, value in case.options.items() for word in (name, str(value))),
-            *(["--cpu"] if session.device == "cpu" else []),
-        ]  # fmt: skip
+        prepare(folder, session.corpus or EXAMPLE, 40 if session.tiny else case.sentences, 5 if session.tiny else 500)
+        words = arguments(folder, case, session.device)
         inside: dict[str, list[float]] = {"stock": [], "fastgen": []}
 
         def arm(name: str, environment: dict[str, str]) -> str:
-            output, log = _run(*generate, **environment)
+            output, log = run("fairseq-generate", *words, **environment)
             found = _SPEED.search(output + log)
             assert found is not None
             inside[name].append(float(found[2]))
@@ -55,12 +49,23 @@ def run_command(case: Case, session: Session) -> dict[str, Any]:
             lambda: arm("stock", STOCK),
             lambda: arm("fastgen", {"FASTGEN_STRICT": "1"}),
             session.rounds or case.rounds,
-            _same,
+            same,
         )
     return outcome.to_dict() | {"seconds_of_translation": inside}
 
 
-def _same(stock: str, ours: str) -> Verdict:
+def arguments(folder: Path, case: Case, device: str) -> list[str]:
+    """What `fairseq-generate` is given, for what `prepare` has left in a folder."""
+    return [
+        str(folder / "data"), "--path", str(folder / "model/checkpoint_last.pt"), "--beam", str(case.beams),
+        "--batch-size", str(case.batch), "--post-process", "sentencepiece", "--scoring", "sacrebleu", "--max-len-b",
+        str(case.new_tokens), "--no-progress-bar",
+        *(word for name, value in case.options.items() for word in (name, str(value))),
+        *(["--cpu"] if device == "cpu" else []),
+    ]  # fmt: skip
+
+
+def same(stock: str, ours: str) -> Verdict:
     """The same text of every line; scores within rounding."""
     one, other = _lines(stock), _lines(ours)
     if one.keys() != other.keys():
@@ -77,7 +82,7 @@ def _lines(output: str) -> dict[str, tuple[float, str]]:
     return {parts[0]: (float(parts[1]) if len(parts) == 3 else 0.0, parts[-1]) for parts in found}
 
 
-def _prepare(folder: Path, corpus: Path, sentences: int, updates: int) -> None:
+def prepare(folder: Path, corpus: Path, sentences: int, updates: int) -> None:
     """Split the text into word pieces, preprocess it, and train on what is not translated, if there is more."""
     from transformers import AutoTokenizer
 
@@ -90,8 +95,8 @@ def _prepare(folder: Path, corpus: Path, sentences: int, updates: int) -> None:
             (folder / f"{name}.{language}").write_text("\n".join(pieces) + "\n", "utf-8")
     prefixes = [word for part in ("train", "valid", "test") for word in (f"--{part}pref", str(folder / part))]
     data = str(folder / "data")
-    _run("fairseq-preprocess", "-s", "en", "-t", "es", *prefixes, "--destdir", data, "--joined-dictionary")
-    _run(
+    run("fairseq-preprocess", "-s", "en", "-t", "es", *prefixes, "--destdir", data, "--joined-dictionary")
+    run(
         "fairseq-train", data, "--arch", "transformer", "--share-all-embeddings", "--optimizer", "adam", "--lr",
         "0.002", "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "100", "--criterion", "cross_entropy",
         "--max-tokens", "2000", "--max-update", str(updates), "--save-dir", str(folder / "model"), "--cpu",
@@ -104,8 +109,8 @@ def _read(file: Path) -> list[str]:
     return file.read_text("utf-8").splitlines() if file.is_file() else []
 
 
-def _run(*command: str, **environment: str) -> tuple[str, str]:
-    """Standard output and standard error of a command."""
+def run(*command: str, **environment: str) -> tuple[str, str]:
+    """Standard output and standard error of a command of fairseq's, or of a script that uses it."""
     found = subprocess.run(
         [sys.executable, "-m", "fastgen", "run", *command],
         capture_output=True, text=True, env=os.environ | environment, check=False,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -38,6 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             figure.savefig(file, bbox_inches="tight", metadata={"Date": None})  # no date: same data, same file
             print(file)
             drawn += 1
+        for file in sorted(folder.glob("paper/*.json")):
+            data = json.loads(file.read_text("utf-8"))
+            if (figure := paper(data)) is not None:
+                args.out.mkdir(parents=True, exist_ok=True)
+                figure.savefig(
+                    args.out / f"{folder.name}-{file.stem}.svg", bbox_inches="tight", metadata={"Date": None}
+                )
+                print(args.out / f"{folder.name}-{file.stem}.svg")
+                drawn += 1
     if not drawn:
         print(f"nothing to draw in {', '.join(map(str, folders)) or 'benchmarks/results'}", file=sys.stderr)
     return 0 if drawn else 1
@@ -60,6 +70,38 @@ def _where(data: Data, toolkit: str = "transformers") -> str:
     place = next(iter(data.values()))["environment"]
     hardware = place["gpu"] or place["cpu"]
     return f"{hardware}, {place['threads']} threads, {toolkit} {place.get(toolkit) or ''}"
+
+
+def paper(data: dict[str, Any]) -> Any:
+    """A figure of a paper: lines over numbers, bars over anything else."""
+    curve = data["result"]["curve"]
+    if curve is None:
+        return None
+    x, colours = curve["x"], (STOCK, FASTGEN, PEER)
+    figure, (ax,) = _axes(f"{data['title']}: {data['what']}\n{_where({'': data})}", (7, 3.6))
+    numbers = all(isinstance(value, int) for value in x)
+    width = 0.8 / len(curve["series"])
+    for i, (name, values) in enumerate(curve["series"].items()):
+        colour = colours[i % len(colours)]
+        if numbers:
+            ax.plot(
+                x,
+                [math.nan if v is None else v for v in values],
+                color=colour,
+                label=name,
+                marker="." if len(x) < 20 else None,
+            )
+        else:
+            ax.bar([at + i * width for at in range(len(x))], [v or 0 for v in values], width, color=colour, label=name)
+    if numbers and x[-1] >= 8 * x[0] and len(x) < 20:
+        ax.set_xscale("log")
+        ax.set_xticks(x, [str(value) for value in x], minor=False)
+    if not numbers:
+        ax.set_xticks([at + (len(curve["series"]) - 1) * width / 2 for at in range(len(x))], x)
+    ax.set_xlabel(curve["x_label"])
+    ax.set_ylabel(curve["y_label"])
+    ax.legend(frameon=False, fontsize=8)
+    return figure
 
 
 def speed(data: Data) -> Any:

@@ -150,6 +150,22 @@ def memory() -> str:
     return table(("model", "where", "toolkit", "fastgen", "results"), rows)
 
 
+def paper() -> str:
+    """The papers' tables and figures, as measured on each hardware."""
+    parts: list[str] = []
+    for file in sorted(RESULTS.glob("*/paper/*.json")):
+        data = json.loads(file.read_text("utf-8"))
+        result = data["result"]
+        what = data["what"][0].upper() + data["what"][1:]
+        here = f"Here: {_where(data)}; {result['shape']}. The paper's: {data['paper_hardware']}."
+        parts.append(f"## {data['title']}\n\n{what}. {here}")
+        differ = "The outputs differed: no speed is given."
+        parts.append(table(result["columns"], result["rows"]) if result["equal"] else differ)
+        if result["curve"] is not None:
+            parts.append(f"![{data['title']}](plots/{file.parts[-3]}-{data['case']}.svg)")
+    return "\n\n".join(parts)
+
+
 def _results(*kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for file in sorted(RESULTS.glob("*/*.json")):
         data = json.loads(file.read_text("utf-8"))
@@ -198,6 +214,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "families": families,
     "memory": memory,
     "never-worse": never_worse,
+    "paper": paper,
     "patches": patches,
     "speed": speed,
     "variables": variables,

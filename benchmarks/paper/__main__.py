@@ -1,0 +1,94 @@
+"""Measure the papers' tables and figures, side by side with the unpatched toolkits.
+
+python -m benchmarks.paper --list
+python -m benchmarks.paper --table fastseq_table3 amun_table3
+
+One JSON file for each goes to benchmarks/results/<hardware>/paper/; docs/paper.md and its plots are made from them
+(`make tables plot`). The exit status is 1 if any output differed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.paper import amun, bild, fastseq, lightseq
+from benchmarks.paper.table import SIZES, NotHere, Order
+from benchmarks.run import RESULTS, hardware, positive
+
+TABLES = {table.name: table for table in (*fastseq.TABLES, *lightseq.TABLES, *amun.TABLES, *bild.TABLES)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what the arguments name; return the exit status."""
+    args = _arguments().parse_args(argv)
+    if args.list:
+        for table in TABLES.values():
+            print(f"{table.name:<18}{table.title}: {table.what}")
+        return 0
+    import torch
+    from transformers.utils import logging
+
+    import fastgen  # noqa: F401  (patches transformers; each baseline runs inside fastgen.disabled())
+    from benchmarks.runners import Session
+    from fastgen.cli.measure import environment
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_grad_enabled(False)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    folder = args.out or RESULTS / hardware(args.device)
+    size = args.size or ("reduced" if args.device == "cpu" else "paper")
+    session = Session(args.device, getattr(torch, args.dtype), args.rounds, size == "tiny")
+    order = Order(session, size, tuple(args.pair) if args.pair else None, folder / "bild.json")
+    equal = True
+    for name in args.table or TABLES:
+        table, began = TABLES[name], time.perf_counter()
+        try:
+            found = table.measure(order)
+        except NotHere as missing:
+            print(f"\n{table.title}: not measured. {missing}", flush=True)
+            continue
+        seconds = time.perf_counter() - began
+        equal &= found.equal
+        print(f"\n{table.title}: {table.what} ({found.shape}; {seconds:.0f} s)")
+        for row in (found.columns, *found.rows):
+            print("  " + "".join(f"{cell:<38} " for cell in row).rstrip(), flush=True)
+        data = {
+            "case": name, "kind": "paper", "title": table.title, "what": table.what, "paper_hardware": table.hardware,
+            "size": size, "seconds": seconds, "arguments": {"threads": args.threads, "dtype": args.dtype},
+            "environment": environment(), "result": asdict(found),
+        }  # fmt: skip
+        file = folder / "paper" / f"{name}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    return 0 if equal else 1
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description=(__doc__ or "").split("\n\n", 1)[0])
+    add = parser.add_argument
+    add("--table", nargs="+", choices=list(TABLES), metavar="NAME", help="default: all")
+    add("--list", action="store_true", help="print the tables and figures, and end")
+    add(
+        "--size",
+        choices=SIZES,
+        help="the paper's shapes (default on a GPU), reduced (default on a CPU), or tiny: a test",
+    )
+    add("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    add("--dtype", default="float32", choices=["float32", "float16", "bfloat16"], help="default: float32")
+    add("--threads", type=positive, metavar="N", help="torch's CPU threads (default: torch's choice)")
+    add("--rounds", type=positive, default=3, metavar="N", help="of each comparison (default: 3)")
+    add("--pair", nargs=2, type=Path, metavar=("LARGE", "SMALL"), help="folders of the models of `benchmarks.bild`")
+    add("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

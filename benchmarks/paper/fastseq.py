@@ -1,0 +1,152 @@
+"""Yan et al. 2021 (FastSeq), tables 1 to 3."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import fairseq_command, ops
+from benchmarks.cases import EXAMPLE, FAIRSEQ_SHAPES, SHAPES, Case, FairseqShape, Shape
+from benchmarks.paper.table import DIFFERS, Order, Result, Table, times
+from benchmarks.runners import run_fairseq, run_generate
+from fastgen.cli.measure import paired_ratio
+
+_HARDWARE = "V100 16 GB"
+_BLOCKED = {"no_repeat_ngram_size": 3}
+
+_REDUCED: dict[str, dict[str, Any]] = {
+    "BartConfig": {
+        "d_model": 512, "encoder_layers": 4, "encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048,
+        "encoder_attention_heads": 8, "decoder_attention_heads": 8,
+    },
+    "T5Config": {"d_model": 512, "d_ff": 2048, "num_layers": 4, "num_heads": 8},
+    "GPT2Config": {"n_layer": 4, "n_embd": 512, "n_head": 8},
+}  # fmt: skip
+
+
+def _bart(decoder_layers: int) -> Shape:
+    shape = SHAPES["bart_large"]
+    return replace(shape, values=shape.values | {"decoder_layers": decoder_layers})
+
+
+# Model; the paper's samples per second without and with FastSeq; the shape; source, and tokens that are generated.
+_MODELS: tuple[tuple[str, float, float, Shape | FairseqShape, int, int, dict[str, Any]], ...] = (
+    ("BART 12L-12L-1024", 2.4, 18.4, _bart(12), 1022, 64, _BLOCKED),
+    ("DistilBART 12L-6L-1024", 3.4, 18.5, _bart(6), 1022, 64, _BLOCKED),
+    ("T5 12L-12L-768", 8.7, 31.3, SHAPES["t5_base"], 64, 64, {}),
+    ("Transformer 6L-6L-1024 (fairseq)", 96.0, 417.0, FAIRSEQ_SHAPES["big"], 32, 32, {}),
+    ("GPT2 0L-12L-768", 3.0, 16.7, SHAPES["gpt2"], 900, 64, _BLOCKED),
+)
+
+
+def table1(order: Order) -> Result:
+    """One batch of each model; the same batch on both sides."""
+    rows: list[tuple[str, ...]] = []
+    raw: dict[str, Any] = {}
+    for label, before, after, shape, source, new, options in _MODELS:
+        if order.size == "reduced":
+            source, new, shape = min(source, 256), 24, _reduced(shape)
+        case = Case(
+            label, "", "", shape, batch=order.of(32, 4, 2), source=source, beams=4, new_tokens=new, options=options
+        )
+        if order.size == "tiny":
+            case = case.tiny()
+        run = run_fairseq if isinstance(shape, FairseqShape) else run_generate
+        found = raw[label] = run(case, order.session)
+        ours: tuple[str, ...] = ("", "", DIFFERS)
+        if found["equal"]:
+            speeds = (f"{case.batch / found[side]:.2f}" for side in ("baseline_seconds", "candidate_seconds"))
+            ours = (*speeds, times(found["ratio"], found["low"], found["high"]))
+        rows.append((label, f"{before:g} -> {after:g}", f"{after / before:.1f}x", *ours))
+    heads = ("model", "paper, samples/s", "paper", "toolkit, samples/s", "fastgen, samples/s", "here")
+    said = order.of("the paper's shapes, 32 sentences", "4 layers of 512 (decoder of BART 4, DistilBART 2; Transformer "
+                    "as it is), 4 sentences of at most 256 tokens, 24 new ones", "tiny")  # fmt: skip
+    return Result(heads, rows, f"4 beams, random weights, {said}", all(r["equal"] for r in raw.values()), raw=raw)
+
+
+def _reduced(shape: Shape | FairseqShape) -> Shape | FairseqShape:
+    if isinstance(shape, FairseqShape):
+        return shape
+    values = shape.values | _REDUCED[shape.config]
+    if "decoder_layers" in values:
+        values["decoder_layers"] //= 3
+    return replace(shape, values=values)
+
+
+# One feature more from line to line: the paper's speed, and what is left out of fastgen.
+_GENERATION = "fairseq.generate,fairseq.attention"
+_LADDER: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("no cache", "1.8 (0.7x)", {"FASTGEN_SKIP": f"{_GENERATION},fairseq.generate_command"}),
+    ("fairseq", "2.4 (1.0x)", {"FASTGEN_SKIP": f"{_GENERATION},fairseq.generate_command"}),
+    ("+ asynchronous pipeline", "3.6 (1.5x)", {"FASTGEN_SKIP": _GENERATION}),
+    ("+ n-gram blocking, shared cache", "8.1 (3.3x)", {"FASTGEN_STEP": "module", "FASTGEN_LINEAR": "off"}),
+    ("+ linear layers by oneDNN", "", {"FASTGEN_STEP": "module"}),
+    ("+ steps from the weights", "", {}),
+    ("+ larger batch", "18.4 (7.7x)", {}),
+)
+_NO_CACHE, _LARGER = _LADDER[0][0], _LADDER[-1][0]
+
+
+def table2(order: Order) -> Result:
+    """`fairseq-generate` of real sentences with a small trained model, from the start of the process to its end."""
+    batch = order.of(32, 16, 4)
+    case = Case("", "", "", batch=batch, beams=4, new_tokens=order.of(100, 100, 8),
+                options={"--no-repeat-ngram-size": 3}, sentences=order.of(2000, 300, 12))  # fmt: skip
+    outputs: dict[str, list[str]] = {label: [] for label, _, _ in _LADDER}
+    seconds: dict[str, list[float]] = {label: [] for label, _, _ in _LADDER}
+    with tempfile.TemporaryDirectory(prefix="fastgen-paper-") as scratch:
+        folder = Path(scratch)
+        fairseq_command.prepare(folder, order.session.corpus or EXAMPLE, case.sentences, order.of(500, 500, 5))
+        for turn in range(order.session.rounds or 3):
+            for label, _, variables in _LADDER[:: 1 if turn % 2 == 0 else -1]:
+                sized = replace(case, batch=4 * batch) if label == _LARGER else case
+                words = fairseq_command.arguments(folder, sized, order.session.device)
+                name = str(Path(__file__).with_name("no_cache.py")) if label == _NO_CACHE else "fairseq-generate"
+                began = time.perf_counter()
+                outputs[label].append(fairseq_command.run(name, *words, **variables)[0])
+                seconds[label].append(time.perf_counter() - began)
+    expected = outputs["fairseq"][0]
+    equal = {label: all(fairseq_command.same(expected, one).equal for one in each) for label, each in outputs.items()}
+    rows: list[tuple[str, ...]] = []
+    for label, paper, _ in _LADDER:
+        ours: tuple[str, ...] = ("", DIFFERS)
+        if equal[label]:
+            speed = case.sentences / statistics.median(seconds[label])
+            ours = (f"{speed:.1f}", times(*paired_ratio(seconds["fairseq"], seconds[label])))
+        rows.append((label, paper, *ours))
+    shape = (f"3 + 3 layers of 128, trained for a minute; {case.sentences} sentences, batches of {batch} (last line "
+             f"{4 * batch}), 4 beams, n-gram 3; whole processes")  # fmt: skip
+    heads = ("", "paper, samples/s", "here, samples/s", "here")
+    return Result(heads, rows, shape, all(equal.values()), raw={"seconds": seconds, "equal": equal})
+
+
+def table3(order: Order) -> Result:
+    """The bans of one step: a loop in Python, transformers' own processor, and the operation."""
+    rig = ops.Rig(order.session.device, order.session.dtype)
+    wanted = order.of((128, 1024), (128, 1024), (16, 512))
+    found = {
+        row.baseline: ops.measure(row, rig, order.session.rounds or 3, 0.01, 1.0)
+        for row in ops.rows()
+        if row.op == "ngram_block" and row.shape == f"{wanted[0]}x{wanted[1]}"
+    }
+    loop, processor = found["Python loop"], found["transformers"]
+    equal = loop["equal"] and processor["equal"]
+    rows: list[tuple[str, ...]] = []
+    if equal:
+        spent = (("loop in Python (fairseq; CPU kernel)", "4477 ms; 585 ms", loop["baseline_us"]),
+                 ("transformers' processor of today", "", processor["baseline_us"]),
+                 ("one operation (GPU kernel)", "7.8 ms", loop["candidate_us"]))  # fmt: skip
+        rows = [(label, paper, f"{us / 1e3:.3f} ms", f"{loop['baseline_us'] / us:.0f}x") for label, paper, us in spent]
+    shape = f"one step of {wanted[0]} texts of {wanted[1]} tokens, 50,264 words, n = 3"
+    return Result(("", "paper, all of a run", "here, one step", "of the loop"), rows, shape, equal, raw=found)
+
+
+TABLES = (
+    Table("fastseq_table1", "FastSeq, table 1", "speed of models of different architectures", _HARDWARE, table1),
+    Table("fastseq_table2", "FastSeq, table 2", "one feature switched on after the other", _HARDWARE, table2),
+    Table("fastseq_table3", "FastSeq, table 3", "n-gram blocking by itself", _HARDWARE, table3),
+)
