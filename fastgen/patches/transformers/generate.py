@@ -136,15 +136,16 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
             raise ValueError(f"{method} does not go with big-little decoding")
         return bild.decode(call, asked) if loop == "sample" else _drafted_beams(call, asked)
     name = {"beam": "transformers.beam_search", "sample": "transformers.sample"}[loop]
+    wide = restored_loops.widened(call) if method == "contrastive search" else call
     try:
         plan, step = decide(
             call.model,
             loop,
-            call.input_ids,
+            wide.input_ids,
             call.logits_processor,
             call.stopping_criteria,
             call.config,
-            call.model_kwargs | {"synced_gpus": call.synced_gpus, "streamer": call.streamer},
+            wide.model_kwargs | {"synced_gpus": call.synced_gpus, "streamer": call.streamer},
         )
     except Unsupported as unsupported:
         if method is not None:  # transformers would run another one
@@ -153,7 +154,7 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
         return stock()
     pauses, reason = pausing.decide(call.model, plan, call.stopping_criteria)
     with _engine.running(plan):
-        model = call.stepper(plan, step)
+        model = wide.stepper(plan, step) if method is None else restored_loops.stepper(wide, plan, step)
         decoding = decoding_of(loop, call, model)
         with decoding.around():
             over = run(decoding.search, model, model.prefill(), lambda: pauses and model.joinable)

@@ -11,18 +11,50 @@ from transformers.generation import utils as gu
 from fastgen.constraints import Constraint, constraints_of
 from fastgen.decoding.choices import not_captured
 from fastgen.decoding.constrained_beams import ConstrainedBeamSearch
+from fastgen.decoding.contrastive import ContrastiveSearch
 from fastgen.decoding.diverse_beams import DiverseBeamSearch
+from fastgen.decoding.plan import Plan
 from fastgen.decoding.pooled_beams import PooledBeams
 from fastgen.decoding.pools import Hypothesis, Ranking
+from fastgen.models.step import DecoderStep
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.edits import edits_of, stop_of
 from fastgen.patches.transformers.outputs import Decoding, fields, vocabulary
 from fastgen.patches.transformers.restored import Method
-from fastgen.patches.transformers.scored import Scored
+from fastgen.patches.transformers.scored import Scored, summed
 from fastgen.patches.transformers.stepper import Stepper
 
 
+def widened(call: Call) -> Call:
+    """A call of contrastive search with a row for each candidate.
+
+    Raises:
+        ValueError: it asks for what contrastive search here has not; with the value.
+    """
+    config, cache = call.config, call.model_kwargs.get("past_key_values")
+    if getattr(cache, "_is_user_defined", False):
+        raise ValueError("contrastive search looks at all of the prompt, and past_key_values is given")
+    if config.prefill_chunk_size is not None:
+        raise ValueError(
+            f"contrastive search looks at all of the prompt, and prefill_chunk_size is {config.prefill_chunk_size}"
+        )
+    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+        raise ValueError("contrastive search returns no attentions and no hidden states of its steps")
+    return call.widened(config.top_k)
+
+
+def stepper(call: Call, plan: Plan, step: DecoderStep | None) -> Stepper:
+    """What makes the steps of a call; those of contrastive search say what the model's head reads."""
+    if plan.method != "contrastive search":
+        return call.stepper(plan, step)
+    seeing = replace(call, model_kwargs=call.model_kwargs | {"output_hidden_states": True})
+    return seeing.stepper(replace(plan, graphs=False), step)
+
+
 def decoding_of(method: Method, call: Call, model: Stepper) -> Decoding:
+    if method == "contrastive search":
+        contrastive = _contrastive(call, model)
+        return Decoding(contrastive, lambda: _of_contrastive(call, model, contrastive))
     if model.plan.graphs:
         reason = not_captured("finished hypotheses are kept on the host")
         model.plan = replace(model.plan, left_off=(*model.plan.left_off, reason))
@@ -52,6 +84,24 @@ def _constrained(call: Call, model: Stepper) -> ConstrainedBeamSearch:
         edits=edits_of(call.logits_processor, lambda: vocabulary(call.model)),
         constraints=constraints,
         returned=call.config.num_return_sequences,
+    )
+
+
+def _contrastive(call: Call, model: Stepper) -> ContrastiveSearch:
+    config, streamer = call.config, call.streamer
+    pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
+    masked = "decoder_attention_mask" if call.model.config.is_encoder_decoder else "attention_mask"
+    return ContrastiveSearch(
+        ids=call.input_ids,
+        mask=call.model_kwargs.get(masked),
+        candidates=config.top_k,
+        penalty=config.penalty_alpha,
+        stop=stop_of(call.stopping_criteria),
+        edits=edits_of(call.logits_processor, lambda: vocabulary(call.model)),
+        pad=config._pad_token_tensor.to(call.input_ids.device) if pads else None,
+        may_drop=model.plan.drop and pads,
+        trace=call.trace,
+        on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
     )
 
 
@@ -101,6 +151,21 @@ def _of_pools(call: Call, model: Stepper, search: PooledBeams) -> Any:
         sequences_scores=cast(Any, scores if wanted else None),
         beam_indices=cast(Any, torch.nn.utils.rnn.pad_sequence([one.beams for one in found], True, -1.0)),
     )
+
+
+def _of_contrastive(call: Call, model: Stepper, search: ContrastiveSearch) -> Any:
+    if call.streamer is not None:
+        call.streamer.end()
+    if search.trace.chosen is not None:
+        return Scored(search.outcome, summed(search.trace.chosen))
+    if not call.config.return_dict_in_generate:
+        return search.outcome
+    found = fields(call, model, search.trace)
+    cache = found["past_key_values"]
+    cache.batch_select_indices(torch.arange(0, len(call.input_ids) * search.candidates, search.candidates))
+    cache.crop(-1)  # the last token is no more run elsewhere
+    kind = gu.GenerateEncoderDecoderOutput if call.model.config.is_encoder_decoder else gu.GenerateDecoderOnlyOutput
+    return kind(**found, sequences=cast(Any, search.outcome))
 
 
 def _sequences(found: Sequence[Hypothesis], config: Any) -> Tensor:
