@@ -42,9 +42,8 @@ def decide(
     first_tokens.check(config.forced_bos_token_id, input_ids.shape[0] // beams, vocabulary)
     _check_call(model, loop, method, config, kwargs)
     left_off: list[str] = []
-    if (reason := _reason_not_to_know(model, method)) is not None:
-        left_off.append(not_shared(reason))
-    elif (reason := _reason_not_to_share(model, input_ids, config, kwargs, beams)) is not None:
+    reason = _reason_not_to_know(model, method) or _reason_not_to_share(model, input_ids, config, kwargs, beams)
+    if reason is not None:
         left_off.append(not_shared(reason))
     shared = not left_off
     step = None

@@ -3,18 +3,18 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 from torch import Tensor
 from transformers.generation import utils as gu
 
-from fastgen.decoding.beam import BeamSearch, Trace
+from fastgen.decoding.beam import BeamSearch
 from fastgen.decoding.beam_replay import ReplayedBeamSearch
 from fastgen.decoding.bild_options import Options
 from fastgen.decoding.choices import not_captured
-from fastgen.decoding.cohorts import Search, run
+from fastgen.decoding.cohorts import run
 from fastgen.decoding.plan import Unsupported
 from fastgen.decoding.rules import TransformersRule
 from fastgen.decoding.sample import Sampling

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from transformers.generation.configuration_utils import GenerationMode
 
+from fastgen.constraints import constraints_of
 from fastgen.patches import _engine
 
 Method = Literal["diverse beam search", "constrained beam search", "contrastive search"]
@@ -18,7 +19,11 @@ _METHODS: dict[GenerationMode, Method] = {
     GenerationMode.CONSTRAINED_BEAM_SEARCH: "constrained beam search",
     GenerationMode.CONTRASTIVE_SEARCH: "contrastive search",
 }
-_LOOPS = {  # the loop of transformers' own that prepares a call as the method needs it, and the patch that runs there
+METHODS = frozenset(_METHODS.values())
+
+_LOOPS: dict[
+    Method, tuple[GenerationMode, str]
+] = {  # the loop of transformers' own that prepares a call as the method needs it, and the patch that runs there
     "diverse beam search": (GenerationMode.BEAM_SEARCH, "transformers.beam_search"),
     "constrained beam search": (GenerationMode.BEAM_SEARCH, "transformers.beam_search"),
     "contrastive search": (GenerationMode.GREEDY_SEARCH, "transformers.sample"),
@@ -34,10 +39,11 @@ def generation_mode(original: Callable[..., GenerationMode], self: Any, *args: A
         ValueError: options that do not go together, as they raised it where transformers had these methods.
     """
     mode = original(self, *args, **kwargs)
-    if not _engine.is_applied(_LOOPS[_METHODS[mode]][1] if mode in _METHODS else "transformers.beam_search"):
-        return mode
     check(self)
-    return MODES.get(mode, mode)
+    if mode not in _METHODS or not _engine.is_applied(_LOOPS[_METHODS[mode]][1]):
+        return mode
+    _engine.hit("transformers.generation_mode")
+    return MODES[mode]
 
 
 def method_of(config: Any) -> Method | None:
@@ -51,10 +57,14 @@ def method_of(config: Any) -> Method | None:
 
 
 def check(config: Any) -> None:
-    """Raise ValueError where a config has options that do not go together; the message has their values."""
+    """Raise ValueError or TypeError where a config has options that do not go together, or one that cannot be.
+
+    The message has their values.
+    """
     beams, groups, penalty = config.num_beams or 1, config.num_beam_groups or 1, config.diversity_penalty or 0.0
     method = method_of(config)
     if method == "constrained beam search":
+        constraints_of(config.constraints, config.force_words_ids)
         if beams == 1:
             raise ValueError(f"constraints and force_words_ids need several beams, and num_beams is {beams}")
         for name, value, wanted in (("do_sample", config.do_sample, False), ("num_beam_groups", groups, 1)):

@@ -79,6 +79,7 @@ def _diverse(call: Call, model: Stepper) -> DiverseBeamSearch:
 
 def _constrained(call: Call, model: Stepper) -> ConstrainedBeamSearch:
     constraints = constraints_of(call.config.constraints, call.config.force_words_ids)
+    check_tokens(constraints, vocabulary(call.model))
     return ConstrainedBeamSearch(
         **_common(call, model),
         edits=edits_of(call.logits_processor, lambda: vocabulary(call.model)),
