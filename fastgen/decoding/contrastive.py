@@ -81,7 +81,9 @@ class ContrastiveSearch:
         else:
             chosen = self._chosen(self.seen, hidden.view(len(self.ids), self.candidates, -1))
             model.reorder(chosen.expand(-1, self.candidates))
-            logits = logits.view(len(self.ids), self.candidates, -1)[torch.arange(len(chosen)), chosen[:, 0]]
+            logits = logits.view(len(self.ids), self.candidates, -1)[
+                torch.arange(len(chosen), device=chosen.device), chosen[:, 0]
+            ]
             if not self._extend(self.tokens.gather(1, chosen)[:, 0]):
                 return False
             logits = self._leave(model, logits)

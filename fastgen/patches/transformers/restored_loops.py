@@ -163,7 +163,8 @@ def _of_contrastive(call: Call, model: Stepper, search: ContrastiveSearch) -> An
         return search.outcome
     found = fields(call, model, search.trace)
     cache = found["past_key_values"]
-    cache.batch_select_indices(torch.arange(0, len(call.input_ids) * search.candidates, search.candidates))
+    rows = len(search.ids) * search.candidates
+    cache.batch_select_indices(torch.arange(0, rows, search.candidates, device=call.model.device))
     cache.crop(-1)  # the last token is no more run elsewhere
     kind = gu.GenerateEncoderDecoderOutput if call.model.config.is_encoder_decoder else gu.GenerateDecoderOnlyOutput
     return kind(**found, sequences=cast(Any, search.outcome))
