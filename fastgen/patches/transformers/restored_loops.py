@@ -17,6 +17,7 @@ from fastgen.decoding.plan import Plan
 from fastgen.decoding.pooled_beams import PooledBeams
 from fastgen.decoding.pools import Hypothesis, Ranking
 from fastgen.models.step import DecoderStep
+from fastgen.patches.transformers.cache import parts_of
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.edits import edits_of, stop_of
 from fastgen.patches.transformers.outputs import Decoding, fields, vocabulary
@@ -164,8 +165,11 @@ def _of_contrastive(call: Call, model: Stepper, search: ContrastiveSearch) -> An
     found = fields(call, model, search.trace)
     cache = found["past_key_values"]
     rows = len(search.ids) * search.candidates
-    cache.batch_select_indices(torch.arange(0, rows, search.candidates, device=call.model.device))
-    cache.crop(-1)  # the last token is no more run elsewhere
+    if any(layer.is_sliding for layer in parts_of(cache)[0].layers):  # which does not give back what has slid out
+        found["past_key_values"] = None
+    else:
+        cache.batch_select_indices(torch.arange(0, rows, search.candidates, device=call.model.device))
+        cache.crop(-1)  # elsewhere the last token of a text has not been run
     kind = gu.GenerateEncoderDecoderOutput if call.model.config.is_encoder_decoder else gu.GenerateDecoderOnlyOutput
     return kind(**found, sequences=cast(Any, search.outcome))
 
