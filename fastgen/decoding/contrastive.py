@@ -74,7 +74,7 @@ class ContrastiveSearch:
 
     def advance(self, model: SeeingStepper, logits: Tensor) -> bool:
         """Choose a candidate of every sentence, and the next ones; False when all have ended."""
-        hidden = model.hidden / torch.linalg.vector_norm(model.hidden, dim=2, keepdim=True)
+        hidden = torch.nn.functional.normalize(model.hidden, dim=2)
         if self.seen is None:
             self.seen = hidden[:: len(hidden) // len(self.ids)]
             logits = logits[:: self.candidates]
