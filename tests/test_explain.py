@@ -214,7 +214,7 @@ def test_what_never_comes_to_a_patched_loop() -> None:
     assert reason(prompt_lookup_num_tokens=2) == "_assisted_decoding is not patched"
     assert reason(custom_generate=lambda *_, **__: None) == "custom_generate is given"
     assert reason(custom_generate="somebody/something") == "custom_generate is given"
-    assert "group-beam-search" in reason(num_beams=4, num_beam_groups=2, trust_remote_code=True)
+    assert "dola" in reason(dola_layers="high", trust_remote_code=True)
     assert reason(cache_implementation="paged") == "cache_implementation='paged'"
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -224,7 +224,7 @@ def test_what_never_comes_to_a_patched_loop() -> None:
         assert explanation.notes[0] == "keys and values are not shared: past_key_values is given"
     assert not hasattr(cache, "_is_user_defined") or not cache._is_user_defined
     with pytest.raises(ValueError, match="trust_remote_code"):
-        fastgen.explain(model, **kwargs, num_beams=4, num_beam_groups=2)
+        fastgen.explain(model, **kwargs, dola_layers="high")
 
 
 def test_families_that_are_not_proven() -> None:

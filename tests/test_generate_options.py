@@ -302,6 +302,9 @@ def parsed(folders: Path, *words: str) -> dict[str, Any]:
         ("--cache-implementation static", {"cache_implementation": "static"}),
         ("--max-gen-length 9 --min_gen_length 2", {"max_length": 9, "min_length": 2}),
         ("--n-best 3", {"num_return_sequences": 3}),
+        ("--num-beam-groups 2 --diversity-penalty 0.5", {"num_beam_groups": 2, "diversity_penalty": 0.5}),
+        ("--force-words-ids [[5,6],[[7],[8]]]", {"force_words_ids": [[5, 6], [[7], [8]]]}),
+        ("--penalty-alpha 0.6 --top-k 4", {"penalty_alpha": 0.6, "top_k": 4}),
     ],
 )  # fmt: skip
 def test_flags(folders: Path, words: str, expected: dict[str, Any]) -> None:
@@ -343,7 +346,8 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--num-beamz", "4"], "there is no option --num-beamz; there is --num-beams"),
         (["--bs", "8"], "--bs is not an option here: batches are of like lengths"),
         (["--stop-strings", "x"], "--stop-strings is not an option here: what ends there"),
-        (["--num-beam-groups", "2"], "transformers has taken it out"),
+        (["--dola-layers", "low"], "transformers has taken it out"),
+        (["--num-beams", "4", "--num-beam-groups", "3"], "num_beams=4 cannot be divided by num_beam_groups=3"),
         (["more"], "'more' is not expected there"),
         (["--num-beams", "x"], "--num-beams x: must be int"),
         (["--do-sample=3"], "ignored explicit argument"),

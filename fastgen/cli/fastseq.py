@@ -13,15 +13,13 @@ from typing import Any
 from fastgen.errors import CommandError
 
 _THREADS = "reading, tokenizing and writing run beside the model by themselves"
-_TAKEN_OUT = "transformers has taken it out of generate"
 DROPPED = {
     "bs": "batches are of like lengths and sized in tokens, --batch-tokens",
     "input-path": "--input", "save-path": "--output", "model-name": "the model's folder is the first argument",
     "without-fastseq-opt": "FASTGEN=0 in the environment runs transformers' own code",
     "preprocess-workers": _THREADS, "postprocess-workers": _THREADS,
     "return-tensors": "tensors are torch's", "padding": "a batch is padded to its longest source",
-    "num-beam-groups": _TAKEN_OUT, "diversity-penalty": _TAKEN_OUT, "penalty-alpha": _TAKEN_OUT,
-    "dola-layers": _TAKEN_OUT, "constraints": _TAKEN_OUT, "force-words-ids": _TAKEN_OUT,
+    "dola-layers": "transformers has taken it out of generate", "constraints": "--force-words-ids",
 }  # fmt: skip
 """Options that are none here, and what stands in their place."""
 

@@ -30,6 +30,17 @@ ELSEWHERE = {
 }
 """Those that are no option of the command, and why."""
 
+RESTORED = {
+    "num_beam_groups": ("int", "Groups of beams, each unlike those before it (diverse beam search)"),
+    "diversity_penalty": ("float", "What a token loses for each earlier group's beam that has chosen it"),
+    "force_words_ids": (
+        "list",
+        "Token ids that each output has to hold: a list of phrases, or of lists of alternatives",
+    ),
+    "penalty_alpha": ("float", "How much unlikeness counts beside probability (contrastive search, with --top-k)"),
+}
+"""Those that transformers no longer documents."""
+
 _DOCUMENTED = re.compile(r"^ {8}(\w+):? *\(([^\n]*)\):\n((?: {12}.*\n|\n)+)", re.M)
 _TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "list": (list,), "tuple": (list,),
@@ -79,7 +90,7 @@ class Setting:
 
 
 def settings() -> dict[str, Setting]:
-    """All that the installed transformers documents, but for `ELSEWHERE`."""
+    """All that the installed transformers documents, but for `ELSEWHERE`, and `RESTORED`."""
     from transformers import GenerationConfig
 
     known = vars(GenerationConfig())
@@ -89,7 +100,7 @@ def settings() -> dict[str, Setting]:
         if name in known and name not in ELSEWHERE and kinds:
             said = " ".join(text.split()).partition(". ")[0].replace("%", "%%")
             found[name] = Setting(name, kinds, said.rstrip(":."))
-    return found
+    return found | {name: Setting(name, (kind,), text) for name, (kind, text) in RESTORED.items()}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,8 +166,12 @@ def check(generation: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
     """Raise CommandError where transformers says that options, with a model's stored ones, cannot be."""
     from transformers import GenerationConfig
 
+    from fastgen.patches.transformers import restored
+
     try:
-        GenerationConfig(**{**stored, **generation}).validate()
+        config = GenerationConfig(**{**stored, **generation})
+        config.validate()
+        restored.check(config)
     except (TypeError, ValueError) as error:
         raise CommandError(first_line(error)) from error
 

@@ -19,8 +19,9 @@ class Plan:
     """What a call runs.
 
     Attributes:
-        method: "beam search", "beam sampling", "greedy search" or "sampling".
-        sentences, beams: B and M, where M counts the rows of a sentence: beams, or sequences to sample.
+        method: "beam search", "beam sampling", "greedy search" or "sampling"; or one that transformers 5 has taken out,
+            "diverse beam search", "constrained beam search" or "contrastive search".
+        sentences, beams: B and M, where M counts the rows of a sentence: beams, sequences to sample, or candidates.
         shared: whether keys and values are in fastgen's cache, where the rows of a sentence share those of the prompt
             and of the encoder's output; else every row has its own in the toolkit's cache, if there is one at all.
         fused: whether decode steps are made from the model's weights; else its own modules make them.

@@ -384,11 +384,19 @@ class DecoderStep:
 
     def __call__(self, ids: Tensor, context: Surroundings) -> Tensor:
         """Return the logits (R, V) of what follows ids (R,) int64, the newest token of each row."""
+        return self.logits(self.hidden(ids, context))
+
+    def hidden(self, ids: Tensor, context: Surroundings) -> Tensor:
+        """Return what the head reads of ids (R,) int64, the newest token of each row: (R, C)."""
         stream = self.embedding(ids, context.position)
         x = stream if self.first is None else self.first(stream)[0]
         for sublayer in self.sublayers:
             x, total = sublayer(x, stream, context)
             stream = x if self.first is None else total
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits (R, V) of hidden states (R, C)."""
         logits = self.head.apply(x if self.scale == 1.0 else x * self.scale)
         if self.bias is not None:
             logits.add_(self.bias)

@@ -37,6 +37,15 @@ PATCHES = (
         help="greedy search and sampling; several samples share the prompt's cache",
     ),
     Patch(
+        name="transformers.generation_mode",
+        toolkit=TOOLKIT,
+        target="transformers.generation.configuration_utils:GenerationConfig.get_generation_mode",
+        replacement="fastgen.patches.transformers.restored:generation_mode",
+        parameters=("self", "assistant_model"),
+        help="diverse and constrained beam search and contrastive search, which transformers 5 has taken out",
+        inner=True,
+    ),
+    Patch(
         name="transformers.attention",
         toolkit=TOOLKIT,
         target="transformers.modeling_utils:AttentionInterface.get_interface",

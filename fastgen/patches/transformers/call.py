@@ -1,6 +1,7 @@
 """A call of `generate` as it comes to a decoding loop."""
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -38,6 +39,16 @@ class Call:
             logits=[] if wanted and self.config.output_logits else None,
             chosen=[] if self.scored else None,
         )
+
+    def widened(self, rows: int) -> "Call":
+        """The same call with so many rows in the place of each."""
+        given = dict(self.model_kwargs)
+        if given.get("encoder_outputs") is not None:
+            given["encoder_outputs"] = copy.copy(given["encoder_outputs"])  # which is changed in place
+        ids, given = self.model._expand_inputs_for_generation(
+            rows, self.model.config.is_encoder_decoder, self.input_ids, **given
+        )
+        return replace(self, input_ids=ids, model_kwargs=given)
 
     def stepper(self, plan: Plan, step: DecoderStep | None) -> Stepper:
         given = self.model, plan, self.input_ids, self.config, dict(self.model_kwargs)

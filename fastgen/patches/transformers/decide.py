@@ -16,6 +16,7 @@ from fastgen.patches import _engine
 from fastgen.patches.transformers import first_tokens, fused
 from fastgen.patches.transformers.cache import parts_of
 from fastgen.patches.transformers.edits import known, rowwise
+from fastgen.patches.transformers.restored import Method, method_of
 
 _ATTENTION = ("sdpa", "eager")
 
@@ -35,13 +36,14 @@ def decide(
         Unsupported: with the reason, in the words that `fastgen.status()` shows.
         ValueError: a list of first tokens does not fit the batch.
     """
-    beams = config.num_beams if loop == "beam" else config.num_return_sequences
+    method = method_of(config)
+    beams = rows_of(loop, config)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     first_tokens.check(config.forced_bos_token_id, input_ids.shape[0] // beams, vocabulary)
-    _check_call(model, loop, config, kwargs)
-    check_model(model)
+    _check_call(model, loop, method, config, kwargs)
     left_off: list[str] = []
-    if (reason := _reason_not_to_share(model, input_ids, config, kwargs, beams)) is not None:
+    reason = _reason_not_to_know(model, method) or _reason_not_to_share(model, input_ids, config, kwargs, beams)
+    if reason is not None:
         left_off.append(not_shared(reason))
     shared = not left_off
     step = None
@@ -50,12 +52,12 @@ def decide(
             step = fused.step(model, config, kwargs, _longest(model, input_ids, config, kwargs))
         except NotFused as reason_not:
             left_off.append(by_modules(reason_not))
-    samples = beams if loop == "sample" else 1
+    samples = beams if loop == "sample" and method is None else 1
     if (reason := _reason_not_to_drop(input_ids, processors, criteria, config, kwargs, samples)) is not None:
         left_off.append(f"finished sentences stay in the batch: {reason}")
     drawn = "sampling" if loop == "sample" else "beam sampling"
     plan = Plan(
-        method=drawn if config.do_sample else {"sample": "greedy search", "beam": "beam search"}[loop],
+        method=method or (drawn if config.do_sample else {"sample": "greedy search", "beam": "beam search"}[loop]),
         sentences=input_ids.shape[0] // beams,
         beams=beams,
         shared=shared,
@@ -65,6 +67,24 @@ def decide(
         left_off=tuple(left_off),
     )
     return plan, step
+
+
+def rows_of(loop: Literal["beam", "sample"], config: Any) -> int:
+    """Rows of a sentence: beams, sequences to sample, or the candidates of contrastive search."""
+    if loop == "beam":
+        return config.num_beams
+    return config.top_k if method_of(config) is not None else config.num_return_sequences
+
+
+def _reason_not_to_know(model: Any, method: Method | None) -> str | None:
+    """Why a model is not one of those that are known; of a method that transformers has not, it decodes here anyway."""
+    try:
+        check_model(model)
+    except Unsupported as unsupported:
+        if method is None or hasattr(model, "_reorder_cache"):
+            raise
+        return unsupported.reason
+    return None
 
 
 refused: set[type] = set()
@@ -81,14 +101,16 @@ def not_shared(reason: str) -> str:
     return f"keys and values are not shared: {reason}"
 
 
-def _check_call(model: Any, loop: Literal["beam", "sample"], config: Any, kwargs: dict[str, Any]) -> None:
+def _check_call(
+    model: Any, loop: Literal["beam", "sample"], method: Method | None, config: Any, kwargs: dict[str, Any]
+) -> None:
     if kwargs.get("synced_gpus"):
         raise Unsupported("synced_gpus=True")
     if config.is_assistant:
         raise Unsupported("the model is the assistant of another")
     cache = kwargs.get("past_key_values")
     if loop == "beam":
-        if config.low_memory:
+        if config.low_memory and method is None:
             raise Unsupported("low_memory=True")
         if "past_key_values" in kwargs and not hasattr(cache, "reorder_cache"):
             raise Unsupported(f"a {type(cache).__name__} cannot be reordered")

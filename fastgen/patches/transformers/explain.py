@@ -14,7 +14,7 @@ from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import linear, routes
 from fastgen.models.early_exit import early_exit
 from fastgen.patches import _engine
-from fastgen.patches.transformers import bild, bild_call
+from fastgen.patches.transformers import bild, bild_call, restored
 from fastgen.patches.transformers.cache import held, parts_of
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
@@ -126,6 +126,8 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
                 prepared.config,
                 prepared.kwargs,
             )
+        if restored.method_of(prepared.config) is not None:
+            _check_patch("transformers.generation_mode")
         note = _check_patch({"beam": "transformers.beam_search", "sample": "transformers.sample"}[prepared.loop])
     except Unsupported as unsupported:
         return Explanation(type(bare).__name__, None, unsupported.reason, None, None, None, linears)

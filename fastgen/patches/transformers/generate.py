@@ -3,18 +3,18 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 from torch import Tensor
 from transformers.generation import utils as gu
 
-from fastgen.decoding.beam import BeamSearch, Trace
+from fastgen.decoding.beam import BeamSearch
 from fastgen.decoding.beam_replay import ReplayedBeamSearch
 from fastgen.decoding.bild_options import Options
 from fastgen.decoding.choices import not_captured
-from fastgen.decoding.cohorts import Search, run
+from fastgen.decoding.cohorts import run
 from fastgen.decoding.plan import Unsupported
 from fastgen.decoding.rules import TransformersRule
 from fastgen.decoding.sample import Sampling
@@ -26,10 +26,11 @@ from fastgen.models.families import family_of
 from fastgen.models.reader import NotFused
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
-from fastgen.patches.transformers import bild, bild_call, parity, pausing, scored, split
+from fastgen.patches.transformers import bild, bild_call, parity, pausing, restored, restored_loops, scored, split
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import edits_of, fill_of, stop_of
+from fastgen.patches.transformers.outputs import Decoding, fields, vocabulary
 from fastgen.patches.transformers.pausing import Begun
 from fastgen.patches.transformers.scored import Scored
 from fastgen.patches.transformers.stepper import Stepper
@@ -127,27 +128,33 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
 
     Returns what `generate` returns; where it was asked to pause and can, the `Begun` loop.
     """
+    method = restored.method_of(call.config)
     if bild.hands_over(call.model):
         return call
     if (asked := bild.asked_of(call.model)) is not None:
+        if method is not None:
+            raise ValueError(f"{method} does not go with big-little decoding")
         return bild.decode(call, asked) if loop == "sample" else _drafted_beams(call, asked)
     name = {"beam": "transformers.beam_search", "sample": "transformers.sample"}[loop]
+    wide = restored_loops.widened(call) if method == "contrastive search" else call
     try:
         plan, step = decide(
             call.model,
             loop,
-            call.input_ids,
+            wide.input_ids,
             call.logits_processor,
             call.stopping_criteria,
             call.config,
-            call.model_kwargs | {"synced_gpus": call.synced_gpus, "streamer": call.streamer},
+            wide.model_kwargs | {"synced_gpus": call.synced_gpus, "streamer": call.streamer},
         )
     except Unsupported as unsupported:
+        if method is not None:  # transformers would run another one
+            raise ValueError(f"{method} of {type(call.model).__name__}: {unsupported.reason}") from None
         _engine.fallback(name, unsupported.reason)
         return stock()
     pauses, reason = pausing.decide(call.model, plan, call.stopping_criteria)
     with _engine.running(plan):
-        model = call.stepper(plan, step)
+        model = wide.stepper(plan, step) if method is None else restored_loops.stepper(wide, plan, step)
         decoding = decoding_of(loop, call, model)
         with decoding.around():
             over = run(decoding.search, model, model.prefill(), lambda: pauses and model.joinable)
@@ -173,16 +180,9 @@ def _drafted_beams(call: Call, asked: bild.Asked) -> Any:
     return Begun("transformers.beam_search", model, decoding.search, decoding.output).finish()
 
 
-@dataclass
-class Decoding:
-    """A loop: its search, what makes `generate`'s output of it, and what transformers runs it in."""
-
-    search: Search[Tensor]
-    output: Callable[[], Any]
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-
 def decoding_of(loop: Literal["beam", "sample"], call: Call, model: Stepper) -> Decoding:
+    if (method := restored.method_of(call.config)) is not None:
+        return restored_loops.decoding_of(method, call, model)
     return _beam_search(call, model) if loop == "beam" else _sample(call, model)
 
 
@@ -198,7 +198,7 @@ def _beam_search(call: Call, model: Stepper) -> Decoding:
         early_stopping=config.early_stopping,
     )
     stop = stop_of(call.stopping_criteria)
-    edits = edits_of(call.logits_processor, lambda: _vocabulary(call.model))
+    edits = edits_of(call.logits_processor, lambda: vocabulary(call.model))
     search = (ReplayedBeamSearch if _replayed(call, model, edits, stop) else BeamSearch)(
         prompt=call.input_ids[::m],
         rule=rule,
@@ -251,8 +251,8 @@ def _of_beams(call: Call, model: Stepper, search: BeamSearch) -> Any:
         return Scored(sequences, best.scores[:, :kept].flatten())
     if not config.return_dict_in_generate:
         return sequences
-    fields = _fields(call, model, search.trace)
-    fields |= {
+    found = fields(call, model, search.trace)
+    found |= {
         "sequences": sequences,
         "sequences_scores": best.scores[:, :kept].flatten() if config.output_scores else None,
         "beam_indices": beams[:, :longest],
@@ -262,7 +262,7 @@ def _of_beams(call: Call, model: Stepper, search: BeamSearch) -> Any:
         if call.model.config.is_encoder_decoder
         else gu.GenerateBeamDecoderOnlyOutput
     )
-    return kind(**fields)
+    return kind(**found)
 
 
 def _sample(call: Call, model: Stepper) -> Decoding:
@@ -270,7 +270,7 @@ def _sample(call: Call, model: Stepper) -> Decoding:
     pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
     pad = config._pad_token_tensor
     stop = stop_of(call.stopping_criteria)
-    edits = edits_of(call.logits_processor, lambda: _vocabulary(call.model))
+    edits = edits_of(call.logits_processor, lambda: vocabulary(call.model))
     replayed = _replayed(call, model, edits, stop)
     sampling = (functools.partial(ReplayedSampling, longest=config.max_length) if replayed else Sampling)(
         ids=call.input_ids,
@@ -296,37 +296,6 @@ def _of_samples(call: Call, model: Stepper, sampling: Sampling) -> Any:
         return Scored(sampling.outcome, scored.summed(sampling.trace.chosen))
     if not call.config.return_dict_in_generate:
         return sampling.outcome
-    fields = _fields(call, model, sampling.trace) | {"sequences": sampling.outcome}
+    found = fields(call, model, sampling.trace) | {"sequences": sampling.outcome}
     kind = gu.GenerateEncoderDecoderOutput if call.model.config.is_encoder_decoder else gu.GenerateDecoderOnlyOutput
-    return cast(Any, kind)(**fields)
-
-
-def _fields(call: Call, model: Stepper, trace: Trace) -> dict[str, Any]:
-    """The fields that all of `generate`'s outputs have."""
-    config, encoder_decoder = call.config, call.model.config.is_encoder_decoder
-
-    def of_steps(name: str, wanted: bool) -> tuple[Any, ...] | None:
-        return tuple(outputs[name] for outputs in model.outputs or ()) if wanted else None
-
-    fields: dict[str, Any] = {
-        "scores": None if trace.scores is None else tuple(trace.scores),
-        "logits": None if trace.logits is None else tuple(trace.logits),
-        "past_key_values": model.past_key_values,
-    }
-    if not encoder_decoder:
-        return fields | {
-            "attentions": of_steps("attentions", config.output_attentions),
-            "hidden_states": of_steps("hidden_states", config.output_hidden_states),
-        }
-    encoder = call.model_kwargs["encoder_outputs"]
-    return fields | {
-        "encoder_attentions": encoder.get("attentions") if config.output_attentions else None,
-        "encoder_hidden_states": encoder.get("hidden_states") if config.output_hidden_states else None,
-        "decoder_attentions": of_steps("decoder_attentions", config.output_attentions),
-        "cross_attentions": of_steps("cross_attentions", config.output_attentions),
-        "decoder_hidden_states": of_steps("decoder_hidden_states", config.output_hidden_states),
-    }
-
-
-def _vocabulary(model: Any) -> int:
-    return int(model.config.get_text_config(decoder=True).vocab_size)
+    return cast(Any, kind)(**found)

@@ -12,6 +12,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 from fastgen.decoding.cohorts import Search, left_empty
 from fastgen.decoding.plan import Plan
 from fastgen.patches import _engine
+from fastgen.patches.transformers import restored
 from fastgen.patches.transformers.report import note
 from fastgen.patches.transformers.stepper import Stepper
 
@@ -96,4 +97,6 @@ def _reason_not_to_pause(request: Request, plan: Plan, criteria: Sequence[Any]) 
         return "finished sentences stay in the batch"
     if any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria):
         return "max_time"
+    if plan.method in restored.METHODS:
+        return plan.method
     return "generate has called itself" if request.calls > 1 else None

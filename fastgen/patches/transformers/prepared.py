@@ -19,7 +19,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.decoding.plan import Unsupported
 from fastgen.patches import _engine
-from fastgen.patches.transformers.decide import check_model
+from fastgen.patches.transformers import restored, restored_loops
+from fastgen.patches.transformers.call import Call
+from fastgen.patches.transformers.decide import check_model, rows_of
 
 
 @dataclass
@@ -35,8 +37,7 @@ class Prepared:
 
     @property
     def sentences(self) -> int:
-        config = self.config
-        return self.input_ids.shape[0] // (config.num_beams if self.loop == "beam" else config.num_return_sequences)
+        return self.input_ids.shape[0] // rows_of(self.loop, self.config)
 
 
 def without_wrappers(model: Any) -> Any:
@@ -83,12 +84,14 @@ def _probe(model: Any, generation_config: Any) -> Any:
 
     kind = cast(Any, type(model))
     methods: dict[str, Any] = {
-        name: _loop(name) for name in GENERATION_MODES_MAPPING.values() if not _is_repository(name)
+        name: _loop(name) for name in GENERATION_MODES_MAPPING.values() if name in _LOOPS or not _is_repository(name)
     }
     methods |= {
         "__module__": kind.__module__,
         "get_encoder": get_encoder,
         "load_custom_generate": _load_custom_generate,
+        "_get_deprecated_gen_repo": _repository,
+        "_validate_generation_mode": _validate,
         # What would compute images' features, extend the prompt by generating, and allocate a static cache's memory.
         "_prepare_multimodal_encoder_kwargs_for_generation": _without_images,
         "heal_tokens": _as_they_are,
@@ -118,6 +121,11 @@ def _loop(name: str) -> Callable[..., Prepared]:
     ) -> Prepared:
         if name not in _LOOPS:
             raise Unsupported(f"{name} is not patched")
+        restored.check(generation_config)
+        if restored.method_of(generation_config) == "contrastive search":
+            given = logits_processor, stopping_criteria, generation_config, synced_gpus, kwargs
+            wide = restored_loops.widened(Call(self, input_ids, *given))
+            input_ids, kwargs = wide.input_ids, wide.model_kwargs
         kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
         return Prepared(_LOOPS[name], input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
 
@@ -127,6 +135,16 @@ def _loop(name: str) -> Callable[..., Prepared]:
 MIXIN: Any = GenerationMixin  # whose methods are typed for models that no class of transformers is
 
 _LOOPS: dict[str, Literal["beam", "sample"]] = {"_beam_search": "beam", "_sample": "sample"}
+for _mode, _loop_mode in restored.MODES.items():  # by names of their own, as nothing is patched here
+    _LOOPS[GENERATION_MODES_MAPPING[_mode]] = _LOOPS[GENERATION_MODES_MAPPING[_loop_mode]]
+
+
+def _repository(self: Any, mode: Any, *args: Any) -> str | None:
+    return None if mode in restored.MODES else MIXIN._get_deprecated_gen_repo(self, mode, *args)
+
+
+def _validate(self: Any, mode: Any, *args: Any) -> None:
+    MIXIN._validate_generation_mode(self, restored.MODES.get(mode, mode), *args)
 
 
 def _load_custom_generate(self: Any, repository: str, *args: Any, **kwargs: Any) -> Any:

@@ -137,6 +137,11 @@ class SharedStepper(Stepper):
         else:
             self.cache.reorder(parents)
 
+    @property
+    def hidden(self) -> Tensor:
+        fused = None if self.fused is None else self.fused.hidden
+        return super().hidden if fused is None else fused[:, None]
+
     def _forward(self, ids: Tensor) -> Any:
         if self.cache is None:
             return super()._forward(ids)

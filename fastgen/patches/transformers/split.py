@@ -19,6 +19,7 @@ from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import fill_of
 from fastgen.patches.transformers.first_tokens import of_sentences
 from fastgen.patches.transformers.prepared import Prepared, prepare, without_wrappers
+from fastgen.patches.transformers.restored import method_of
 from fastgen.patches.transformers.scored import Scored
 
 _Generate = Callable[..., Any]
@@ -43,7 +44,7 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
     sentences = prepared.sentences
     _logger.warning("not enough memory for a batch of %d sentences: it is generated in halves", sentences)
     _engine.hit("transformers.generate", [f"a batch at once: {NO_MEMORY}"])
-    fill = fill_of(prepared.loop, prepared.config)
+    fill = fill_of("sample" if method_of(prepared.config) else prepared.loop, prepared.config)
     del prepared
     pausing.refuse(model, NO_MEMORY)
     make_room()

@@ -26,6 +26,7 @@ class Stepper:
         self.model, self.plan, self.config = model, plan, generation_config
         self.input_ids, self.kwargs = input_ids, model_kwargs
         self.outputs: list[Any] | None = None
+        self.last_hidden: Tensor | None = None  # (R or B, P or 1, C), where the forward is asked for it
         self._began: list[tuple[int, float]] = []  # rows and time at the start of each step
         self._joined = 0  # of them, those made together with steps of other calls
         self._rows, self._peak = plan.rows, 0  # present rows; bytes of the cache before rows left
@@ -41,13 +42,19 @@ class Stepper:
         return self.kwargs.get("past_key_values")
 
     @property
+    def hidden(self) -> Tensor:
+        """What the model's head has read last, (R, 1, C); behind the prompt (R or B, P, C)."""
+        assert self.last_hidden is not None
+        return self.last_hidden
+
+    @property
     def ancestry(self) -> Ancestry | None:
         """What `reorder` changes, if there is such a table and nothing else."""
         return None
 
     def prefill(self) -> Tensor:
         logits = self._taken(self.model._prefill(self.input_ids, self.config, self.kwargs, is_first_iteration=True))
-        if self.plan.method.startswith("beam") and self.kwargs.get("past_key_values", self) is None:
+        if "beam" in self.plan.method and self.kwargs.get("past_key_values", self) is None:
             raise ValueError(  # as the toolkit's loop does, where a prompt in chunks leaves no cache
                 f"{type(self.model).__name__} cannot use beam search with a cache currently, as the cache cannot be "
                 "reordered"
@@ -107,6 +114,9 @@ class Stepper:
         self.kwargs = self.model._update_model_kwargs_for_generation(
             outputs, self.kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
         )
+        if self.kwargs.get("output_hidden_states"):
+            name = "decoder_hidden_states" if self.model.config.is_encoder_decoder else "hidden_states"
+            self.last_hidden = outputs[name][-1]
         if self.outputs is not None:
             self.outputs.append({name: _repeat(repeat, outputs.get(name)) for name in _OBSERVED})
         # A copy of the last token's where there are more, as a view would keep those of the whole text.
