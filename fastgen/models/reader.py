@@ -6,6 +6,7 @@ has added, or training mode: then the model makes its steps through its own forw
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from fastgen.models import activation
 from fastgen.models import norm as norms
 from fastgen.models.instance import Routed, runs_its_class
 from fastgen.models.layouts import Attention, Layout
-from fastgen.models.linear import Product, product, products
+from fastgen.models.linear import Product, is_linear, product, products
+from fastgen.models.positions import Bias, Rotary, RotationTable
 from fastgen.models.proof import OTHERWISE, outcome
 from fastgen.models.step import (
     DecoderStep,
@@ -24,8 +26,6 @@ from fastgen.models.step import (
     Norm,
     NormLike,
     OwnNorm,
-    RelativeBias,
-    Rotary,
     SourceAttention,
     Sublayer,
     TextAttention,
@@ -73,7 +73,9 @@ class _Reader:
         self.read: set[nn.Module] = set()
         device: str = _at(self.decoder, layout.tokens).weight.device.type
         self.facts: list[object] = [repr(vars(model.config)) if hasattr(model, "config") else "", self.dtype, device]
-        self.bias: RelativeBias | None = None
+        self.bias: Bias | None = None if layout.alibi is None else self.alibi(layout.alibi)
+        self.windows: list[Bias] = []
+        self.tables: list[RotationTable] = []
         self.rotations: dict[str | None, Rotary] = {}
 
     def step(self) -> DecoderStep:
@@ -90,6 +92,7 @@ class _Reader:
             raise NotFused("autocast chooses the types")
         if torch.is_grad_enabled():
             raise NotFused("gradients are wanted")
+        self.check_layers()
         step = DecoderStep(
             module=decoder,
             embedding=self.embedding(),
@@ -117,6 +120,21 @@ class _Reader:
         if len(set(said)) > 1:
             raise NotFused(f"{fact} of its layers is {said}")
         return said[0]
+
+    def check_layers(self) -> None:
+        """Raise NotFused where a layer asks for what no step does."""
+        for layer in self.layers:
+            for path in self.layout.never:
+                where, _, name = path.rpartition(".")
+                value = getattr(_at(layer, where) if where else layer, name)
+                if value:
+                    raise NotFused(f"{name} of its layers is {value}")
+        if self.layout.positions_of is not None:
+            self.check_positions(getattr(self.model.config, self.layout.positions_of))
+
+    def check_positions(self, count: int) -> None:
+        if self.longest > count:
+            raise NotFused(f"a text of up to {self.longest} tokens, positions for {count}")
 
     def sublayers(self, index: int, layer: Any) -> list[_Part]:
         layout, found = self.layout, list[_Part]()
@@ -151,36 +169,55 @@ class _Reader:
         if getattr(module, "reorder_and_upcast_attn", False) or getattr(module, "is_cross_attention", False):
             raise NotFused("attention in a precision or form of its own")
         functions = vars(sys.modules[type(module).__module__])
-        self.facts += (functions.get(name) for name in ("apply_rotary_pos_emb", "eager_attention_forward"))
+        self.facts += (functions.get(name) for name in _FUNCTIONS)
         query_norm, key_norm = (self.norm(module._modules.get(name)) for name in ("q_norm", "k_norm"))
         for part in parts:
             self.product(part)
-        scale = float(getattr(module, "scaling", 1.0))
+        scale = float(names.scale(module))
         softcap = None if names.softcap is None else getattr(module, names.softcap)
-        self.facts += (dims, scale, softcap)
+        blocks, spread = names.blocks(module), names.spread is not None and bool(getattr(module, names.spread))
+        self.facts += (dims, scale, softcap, blocks, spread)
         return TextAttention(
-            products(parts), heads, dims, scale, query_norm, key_norm, self.relative(module),
-            self.rotary(module, names.rotation), softcap, names.by_head,
+            products(parts), heads, dims, scale, query_norm, key_norm, self.biased(module, names.seen),
+            self.rotary(module, names), softcap, blocks, names.values_first, spread, names.neighbours,
         )  # fmt: skip
 
     def over_source(self, module: Any, names: Attention) -> SourceAttention:
         dims, query = getattr(module, self.layout.dims), _at(module, names.parts[0])
         self.read.update(_at(module, name) for name in names.parts[1:])  # they have made the keys and values
-        scale = float(getattr(module, "scaling", 1.0))
+        scale = float(names.scale(module))
         self.facts += (dims, scale)
         return SourceAttention(self.product(query), query.out_features // dims, dims, scale)
 
-    def relative(self, module: Any) -> RelativeBias | None:
-        """The bias by distance: a module's own, else that of the first layer."""
+    def biased(self, module: Any, seen: str | None) -> Bias | None:
+        """The bias of scores by where a key stands: a module's own, else that of the first layer, or of all."""
+        if seen is not None:
+            return self.window(getattr(module, seen))
         if getattr(module, "has_relative_attention_bias", False):
             if self.dtype == torch.float16:
                 raise NotFused("float16, in which its sums are clamped")
             self.read.add(module.relative_attention_bias)
-            self.bias = RelativeBias(functools.partial(_by_distance, module, self.longest))
+            self.bias = Bias(functools.partial(_by_distance, module, self.longest))
         return self.bias
 
+    def alibi(self, make: Callable[[Any, int], Tensor]) -> Bias:
+        return Bias(functools.partial(make, self.decoder, self.longest), self.layout.by_position)
+
+    def window(self, seen: Tensor) -> Bias | None:
+        """What a table (1, 1, P, P) lets the last token of the longest text see, by distance; None for all."""
+        last = min(self.longest, seen.shape[2]) - 1  # where there are more, there are no positions for them either
+        seen = seen[0, 0, last : last + 1, : last + 1].flip(1)
+        if bool(seen.all()):
+            return None
+        table = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        known = next((bias for bias in self.windows if torch.equal(bias.table, table)), None)
+        if known is None:
+            known = Bias(lambda: table)
+            self.windows.append(known)
+        return known
+
     def product(self, module: Any) -> Product:
-        if not (type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))):
+        if not is_linear(module):
             raise NotFused(f"a {_name(module)} in place of a linear layer")
         if type(module.weight) is not nn.Parameter:
             raise NotFused(f"a weight that is a {type(module.weight).__name__}")
@@ -228,20 +265,27 @@ class _Reader:
         self.read.add(positions)
         table: Tensor = positions.weights if hasattr(positions, "weights") else positions.weight
         first = layout.first(positions)
-        if first + self.longest > table.shape[0]:
-            raise NotFused(f"a text of up to {self.longest} tokens, positions for {table.shape[0] - first}")
+        self.check_positions(table.shape[0] - first)
         if table.dtype != tokens.weight.dtype or table.device != tokens.weight.device:
             raise NotFused(f"positions in {table.dtype} on {table.device}")
         padding = positions.padding_idx if layout.pads else None
-        self.facts += (first, padding)
-        return Embedding(tokens.weight, scale, table, first, padding, padding or 0, normed, layout.norm_tokens)
+        row = None if layout.pads == "before" else padding or 0
+        self.facts += (first, padding, row)
+        return Embedding(tokens.weight, scale, table, first, padding, row, normed, layout.norm_tokens)
 
-    def rotary(self, attention: Any, kind: str | None) -> Rotary | None:
-        """The rotation of an attention module: the decoder's one, or of several the one that the attribute names."""
+    def rotary(self, attention: Any, names: Attention) -> Rotary | None:
+        """The rotation of an attention module: its own table, the decoder's one, or of several the one it names."""
+        if names.rotation_table is not None:
+            table: Tensor = getattr(attention, names.rotation_table)
+            self.check_positions(table.shape[0])
+            return self.rotation_table(table[: self.longest])
+        kind = names.rotation
         module: Any = self.decoder._modules.get(self.layout.rotary)
         if module is None:
             return None
         self.read.add(module)
+        if self.layout.alibi is not None:  # Falcon has both, and uses one
+            return None
         rope = getattr(module, "rope_type", None)
         kinds: list[str | None] = list(rope.values()) if isinstance(rope, dict) else [rope]
         if any(name in ("dynamic", "longrope") for name in kinds):
@@ -251,6 +295,14 @@ class _Reader:
         if which not in self.rotations:
             self.rotations[which] = module if which is None else functools.partial(module, layer_type=which)
         return self.rotations[which]
+
+    def rotation_table(self, table: Tensor) -> Rotary:
+        """One for all layers whose tables are equal, so that a step looks it up once."""
+        known = next((r for r in self.tables if torch.equal(r.table, table)), None)
+        if known is None:
+            known = RotationTable(table)
+            self.tables.append(known)
+        return known
 
     def check_rest(self) -> None:
         """Raise NotFused where the decoder has a part that was not read, and is more than a dropout."""
@@ -276,6 +328,9 @@ class _Reader:
                 where = name if holds is None else f"{name}.{holds}"
                 raise NotFused(f"a part of its own, {where}")
 
+
+_FUNCTIONS = ("apply_rotary_pos_emb", "eager_attention_forward", "build_alibi_tensor", "build_mpt_alibi_tensor")
+"""Of a model's file, which a step computes in its own way, or has called when it was made."""
 
 _TOOLKITS = ("torch", "transformers", "fairseq")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")

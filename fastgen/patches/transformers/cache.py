@@ -1,7 +1,8 @@
 """transformers' cache classes over the keys and values of `decoding.cache`."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -133,6 +134,17 @@ class SharedCache:
             self.ancestry.keep(sentences)
         for layer in (*self.text, *self.source):
             layer.keep(sentences, moves)
+
+    @contextmanager
+    def as_prompt(self) -> Generator[None]:
+        """Behind the prompt: within it a model sees a cache of one row per sentence, and what it adds is forgotten."""
+        prefixes, self.decoding = [layer.prefix for layer in self.text], False
+        try:
+            yield
+        finally:
+            self.decoding = True
+            for layer, prefix in zip(self.text, prefixes, strict=True):
+                layer.prefix = prefix
 
     def undo_steps(self) -> None:
         """Forget all generated tokens; only `as_stock` may follow."""
