@@ -130,8 +130,8 @@ MORE: dict[str, Callable[[], Any]] = {
     "codegen": lambda: tf.CodeGenForCausalLM(tf.CodeGenConfig(**_GPTJ)),
     "gpt_neo": lambda: tf.GPTNeoForCausalLM(
         tf.GPTNeoConfig(
-            vocab_size=VOCABULARY, hidden_size=16, num_layers=2, num_heads=2,
-            attention_types=[[["global", "local"], 1]], window_size=8, max_position_embeddings=128, initializer_range=0.5, pad_token_id=PAD, bos_token_id=1,
+            vocab_size=VOCABULARY, hidden_size=16, num_layers=2, num_heads=2, window_size=8, initializer_range=0.5,
+            attention_types=[[["global", "local"], 1]], max_position_embeddings=128, pad_token_id=PAD, bos_token_id=1,
             eos_token_id=EOS,
         )
     ),

@@ -172,7 +172,7 @@ class SharedStepper(Stepper):
         if self.fused is not None:
             m, fused = self.plan.beams, self.fused
             given = {name: _every(m, value) for name, value in self.kwargs.items()}
-            with cache.as_prompt():
+            with cache.as_of_prompt():
                 inputs = self.model.prepare_inputs_for_generation(ids[::m], next_sequence_length=1, **given)
                 own = self.model(**inputs, return_dict=True).logits[:, -1]
             cache.begin_step()
