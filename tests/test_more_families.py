@@ -158,7 +158,7 @@ def test_a_model_that_computes_otherwise(monkeypatch: pytest.MonkeyPatch) -> Non
         output, weights = attend(self, *args, **kwargs)
         return 2 * output, weights
 
-    monkeypatch.setattr("fastgen.models.reader.is_toolkits", lambda _: True)
+    monkeypatch.setattr("fastgen.models.parts.is_toolkits", lambda _: True)
     monkeypatch.setattr(type(model.transformer.h[0].self_attention), "forward", doubled)
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8} | FIELDS
     for _ in range(2):  # seen, then known

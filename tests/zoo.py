@@ -115,6 +115,11 @@ def _falcon(**form: Any) -> Any:
     return tf.FalconForCausalLM(tf.FalconConfig(**_FALCON, **form))
 
 
+def _stablelm(**form: Any) -> Any:
+    half = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    return tf.StableLmForCausalLM(tf.StableLmConfig(**_without("head_dim"), rope_parameters=half, **form))
+
+
 MORE: dict[str, Callable[[], Any]] = {
     "bloom": lambda: tf.BloomForCausalLM(
         tf.BloomConfig(
@@ -141,6 +146,16 @@ MORE: dict[str, Callable[[], Any]] = {
             use_cache=True, pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS,
         )
     ),
+    "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**_DECODER, logit_scale=0.5, use_qk_norm=True)),
+    "granite": lambda: tf.GraniteForCausalLM(
+        tf.GraniteConfig(
+            **_DECODER, embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.6, logits_scaling=2.0
+        )
+    ),
+    "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**_DECODER)),
+    "stablelm": _stablelm,
+    "stablelm-parallel": lambda: _stablelm(use_parallel_residual=True, use_qkv_bias=True),
+    "starcoder2": lambda: tf.Starcoder2ForCausalLM(tf.Starcoder2Config(**_without("head_dim"))),
     "xglm": lambda: tf.XGLMForCausalLM(
         tf.XGLMConfig(
             vocab_size=VOCABULARY, d_model=16, ffn_dim=24, num_layers=2, attention_heads=2, init_std=0.5,

@@ -44,6 +44,10 @@ FAMILIES = {
         Family("opt", encoder_decoder=False, activated=_BART),
         Family("phi", encoder_decoder=False, activated=_BART),
         Family("phi3", encoder_decoder=False),
+        *(
+            Family(name, encoder_decoder=False, activated=_LLAMA) for name in ("cohere", "granite", "olmo2", "stablelm")
+        ),
+        Family("starcoder2", encoder_decoder=False, activated=(("c_fc", "act"),)),
         Family("bloom", encoder_decoder=False, activated=(("dense_h_to_4h", "gelu_impl"),), own_attention=True),
         Family("falcon", encoder_decoder=False, activated=(("dense_h_to_4h", "act"),), own_attention=True),
         *(

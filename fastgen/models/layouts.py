@@ -21,6 +21,7 @@ class Attention:
     softcap, rotation: attributes of `module`: the cap of its scores, and which of several rotations is its.
     rotation_table: of `module`: sines and cosines by position, in place of a rotation of the decoder's.
     neighbours: whether neighbours are turned together.
+    whole_norms: whether norms of queries and keys are of all heads together.
     scale: says the factor of the scores.
     seen: of `module`: a table (1, 1, P, P) of what each position sees, where it is not all that comes before.
     """
@@ -37,6 +38,7 @@ class Attention:
     rotation: str | None = None
     rotation_table: str | None = None
     neighbours: bool = False
+    whole_norms: bool = False
     scale: Callable[[Any], float] = lambda module: getattr(module, "scaling", 1.0)
     seen: str | None = None
 
@@ -49,7 +51,8 @@ class Layout:
         decoder, head: paths from the model.
         layers, tokens, positions, embedding_norm, last_norm, rotary: of the decoder; what a model has not may be named.
         wide, gated, activation, narrow, feed_norm, feed_own_norm: of the feed-forward sublayer, paths from the layer,
-            the last as `Attention.own_norm`; `gated` is `wide` where that one has both side by side.
+            the last as `Attention.own_norm`; `gated` is `wide` where that one has both side by side. A norm before a
+            sublayer is "" where there is none.
         wide_gated: what `wide` is called where there is a gate, in a family that has both forms.
         norm_first: whether norms stand before their sublayers, or the attribute of a layer that says so.
         parallel: whether attention and feed-forward both read what comes into a layer, or the attribute that says so.
@@ -60,6 +63,8 @@ class Layout:
         bias: that of the logits, a buffer of the model's; None where there is none.
         scale: says what is multiplied with before the head.
         softcap: says what caps the logits; None for nothing.
+        embed_scale: the attribute that token embeddings are multiplied with, of their module or of the decoder.
+        multiplier: the attribute of a layer that what a sublayer puts out is multiplied with, in place of its own norm.
         alibi: makes the bias of attention scores, (H, L), of a decoder, for L positions; None for none.
         by_position: whether that is by the position of a key, and not by its distance.
         positions_of: the attribute of the model's config that says how many positions there are, where no table does.
@@ -94,6 +99,8 @@ class Layout:
     bias: str | None = None
     scale: Callable[[Any], float] = lambda _: 1.0
     softcap: Callable[[Any], float | None] = lambda _: None
+    embed_scale: str = "embed_scale"
+    multiplier: str | None = None
     alibi: Callable[[Any, int], Tensor] | None = None
     by_position: bool = False
     positions_of: str | None = None
@@ -274,6 +281,20 @@ LAYOUTS = {
         wide="ffn.up_proj", activation="ffn.act", narrow="ffn.down_proj", feed_norm="norm_2", alibi=_alibi_of_mpt,
         positions_of="max_seq_len", never=("attn.clip_qkv",),
     ),
+    "starcoder2": replace(_LLAMA, wide="mlp.c_fc", gated=None, activation="mlp.act", narrow="mlp.c_proj"),
+    "stablelm": _LLAMA,
+    "granite": replace(
+        _LLAMA, embed_scale="embedding_multiplier", multiplier="residual_multiplier",
+        scale=lambda model: 1 / model.config.logits_scaling,
+    ),
+    "olmo2": replace(
+        _LLAMA, text=Attention("self_attn", "", out="o_proj", own_norm="post_attention_layernorm", whole_norms=True),
+        feed_norm="", feed_own_norm="post_feedforward_layernorm",
+    ),
+    "cohere": replace(
+        _LLAMA, text=replace(_LLAMA.text, neighbours=True), feed_norm="input_layernorm", parallel=True,
+        scale=lambda model: model.logit_scale,
+    ),
     "xglm": replace(_BART, decoder="model", bias=None, source=None, first=_offset),
     "led": replace(_BART, decoder="led.decoder", norm_first=False, masks_text=False),
     "mvp": replace(_BART, norm_first=False, first=_offset),
@@ -285,7 +306,12 @@ LAYOUTS = {
 }  # fmt: skip
 """By the `model_type` of a transformers model's config, or the toolkit."""
 
-_BY_CONFIG: dict[str, Callable[[Layout, Any], Layout]] = {"falcon": _falcon}
+
+def _stablelm(layout: Layout, config: Any) -> Layout:
+    return replace(layout, feed_norm="input_layernorm", parallel=True) if config.use_parallel_residual else layout
+
+
+_BY_CONFIG: dict[str, Callable[[Layout, Any], Layout]] = {"falcon": _falcon, "stablelm": _stablelm}
 """Families whose models differ in more than their records can say."""
 
 

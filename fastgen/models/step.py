@@ -166,6 +166,17 @@ class OwnNorm:
 
 
 @dataclass(frozen=True)
+class Times:
+    """In place of a norm of a sublayer's output: a number times it."""
+
+    factor: float
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return total * self.factor, total
+
+
+@dataclass(frozen=True)
 class Norm:
     """LayerNorm, or RMSNorm; parameters as `ops.norm` has them."""
 
@@ -189,7 +200,7 @@ class TextAttention:
         blocks: in how many blocks, of as many heads each, that one has its queries, keys and values side by side.
         values_first: whether values stand before keys there.
         spread: whether a key head is kept once for each query head that reads it.
-        query_norm, key_norm: of each head; None for none.
+        query_norm, key_norm: of each head, or, with `whole_norms`, of all together; None for none.
         bias: by distance; None for none.
         rotary: turns queries and keys; None where they are not turned.
         neighbours: whether neighbours are turned together.
@@ -209,18 +220,22 @@ class TextAttention:
     values_first: bool = False
     spread: bool = False
     neighbours: bool = False
+    whole_norms: bool = False
 
     def __call__(self, x: Tensor, layer: int, context: Surroundings) -> Tensor:
         made = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.parts]
         query, key, value = made if len(made) > 1 else self._split(made[0])
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query)[0], self.key_norm(key)[0]
+            query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
         if self.rotary is not None:
             turned = context.rotation(self.rotary, x)
             query, key = (rotated(each, *turned, self.neighbours) for each in (query, key))
         if self.spread:
             key, value = (each.repeat_interleave(self.heads // each.shape[1], 1) for each in (key, value))
         return context.over_text(layer, query, key, value, self.bias, self.scale, self.softcap)
+
+    def _normed(self, x: Tensor, of_heads: NormLike) -> Tensor:
+        return of_heads(x.flatten(1))[0].view_as(x) if self.whole_norms else of_heads(x)[0]
 
     def _split(self, made: Tensor) -> Sequence[Tensor]:
         """Queries, keys and values (R, .., D) of one product (R, all of their heads, D)."""

@@ -9,8 +9,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import graph, replay
 from fastgen.models.families import Family, family_of
+from fastgen.models.parts import NotFused
 from fastgen.models.proof import by_modules
-from fastgen.models.reader import NotFused
 from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
 from fastgen.patches.transformers import first_tokens, fused

@@ -11,9 +11,10 @@ from transformers import GenerationMixin
 from fastgen import config
 from fastgen.models import graph
 from fastgen.models.layouts import layout_of
+from fastgen.models.parts import NotFused, is_toolkits
 from fastgen.models.proof import outcome
 from fastgen.models.ragged import Ragged, Span
-from fastgen.models.reader import NotFused, is_toolkits, step_of
+from fastgen.models.reader import step_of
 from fastgen.models.replay import Replay
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.cache import SharedCache, parts_of

@@ -11,8 +11,8 @@ from fastgen.decoding.cache import Ancestry
 from fastgen.decoding.plan import Plan
 from fastgen.models.attention import BeamAttention
 from fastgen.models.memory import memory_of
+from fastgen.models.parts import NotFused
 from fastgen.models.proof import by_modules, trial, verdict
-from fastgen.models.reader import NotFused
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import SharedCache
