@@ -101,11 +101,89 @@ AttentionMaskInterface.register(OWN_ATTENTION, sdpa_mask)
 
 FAMILIES = ENCODER_DECODERS | DECODERS
 
+_GPTJ: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 4,
+    "initializer_range": 0.5, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS,
+}  # fmt: skip
+_FALCON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "initializer_range": 0.5, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS,
+}  # fmt: skip
+
+
+def _falcon(**form: Any) -> Any:
+    return tf.FalconForCausalLM(tf.FalconConfig(**_FALCON, **form))
+
+
+def _stablelm(**form: Any) -> Any:
+    half = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    return tf.StableLmForCausalLM(tf.StableLmConfig(**_without("head_dim"), rope_parameters=half, **form))
+
+
+MORE: dict[str, Callable[[], Any]] = {
+    "bloom": lambda: tf.BloomForCausalLM(
+        tf.BloomConfig(
+            vocab_size=VOCABULARY, hidden_size=24, n_layer=2, n_head=3, initializer_range=0.5, pad_token_id=PAD,
+            bos_token_id=1, eos_token_id=EOS,
+        )
+    ),
+    "falcon": _falcon,
+    "falcon-40b": lambda: _falcon(new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-11b": lambda: _falcon(new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
+    "falcon-rw": lambda: _falcon(alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    "gptj": lambda: tf.GPTJForCausalLM(tf.GPTJConfig(**_GPTJ)),
+    "codegen": lambda: tf.CodeGenForCausalLM(tf.CodeGenConfig(**_GPTJ)),
+    "gpt_neo": lambda: tf.GPTNeoForCausalLM(
+        tf.GPTNeoConfig(
+            vocab_size=VOCABULARY, hidden_size=16, num_layers=2, num_heads=2, window_size=8, initializer_range=0.5,
+            attention_types=[[["global", "local"], 1]], max_position_embeddings=128, pad_token_id=PAD, bos_token_id=1,
+            eos_token_id=EOS,
+        )
+    ),
+    "mpt": lambda: tf.MptForCausalLM(
+        tf.MptConfig(
+            d_model=24, n_heads=3, n_layers=2, max_seq_len=64, vocab_size=VOCABULARY, initializer_range=0.5,
+            use_cache=True, pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS,
+        )
+    ),
+    "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**_DECODER, logit_scale=0.5, use_qk_norm=True)),
+    "granite": lambda: tf.GraniteForCausalLM(
+        tf.GraniteConfig(
+            **_DECODER, embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.6, logits_scaling=2.0
+        )
+    ),
+    "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**_DECODER)),
+    "stablelm": _stablelm,
+    "stablelm-parallel": lambda: _stablelm(use_parallel_residual=True, use_qkv_bias=True),
+    "starcoder2": lambda: tf.Starcoder2ForCausalLM(tf.Starcoder2Config(**_without("head_dim"))),
+    "xglm": lambda: tf.XGLMForCausalLM(
+        tf.XGLMConfig(
+            vocab_size=VOCABULARY, d_model=16, ffn_dim=24, num_layers=2, attention_heads=2, init_std=0.5,
+            max_position_embeddings=128, pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS,
+            decoder_start_token_id=START,
+        )
+    ),
+    "led": lambda: tf.LEDForConditionalGeneration(
+        tf.LEDConfig(
+            **{k: v for k, v in _ENCODER_DECODER.items() if k != "max_position_embeddings"}, attention_window=4,
+            max_encoder_position_embeddings=64, max_decoder_position_embeddings=64,
+        )
+    ),
+    "mvp": lambda: tf.MvpForConditionalGeneration(tf.MvpConfig(**_ENCODER_DECODER)),
+    "fsmt": lambda: tf.FSMTForConditionalGeneration(
+        tf.FSMTConfig(
+            **{k: v for k, v in _ENCODER_DECODER.items() if k != "vocab_size"}, langs=["en", "de"],
+            src_vocab_size=VOCABULARY, tgt_vocab_size=VOCABULARY,
+        )
+    ),
+}  # fmt: skip
+"""Families, and forms of them, that `tests/test_more_families.py` alone goes through, in fewer combinations."""
+
 
 def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
     """Return a tiny model of a family, ready to generate."""
     torch.manual_seed(seed)
-    return FAMILIES[family]().to(dtype).eval()
+    return (FAMILIES | MORE)[family]().to(dtype).eval()
 
 
 def alone(model: Any) -> Any:

@@ -11,6 +11,8 @@ class Family:
         name: the config's `model_type`.
         encoder_decoder: whether it decodes from an encoder's output.
         activated: names, in one module, of a linear layer and of the activation function that alone reads its output.
+        own_attention: whether its modules compute attention themselves, and not by transformers' attention functions:
+            several rows share keys and values only where decode steps come from the weights.
         output_bias: names of the model's head and of the bias that alone is added to its output.
     """
 
@@ -18,6 +20,7 @@ class Family:
     encoder_decoder: bool
     activated: tuple[tuple[str, str], ...] = ()
     output_bias: tuple[str, str] | None = None
+    own_attention: bool = False
 
 
 _BART, _T5, _LLAMA = (("fc1", "activation_fn"),), (("wi", "act"), ("wi_0", "act")), (("gate_proj", "act_fn"),)
@@ -41,6 +44,27 @@ FAMILIES = {
         Family("opt", encoder_decoder=False, activated=_BART),
         Family("phi", encoder_decoder=False, activated=_BART),
         Family("phi3", encoder_decoder=False),
+        *(
+            Family(name, encoder_decoder=False, activated=_LLAMA) for name in ("cohere", "granite", "olmo2", "stablelm")
+        ),
+        Family("starcoder2", encoder_decoder=False, activated=(("c_fc", "act"),)),
+        Family("bloom", encoder_decoder=False, activated=(("dense_h_to_4h", "gelu_impl"),), own_attention=True),
+        Family("falcon", encoder_decoder=False, activated=(("dense_h_to_4h", "act"),), own_attention=True),
+        *(
+            Family(name, encoder_decoder=False, activated=(("fc_in", "act"),), own_attention=True)
+            for name in ("codegen", "gptj")
+        ),
+        Family("gpt_neo", encoder_decoder=False, activated=(("c_fc", "act"),), own_attention=True),
+        Family("mpt", encoder_decoder=False, activated=(("up_proj", "act"),), own_attention=True),
+        Family("xglm", encoder_decoder=False, activated=_BART, own_attention=True),
+        *(
+            Family(
+                name, encoder_decoder=True, activated=_BART, output_bias=("lm_head", "final_logits_bias"),
+                own_attention=True,
+            )
+            for name in ("led", "mvp")
+        ),
+        Family("fsmt", encoder_decoder=True, activated=_BART, own_attention=True),
     )
 }  # fmt: skip
 

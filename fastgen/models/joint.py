@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastgen.models.step import Context, RelativeBias, Rotary, turned_once
+from fastgen.models.positions import Bias, Rotary, turned_once
+from fastgen.models.step import Context
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Joint:
         return turned_once(self.rotations, rotary, self.position, x)
 
     def over_text(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: RelativeBias | None, scale: float,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
         pieces = zip(self.parts, *(torch.split(x, self.rows) for x in (query, key, value)), strict=True)

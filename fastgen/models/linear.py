@@ -168,6 +168,18 @@ class SideBySide:
         return _finished(nn.functional.linear(x, self.weight, self.bias), activation, residual)
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module is GPT-2's linear layer, whose weight is (K, N)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer: torch's, GPT-2's, or Falcon's, which rounds once more in half precision."""
+    kind = type(module)
+    falcon = kind.__name__ == "FalconLinear" and kind.__module__.startswith("transformers.")
+    return kind is nn.Linear or falcon or is_transposed(module)
+
+
 def product(module: nn.Module) -> Product:
     """The product of a linear layer: as it is routed now, else its own."""
     own = module.__dict__.get("forward")
@@ -221,9 +233,8 @@ def _is_plain(module: nn.Module) -> bool:
 def layers(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, bool]]:
     """Yield (layer, transposed) for every linear layer that can be routed."""
     for module in modules:
-        transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-        if (type(module) is nn.Linear or transposed) and _is_plain(module):
-            yield module, transposed
+        if is_linear(module) and _is_plain(module):
+            yield module, is_transposed(module)
 
 
 def reason_off(model: nn.Module) -> str | None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastgen.models.step import KeysAndValues, RelativeBias, Rotary, turned_once
+from fastgen.models.positions import Bias, Rotary, turned_once
+from fastgen.models.step import KeysAndValues
 from fastgen.ops.beam_attention import beam_attention
 
 
@@ -115,7 +116,7 @@ class Ragged:
         return turned_once(self.rotations, rotary, self.position, x)
 
     def over_text(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: RelativeBias | None, scale: float,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
         keys, values = self.text[layer].room
@@ -137,13 +138,14 @@ class Ragged:
         mask = mask if mask is None or self.attended is None else mask[self.attended]
         return self._attend(query, kept.keys, kept.values, mask, scale, None)
 
-    def _biased(self, bias: RelativeBias) -> Tensor:
+    def _biased(self, bias: Bias) -> Tensor:
         """The mask plus a bias by distance, (R', H, K, N), made once for all layers that have it."""
         if id(bias) not in self.biased:
-            table = bias.by_distance
-            distance = self._last_seen()[..., None] - torch.arange(self.end, device=table.device)
-            distance = distance.clamp_(0, table.shape[1] - 1)
-            found = table.index_select(1, distance.flatten()).view(-1, *distance.shape).transpose(0, 1)
+            last = self._last_seen()[..., None]
+            first = self.first if self.attended is None or isinstance(self.first, int) else self.first[self.attended]
+            before = first[:, None, None] if isinstance(first, Tensor) else first
+            distance = last - torch.arange(self.end, device=last.device)
+            found = bias.at(distance, last + (before - self.text[0].prefix))
             self.biased[id(bias)] = found if self.mask is None else found + self.mask
         return self.biased[id(bias)]
 

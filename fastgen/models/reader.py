@@ -6,6 +6,7 @@ has added, or training mode: then the model makes its steps through its own forw
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 
 from fastgen.models import activation
 from fastgen.models import norm as norms
-from fastgen.models.instance import Routed, runs_its_class
 from fastgen.models.layouts import Attention, Layout
-from fastgen.models.linear import Product, product, products
+from fastgen.models.linear import Product, is_linear, product, products
+from fastgen.models.parts import NotFused, at, check_unread, is_there, name_of
+from fastgen.models.positions import Bias, Rotary, RotationTable
 from fastgen.models.proof import OTHERWISE, outcome
 from fastgen.models.step import (
     DecoderStep,
@@ -24,17 +26,12 @@ from fastgen.models.step import (
     Norm,
     NormLike,
     OwnNorm,
-    RelativeBias,
-    Rotary,
     SourceAttention,
     Sublayer,
     TextAttention,
+    Times,
     unnormed,
 )
-
-
-class NotFused(Exception):
-    """A model's decode step cannot be made from its weights; the message is the reason, as status() shows it."""
 
 
 def step_of(model: nn.Module, layout: Layout, longest: int) -> DecoderStep:
@@ -67,13 +64,15 @@ class _Reader:
 
     def __init__(self, model: Any, layout: Layout, longest: int) -> None:
         self.model, self.layout, self.longest = model, layout, longest
-        self.decoder = _at(model, layout.decoder)
-        self.layers: list[Any] = list(_at(self.decoder, layout.layers).children())
-        self.dtype: torch.dtype = _at(self.decoder, layout.tokens).weight.dtype
+        self.decoder = at(model, layout.decoder)
+        self.layers: list[Any] = list(at(self.decoder, layout.layers).children())
+        self.dtype: torch.dtype = at(self.decoder, layout.tokens).weight.dtype
         self.read: set[nn.Module] = set()
-        device: str = _at(self.decoder, layout.tokens).weight.device.type
+        device: str = at(self.decoder, layout.tokens).weight.device.type
         self.facts: list[object] = [repr(vars(model.config)) if hasattr(model, "config") else "", self.dtype, device]
-        self.bias: RelativeBias | None = None
+        self.bias: Bias | None = None if layout.alibi is None else self.alibi(layout.alibi)
+        self.windows: list[Bias] = []
+        self.tables: list[RotationTable] = []
         self.rotations: dict[str | None, Rotary] = {}
 
     def step(self) -> DecoderStep:
@@ -86,10 +85,11 @@ class _Reader:
         if not norm_first and last is not None:
             raise NotFused("its decoder has a last norm beside those of its layers")
         behind = [*norms_of[1:], last or unnormed] if norm_first else norms_of
-        if torch.is_autocast_enabled(_at(decoder, layout.tokens).weight.device.type):
+        if torch.is_autocast_enabled(at(decoder, layout.tokens).weight.device.type):
             raise NotFused("autocast chooses the types")
         if torch.is_grad_enabled():
             raise NotFused("gradients are wanted")
+        self.check_layers()
         step = DecoderStep(
             module=decoder,
             embedding=self.embedding(),
@@ -98,13 +98,13 @@ class _Reader:
                 for part, norm in zip(parts, behind, strict=True)
             ],
             first=norms_of[0] if norm_first else None,
-            head=self.product(_at(self.model, layout.head)),
+            head=self.product(at(self.model, layout.head)),
             bias=_bias(self.model, layout.bias),
             scale=layout.scale(self.model),
             softcap=layout.softcap(self.model),
             facts=(norm_first, parallel, *self.facts),
         )
-        self.check_rest()
+        check_unread(self.model, (layout.decoder, layout.head), self.read)
         if outcome(step) is False:
             raise NotFused(OTHERWISE)
         return step
@@ -118,70 +118,112 @@ class _Reader:
             raise NotFused(f"{fact} of its layers is {said}")
         return said[0]
 
+    def check_layers(self) -> None:
+        """Raise NotFused where a layer asks for what no step does."""
+        for layer in self.layers:
+            for path in self.layout.never:
+                where, _, name = path.rpartition(".")
+                value = getattr(at(layer, where) if where else layer, name)
+                if value:
+                    raise NotFused(f"{name} of its layers is {value}")
+        if self.layout.positions_of is not None:
+            self.check_positions(getattr(self.model.config, self.layout.positions_of))
+
+    def check_positions(self, count: int) -> None:
+        if self.longest > count:
+            raise NotFused(f"a text of up to {self.longest} tokens, positions for {count}")
+
     def sublayers(self, index: int, layer: Any) -> list[_Part]:
         layout, found = self.layout, list[_Part]()
         for names, over_text in ((layout.text, True), (layout.source, False)):
             if names is None or ("." not in names.module and getattr(layer, names.module) is None):
                 continue  # fairseq's language models name what they have not
-            module = _at(layer, names.module)
+            module = at(layer, names.module)
             attend = self.over_text(module, names) if over_text else self.over_source(module, names)
-            out, own = self.product(_at(module, names.out)), self.own_norm(layer, names.own_norm)
-            found.append(_Part(index, attend, out, own, self.norm(_at(layer, names.norm))))
+            out, own = self.product(at(module, names.out)), self.own_norm(layer, names.own_norm)
+            found.append(_Part(index, attend, out, own, self.norm_before(layer, names.norm)))
         wide, gate = layout.wide, layout.gated
         if layout.wide_gated is not None:
-            wide, gate = (wide, None) if _is_there(layer, wide) else (layout.wide_gated, gate)
+            wide, gate = (wide, None) if is_there(layer, wide) else (layout.wide_gated, gate)
         feed = FeedForward(
-            self.product(_at(layer, wide)),
-            self.activation(_at(layer, layout.activation)),
-            None if gate in (None, wide) else self.product(_at(layer, gate)),
+            self.product(at(layer, wide)),
+            self.activation(at(layer, layout.activation)),
+            None if gate in (None, wide) else self.product(at(layer, gate)),
             halves=gate == wide,
         )
-        out, own = self.product(_at(layer, layout.narrow)), self.own_norm(layer, layout.feed_own_norm)
-        found.append(_Part(index, feed, out, own, self.norm(_at(layer, layout.feed_norm))))
+        out, own = self.product(at(layer, layout.narrow)), self.own_norm(layer, layout.feed_own_norm)
+        found.append(_Part(index, feed, out, own, self.norm_before(layer, layout.feed_norm)))
         return found
 
+    def norm_before(self, layer: Any, path: str) -> NormLike:
+        return self.norm(at(layer, path)) if path else unnormed
+
     def own_norm(self, layer: Any, path: str | None) -> NormLike | None:
-        return None if path is None else self.norm(_at(layer, path))
+        if self.layout.multiplier is not None:
+            factor = float(getattr(layer, self.layout.multiplier))
+            self.facts.append(factor)
+            return Times(factor)
+        return None if path is None else self.norm(at(layer, path))
 
     def over_text(self, module: Any, names: Attention) -> TextAttention:
         dims = getattr(module, self.layout.dims)
-        parts = [_at(module, name) for name in names.parts]
-        out = _at(module, names.out)  # reads as many as there are heads, whatever the projections are
+        parts = [at(module, name) for name in names.parts]
+        out = at(module, names.out)  # reads as many as there are heads, whatever the projections are
         heads = (out.nx if hasattr(out, "nx") else out.in_features) // dims
         if getattr(module, "reorder_and_upcast_attn", False) or getattr(module, "is_cross_attention", False):
             raise NotFused("attention in a precision or form of its own")
         functions = vars(sys.modules[type(module).__module__])
-        self.facts += (functions.get(name) for name in ("apply_rotary_pos_emb", "eager_attention_forward"))
+        self.facts += (functions.get(name) for name in _FUNCTIONS)
         query_norm, key_norm = (self.norm(module._modules.get(name)) for name in ("q_norm", "k_norm"))
         for part in parts:
             self.product(part)
-        scale = float(getattr(module, "scaling", 1.0))
+        scale = float(names.scale(module))
         softcap = None if names.softcap is None else getattr(module, names.softcap)
-        self.facts += (dims, scale, softcap)
+        blocks, spread = names.blocks(module), names.spread is not None and bool(getattr(module, names.spread))
+        self.facts += (dims, scale, softcap, blocks, spread)
         return TextAttention(
-            products(parts), heads, dims, scale, query_norm, key_norm, self.relative(module),
-            self.rotary(module, names.rotation), softcap, names.by_head,
+            products(parts), heads, dims, scale, query_norm, key_norm, self.biased(module, names.seen),
+            self.rotary(module, names), softcap, blocks, names.values_first, spread, names.neighbours,
+            names.whole_norms,
         )  # fmt: skip
 
     def over_source(self, module: Any, names: Attention) -> SourceAttention:
-        dims, query = getattr(module, self.layout.dims), _at(module, names.parts[0])
-        self.read.update(_at(module, name) for name in names.parts[1:])  # they have made the keys and values
-        scale = float(getattr(module, "scaling", 1.0))
+        dims, query = getattr(module, self.layout.dims), at(module, names.parts[0])
+        self.read.update(at(module, name) for name in names.parts[1:])  # they have made the keys and values
+        scale = float(names.scale(module))
         self.facts += (dims, scale)
         return SourceAttention(self.product(query), query.out_features // dims, dims, scale)
 
-    def relative(self, module: Any) -> RelativeBias | None:
-        """The bias by distance: a module's own, else that of the first layer."""
+    def biased(self, module: Any, seen: str | None) -> Bias | None:
+        """The bias of scores by where a key stands: a module's own, else that of the first layer, or of all."""
+        if seen is not None:
+            return self.window(getattr(module, seen))
         if getattr(module, "has_relative_attention_bias", False):
             if self.dtype == torch.float16:
                 raise NotFused("float16, in which its sums are clamped")
             self.read.add(module.relative_attention_bias)
-            self.bias = RelativeBias(functools.partial(_by_distance, module, self.longest))
+            self.bias = Bias(functools.partial(_by_distance, module, self.longest))
         return self.bias
 
+    def alibi(self, make: Callable[[Any, int], Tensor]) -> Bias:
+        return Bias(functools.partial(make, self.decoder, self.longest), self.layout.by_position)
+
+    def window(self, seen: Tensor) -> Bias | None:
+        """What a table (1, 1, P, P) lets the last token of the longest text see, by distance; None for all."""
+        last = min(self.longest, seen.shape[2]) - 1  # where there are more, there are no positions for them either
+        seen = seen[0, 0, last : last + 1, : last + 1].flip(1)
+        if bool(seen.all()):
+            return None
+        table = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        known = next((bias for bias in self.windows if torch.equal(bias.table, table)), None)
+        if known is None:
+            known = Bias(lambda: table)
+            self.windows.append(known)
+        return known
+
     def product(self, module: Any) -> Product:
-        if not (type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))):
-            raise NotFused(f"a {_name(module)} in place of a linear layer")
+        if not is_linear(module):
+            raise NotFused(f"a {name_of(module)} in place of a linear layer")
         if type(module.weight) is not nn.Parameter:
             raise NotFused(f"a weight that is a {type(module.weight).__name__}")
         if module.weight.dtype != self.dtype:
@@ -196,9 +238,12 @@ class _Reader:
         if type(module) is nn.LayerNorm:
             self.facts.append(module.eps)
             return Norm(module.weight, module.bias, module.eps)
+        if type(module).__name__ in _OWN_NORMS:
+            self.facts.append(module.variance_epsilon)
+            return OwnNorm(module)
         found = norms.rms_norm(module)
         if found is None:
-            raise NotFused(f"a {_name(module)} in place of a norm")
+            raise NotFused(f"a {name_of(module)} in place of a norm")
         self.facts += (found.eps, found.offset)
         if self.dtype == torch.float64:  # which the toolkit's norms compute in float32
             return OwnNorm(module)
@@ -209,17 +254,18 @@ class _Reader:
             self.read.update(function.modules())
         kind = activation.kind(function)
         if kind is None:
-            raise NotFused(f"an activation function {getattr(function, '__name__', None) or _name(function)}")
+            raise NotFused(f"an activation function {getattr(function, '__name__', None) or name_of(function)}")
         self.facts.append(kind)
         return kind
 
     def embedding(self) -> Embedding:
         layout, decoder = self.layout, self.decoder
-        tokens, positions = _at(decoder, layout.tokens), decoder._modules.get(layout.positions)
+        tokens, positions = at(decoder, layout.tokens), decoder._modules.get(layout.positions)
         if not isinstance(tokens, nn.Embedding) or tokens.max_norm is not None:
-            raise NotFused(f"a {_name(tokens)} in place of an embedding")
+            raise NotFused(f"a {name_of(tokens)} in place of an embedding")
         self.read.add(tokens)
-        scale = 1.0 if layout.norm_tokens else getattr(tokens, "embed_scale", getattr(decoder, "embed_scale", 1.0))
+        name = layout.embed_scale
+        scale = 1.0 if layout.norm_tokens else getattr(tokens, name, getattr(decoder, name, 1.0))
         scale = float(scale.to(tokens.weight.dtype) if isinstance(scale, Tensor) else scale)
         normed = self.norm(decoder._modules.get(layout.embedding_norm))
         self.facts.append(scale)
@@ -228,20 +274,27 @@ class _Reader:
         self.read.add(positions)
         table: Tensor = positions.weights if hasattr(positions, "weights") else positions.weight
         first = layout.first(positions)
-        if first + self.longest > table.shape[0]:
-            raise NotFused(f"a text of up to {self.longest} tokens, positions for {table.shape[0] - first}")
+        self.check_positions(table.shape[0] - first)
         if table.dtype != tokens.weight.dtype or table.device != tokens.weight.device:
             raise NotFused(f"positions in {table.dtype} on {table.device}")
         padding = positions.padding_idx if layout.pads else None
-        self.facts += (first, padding)
-        return Embedding(tokens.weight, scale, table, first, padding, padding or 0, normed, layout.norm_tokens)
+        row = None if layout.pads == "before" else padding or 0
+        self.facts += (first, padding, row)
+        return Embedding(tokens.weight, scale, table, first, padding, row, normed, layout.norm_tokens)
 
-    def rotary(self, attention: Any, kind: str | None) -> Rotary | None:
-        """The rotation of an attention module: the decoder's one, or of several the one that the attribute names."""
+    def rotary(self, attention: Any, names: Attention) -> Rotary | None:
+        """The rotation of an attention module: its own table, the decoder's one, or of several the one it names."""
+        if names.rotation_table is not None:
+            table: Tensor = getattr(attention, names.rotation_table)
+            self.check_positions(table.shape[0])
+            return self.rotation_table(table[: self.longest])
+        kind = names.rotation
         module: Any = self.decoder._modules.get(self.layout.rotary)
         if module is None:
             return None
         self.read.add(module)
+        if self.layout.alibi is not None:  # Falcon has both, and uses one
+            return None
         rope = getattr(module, "rope_type", None)
         kinds: list[str | None] = list(rope.values()) if isinstance(rope, dict) else [rope]
         if any(name in ("dynamic", "longrope") for name in kinds):
@@ -252,86 +305,26 @@ class _Reader:
             self.rotations[which] = module if which is None else functools.partial(module, layer_type=which)
         return self.rotations[which]
 
-    def check_rest(self) -> None:
-        """Raise NotFused where the decoder has a part that was not read, and is more than a dropout."""
-        if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
-            raise NotFused("a hook on all modules")
-        named = self.decoder.named_modules()
-        for name, module in [*_along(self.model, self.layout.decoder), *_along(self.model, self.layout.head), *named]:
-            kind, outer = type(module).__name__, module is self.model
-            hooks = module._forward_hooks or module._forward_pre_hooks  # seldom there are any
-            if hooks and any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
-                raise NotFused(f"a hook on a {kind}")
-            if module.training:
-                raise NotFused(f"a {kind} is in training mode")
-            known = runs_its_class(module) or isinstance(module.__dict__["forward"], Routed)
-            if not known or not is_toolkits(type(module).forward):
-                raise NotFused(f"a forward of its own of a {kind}")
-            if outer or module in self.read or "Dropout" in kind:
-                continue
-            if type(module).__module__.partition(".")[0] not in _TOOLKITS:
-                raise NotFused(f"{_name(module)} is a class of its own")
-            holds = next((n for n, p in module._parameters.items() if p is not None), None)
-            if holds is not None or not module._modules:
-                where = name if holds is None else f"{name}.{holds}"
-                raise NotFused(f"a part of its own, {where}")
+    def rotation_table(self, table: Tensor) -> Rotary:
+        """One for all layers whose tables are equal, so that a step looks it up once."""
+        known = next((r for r in self.tables if torch.equal(r.table, table)), None)
+        if known is None:
+            known = RotationTable(table)
+            self.tables.append(known)
+        return known
 
 
-_TOOLKITS = ("torch", "transformers", "fairseq")
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+_FUNCTIONS = ("apply_rotary_pos_emb", "eager_attention_forward", "build_alibi_tensor", "build_mpt_alibi_tensor")
+"""Of a model's file, which a step computes in its own way, or has called when it was made."""
 
 
-def _along(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """The modules on the way from a model to a part, itself included."""
-    names = path.split(".")
-    found = [(".".join(names[:i]), _at(model, ".".join(names[:i]))) for i in range(1, len(names))]
-    return [("", model), *found, (path, _at(model, path))]
-
-
-def _foreign(hook: Any) -> bool:
-    """Whether a hook is not transformers' own, which only notes outputs, where they are asked for."""
-    return not getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing")
-
-
-@functools.cache
-def is_toolkits(forward: Any) -> bool:
-    """Whether a class's forward is defined in a toolkit, and was not put there by somebody else.
-
-    Asked of the function itself: a wrapper may have taken over the names of what it wraps.
-    """
-    return getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0] in (*_TOOLKITS, "fastgen")
+_OWN_NORMS = ("CohereLayerNorm",)
+"""Classes of norms of transformers' that are neither LayerNorm nor RMSNorm: their own forwards run."""
 
 
 def _by_distance(attention: Any, longest: int) -> Tensor:
     """The bias (H, L) of T5's attention over keys at the distances 0 to L - 1."""
     return attention.compute_bias(1, longest, past_seen_tokens=longest - 1)[0, :, 0].flip(1)
-
-
-def _name(thing: object) -> str:
-    """A thing's class and the package it is of."""
-    return f"{type(thing).__module__.partition('.')[0]}.{type(thing).__name__}"
-
-
-def _is_there(module: nn.Module, path: str) -> bool:
-    try:
-        _at(module, path)
-    except NotFused:
-        return False
-    return True
-
-
-def _at(module: nn.Module, path: str) -> Any:
-    """A part by its path: a module, or a function that a module has as an attribute.
-
-    Raises:
-        NotFused: there is none.
-    """
-    found: Any = module
-    for name in path.split("."):
-        found = found._modules.get(name) if name in found._modules else getattr(found, name, None)
-        if found is None:
-            raise NotFused(f"its decoder has no {path}")
-    return found
 
 
 def _bias(model: nn.Module, name: str | None) -> Tensor | None:

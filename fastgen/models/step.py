@@ -7,7 +7,6 @@ that of the next sublayer. So every one of them ends in the same two operations,
 Source: Wang et al. 2021 (LightSeq), section 2.1: one operation between two matrix products.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastgen.models.linear import Product
+from fastgen.models.positions import Bias, Rotary, rotated, turned_once
 from fastgen.ops.activation import fused_activation
 from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weights
 from fastgen.ops.norm import norm
@@ -45,12 +45,12 @@ class Surroundings(Protocol):
         """Of the newest token, the first being 0; (R,) int64 where rows differ."""
         ...
 
-    def rotation(self, rotary: "Rotary", x: Tensor) -> tuple[Tensor, Tensor]:
+    def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the newest token's position, of the dtype and on the device of x."""
         ...
 
     def over_text(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: "RelativeBias | None", scale: float,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
         """Keep key and value (R, Hkv, D) of the newest token; return what query (R, H, D) finds there, (R, H * D)."""
@@ -93,21 +93,34 @@ class Context:
     biased: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
 
-    def text_mask_with(self, bias: "RelativeBias | None") -> Tensor | None:
+    def text_mask_with(self, bias: Bias | None) -> Tensor | None:
         """The mask of the text plus a bias, made once for all layers that have it."""
         if bias is None:
             return self.text_mask
         if id(bias) not in self.biased:
-            found = bias.over(self)
+            position = self.position
+            if isinstance(position, Tensor):  # the beams of a sentence are at the same one
+                position = position.view(1 if len(position) == 1 else self.sentences, -1)[:, :1, None]
+            found = bias.at(self._distances()[:, None], position)
             self.biased[id(bias)] = found if self.text_mask is None else found + self.text_mask
         return self.biased[id(bias)]
 
-    def rotation(self, rotary: "Rotary", x: Tensor) -> tuple[Tensor, Tensor]:
+    def _distances(self) -> Tensor:
+        """(1 or B, N) int64, from the newest token to each slot; less than 0 to those that are not filled yet."""
+        keys = self.text[0].keys
+        steps = self.times
+        if steps is None:
+            slots = torch.arange(keys.shape[2] - self.prefix, device=keys.device)
+            steps = slots.div(self.text[0].beams, rounding_mode="floor")[None]
+        prefix = torch.arange(self.prefix, device=keys.device).expand(steps.shape[0], -1)
+        return self.length - 1 - torch.cat([prefix, steps + self.prefix], 1)
+
+    def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the newest token's position, made once for all layers; x: of their dtype and device."""
         return turned_once(self.rotations, rotary, self.position, x)
 
     def over_text(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: "RelativeBias | None", scale: float,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
         kept = self.text[layer]
@@ -125,46 +138,6 @@ class Context:
         else:
             mixed = beam_attention(query, kept.keys, kept.values, self.source_mask, scale)
         return mixed.reshape(rows, -1)
-
-
-Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Gives cosine and sine (1 or R, 1, E), of the dtype and device of a tensor, for positions (1 or R, 1)."""
-
-
-def turned_once(
-    known: dict[int, tuple[Tensor, Tensor]], rotary: Rotary, at: int | Tensor, x: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Cosine and sine for positions `at`, as `Context` has them, kept in `known` for the other layers of a step."""
-    if id(rotary) not in known:
-        known[id(rotary)] = rotary(
-            x, at[:, None] if isinstance(at, Tensor) else torch.full((1, 1), at, device=x.device)
-        )
-    return known[id(rotary)]
-
-
-@dataclass(frozen=True)
-class RelativeBias:
-    """What is added to attention scores by a key's distance: `make` gives (H, L), from 0 on (Raffel et al. 2020)."""
-
-    make: Callable[[], Tensor]
-
-    @functools.cached_property
-    def by_distance(self) -> Tensor:
-        return self.make()
-
-    def over(self, context: Context) -> Tensor:
-        """Return (1 or B, H, 1, N) over the prefix and the slots of a context."""
-        slots = context.text[0].keys.shape[2] - context.prefix
-        device = self.by_distance.device
-        steps = context.times
-        if steps is None:
-            beams = context.text[0].beams
-            steps = torch.arange(slots, device=device).div(beams, rounding_mode="floor")[None]
-        prefix = torch.arange(context.prefix, device=device).expand(steps.shape[0], -1)
-        distance = context.length - 1 - torch.cat([prefix, steps + context.prefix], 1)
-        distance = distance.clamp_(0, self.by_distance.shape[1] - 1)  # of slots that are not filled yet, too
-        found = self.by_distance.index_select(1, distance.flatten())
-        return found.view(-1, *distance.shape).transpose(0, 1)[:, :, None]
 
 
 class NormLike(Protocol):
@@ -193,6 +166,17 @@ class OwnNorm:
 
 
 @dataclass(frozen=True)
+class Times:
+    """In place of a norm of a sublayer's output: a number times it."""
+
+    factor: float
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return total * self.factor, total
+
+
+@dataclass(frozen=True)
 class Norm:
     """LayerNorm, or RMSNorm; parameters as `ops.norm` has them."""
 
@@ -213,10 +197,13 @@ class TextAttention:
 
     Attributes:
         parts: products of queries, keys and values, or the one that has them side by side.
-        by_head: whether that one has those of each head side by side, not those of all heads.
-        query_norm, key_norm: of each head; None for none.
+        blocks: in how many blocks, of as many heads each, that one has its queries, keys and values side by side.
+        values_first: whether values stand before keys there.
+        spread: whether a key head is kept once for each query head that reads it.
+        query_norm, key_norm: of each head, or, with `whole_norms`, of all together; None for none.
         bias: by distance; None for none.
         rotary: turns queries and keys; None where they are not turned.
+        neighbours: whether neighbours are turned together.
         softcap: of the scores; None for none.
     """
 
@@ -226,33 +213,38 @@ class TextAttention:
     scale: float
     query_norm: NormLike | None = None
     key_norm: NormLike | None = None
-    bias: RelativeBias | None = None
+    bias: Bias | None = None
     rotary: Rotary | None = None
     softcap: float | None = None
-    by_head: bool = False
+    blocks: int = 1
+    values_first: bool = False
+    spread: bool = False
+    neighbours: bool = False
+    whole_norms: bool = False
 
     def __call__(self, x: Tensor, layer: int, context: Surroundings) -> Tensor:
         made = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.parts]
-        if self.by_head:
-            made = made[0].unflatten(1, (self.heads, 3)).unbind(2)
-        elif len(made) == 1:
-            kv_heads = (made[0].shape[1] - self.heads) // 2
-            made = made[0].split((self.heads, kv_heads, kv_heads), 1)
-        query, key, value = made
+        query, key, value = made if len(made) > 1 else self._split(made[0])
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query)[0], self.key_norm(key)[0]
+            query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
         if self.rotary is not None:
             turned = context.rotation(self.rotary, x)
-            query, key = _rotated(query, *turned), _rotated(key, *turned)
+            query, key = (rotated(each, *turned, self.neighbours) for each in (query, key))
+        if self.spread:
+            key, value = (each.repeat_interleave(self.heads // each.shape[1], 1) for each in (key, value))
         return context.over_text(layer, query, key, value, self.bias, self.scale, self.softcap)
 
+    def _normed(self, x: Tensor, of_heads: NormLike) -> Tensor:
+        return of_heads(x.flatten(1))[0].view_as(x) if self.whole_norms else of_heads(x)[0]
 
-def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021) of the first E of x (R, H, D); cosine and sine (1 or R, 1, E)."""
-    turned, rest = x[..., : cosine.shape[-1]], x[..., cosine.shape[-1] :]
-    first, second = turned.chunk(2, -1)
-    turned = turned * cosine + torch.cat([-second, first], -1) * sine
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+    def _split(self, made: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values (R, .., D) of one product (R, all of their heads, D)."""
+        heads = made.shape[1] // self.blocks
+        of_queries = self.heads // self.blocks
+        others = (heads - of_queries) // 2
+        parts = made.unflatten(1, (self.blocks, heads)).split((of_queries, others, others), 2)
+        query, key, value = (part.flatten(1, 2) for part in parts)
+        return (query, value, key) if self.values_first else (query, key, value)
 
 
 @dataclass(frozen=True)
@@ -323,7 +315,8 @@ class Embedding:
     """Token embeddings, scaled, plus those of positions, normed.
 
     positions: (P, C), whose row `first` is the position 0; None for none. padding: the token that has row `padding_row`
-    wherever it stands; None for none. norm_tokens: whether the norm is of the tokens alone.
+    wherever it stands, or, where that is None, the row before its own; None for none. norm_tokens: whether the norm is
+    of the tokens alone.
     """
 
     tokens: Tensor
@@ -331,7 +324,7 @@ class Embedding:
     positions: Tensor | None = None
     first: int = 0
     padding: int | None = None
-    padding_row: int = 0
+    padding_row: int | None = 0
     norm: NormLike | None = None
     norm_tokens: bool = False
 
@@ -344,7 +337,8 @@ class Embedding:
         if self.positions is not None:
             row = self.positions[self.first + position]
             if self.padding is not None:
-                row = torch.where((ids == self.padding)[:, None], self.positions[self.padding_row], row)
+                other = self.first + position - 1 if self.padding_row is None else self.padding_row
+                row = torch.where((ids == self.padding)[:, None], self.positions[other], row)
             x = x.add_(row)
         return x if self.norm is None or self.norm_tokens else self.norm(x)[0]
 
@@ -381,6 +375,12 @@ class DecoderStep:
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.tokens.dtype
+
+    @property
+    def counts_padding(self) -> bool:
+        """Whether attention has to know how many tokens of the prompt are padding, which no position id says."""
+        biases = (s.mix.bias for s in self.sublayers if isinstance(s.mix, TextAttention))
+        return any(bias is not None and bias.by_position for bias in biases)
 
     def __call__(self, ids: Tensor, context: Surroundings) -> Tensor:
         """Return the logits (R, V) of what follows ids (R,) int64, the newest token of each row."""

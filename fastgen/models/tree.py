@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastgen.models.positions import Bias, Rotary, turned_once
 from fastgen.models.ragged import Written
-from fastgen.models.step import DecoderStep, KeysAndValues, RelativeBias, Rotary, turned_once
+from fastgen.models.step import DecoderStep, KeysAndValues
 from fastgen.ops.beam_attention import beam_attention
 
 ROOT = -1
@@ -109,7 +110,7 @@ class _Pass:
         return turned_once(self.rotations, rotary, self.position, x)
 
     def over_text(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: RelativeBias | None, scale: float,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
         keys, values = self.tree.text[layer].room
@@ -128,10 +129,8 @@ class _Pass:
     def _folded(self, x: Tensor) -> Tensor:
         return x.view(-1, self.new, *x.shape[1:])
 
-    def _biased(self, bias: RelativeBias) -> Tensor:
+    def _biased(self, bias: Bias) -> Tensor:
         if id(bias) not in self.biased:
-            table = bias.by_distance
-            distance = self.tree.distances(self.new).clamp_(max=table.shape[1] - 1)
-            found = table.index_select(1, distance.flatten()).view(-1, *distance.shape).transpose(0, 1)
+            found = bias.at(self.tree.distances(self.new), self.positions[..., None])
             self.biased[id(bias)] = found + self.mask
         return self.biased[id(bias)]

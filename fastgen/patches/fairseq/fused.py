@@ -10,9 +10,10 @@ from torch import Tensor
 from fastgen import config
 from fastgen.models import graph
 from fastgen.models.layouts import LAYOUTS
+from fastgen.models.parts import NotFused
 from fastgen.models.proof import outcome
 from fastgen.models.ragged import Ragged, Span
-from fastgen.models.reader import NotFused, step_of
+from fastgen.models.reader import step_of
 from fastgen.models.replay import Replay
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.fairseq.attention import Layers

@@ -13,8 +13,8 @@ from torch import Tensor
 from fastgen.decoding import cache
 from fastgen.decoding.first_finished import Made, Prediction
 from fastgen.models.memory import Memory, memory_of
+from fastgen.models.parts import NotFused
 from fastgen.models.proof import by_modules, trial, verdict
-from fastgen.models.reader import NotFused
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.fairseq.attention import Layers, current_step
 from fastgen.patches.fairseq.fused import FusedDecoder

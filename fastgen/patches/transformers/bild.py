@@ -25,8 +25,8 @@ from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.policies import Drawn, Likeliest, Policy, Rejection
 from fastgen.models.early_exit import early_exit
 from fastgen.models.families import family_of
+from fastgen.models.parts import NotFused
 from fastgen.models.ragged import Span
-from fastgen.models.reader import NotFused
 from fastgen.models.routes import routed
 from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine

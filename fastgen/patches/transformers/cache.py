@@ -1,7 +1,8 @@
 """transformers' cache classes over the keys and values of `decoding.cache`."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -53,7 +54,7 @@ class SharedCache:
         self.sentences, self.beams, self.longest = sentences, beams, longest
         self.device, self.stock = device, stock
         self._stock_rows, self._peak = sentences * beams, 0
-        self.decoding = False
+        self.decoding = self.looked_at = False
         self.ancestry = cache.Ancestry(sentences, beams, longest, device) if beams > 1 else None
         self.text: list[LayerKV] = []
         self.source: list[LayerKV] = []
@@ -79,7 +80,7 @@ class SharedCache:
 
     @property
     def hands_out_tickets(self) -> bool:
-        return self.decoding and self.beams > 1
+        return self.decoding and self.beams > 1 and not self.looked_at
 
     @property
     def nbytes(self) -> int:
@@ -134,6 +135,15 @@ class SharedCache:
         for layer in (*self.text, *self.source):
             layer.keep(sentences, moves)
 
+    @contextmanager
+    def as_of_prompt(self) -> Generator[None]:
+        """Within it a model sees a cache of one row per sentence, the prompt's, and nothing that it adds is kept."""
+        self.looked_at = True
+        try:
+            yield
+        finally:
+            self.looked_at = False
+
     def undo_steps(self) -> None:
         """Forget all generated tokens; only `as_stock` may follow."""
         for layer in self.text:
@@ -174,6 +184,8 @@ class _Layer(DynamicLayer):
             fresh = self._kv.length == 0
             self._kv.extend(key_states, value_states)
             return (key_states, value_states) if fresh else (self._kv.keys, self._kv.values)
+        if self._owner.looked_at:
+            return torch.cat([self._kv.keys, key_states], 2), torch.cat([self._kv.values, value_states], 2)
         self._kv.append(key_states, value_states)
         return self.keys, self.values
 

@@ -8,9 +8,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import graph, replay
-from fastgen.models.families import family_of
+from fastgen.models.families import Family, family_of
+from fastgen.models.parts import NotFused
 from fastgen.models.proof import by_modules
-from fastgen.models.reader import NotFused
 from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
 from fastgen.patches.transformers import first_tokens, fused
@@ -51,6 +51,8 @@ def decide(
         try:
             step = fused.step(model, config, kwargs, _longest(model, input_ids, config, kwargs))
         except NotFused as reason_not:
+            shared = beams == 1 or not has_own_attention(model)
+            left_off += [] if shared else [not_shared(MODULES_CANNOT)]
             left_off.append(by_modules(reason_not))
     samples = beams if loop == "sample" and method is None else 1
     if (reason := _reason_not_to_drop(input_ids, processors, criteria, config, kwargs, samples)) is not None:
@@ -85,6 +87,18 @@ def _reason_not_to_know(model: Any, method: Method | None) -> str | None:
             raise
         return unsupported.reason
     return None
+
+
+MODULES_CANNOT = "the model's own modules compute attention by themselves"
+
+
+def has_own_attention(model: Any) -> bool:
+    """Whether a model's modules cannot redeem what a shared cache hands out for several rows of a sentence."""
+    return any(family is not None and family.own_attention for family in map(_family, _configs(model)))
+
+
+def _family(config: Any) -> Family | None:
+    return family_of(config.model_type)
 
 
 refused: set[type] = set()
@@ -190,6 +204,8 @@ def _reason_not_to_redeem(model: Any, kwargs: dict[str, Any]) -> str | None:
     """Why the model's attention cannot be that over the shared cache, for several rows per sentence."""
     if type(model) in refused:
         return computes_alone(model)
+    if has_own_attention(model):
+        return None  # its modules are not asked
     if not _engine.is_applied("transformers.attention"):
         return "transformers.attention is not in place"
     for part in _configs(model):

@@ -214,7 +214,8 @@ def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | t
     """What keys and values take at the maximal length, with the cache of the plan and with transformers' own."""
     text = model.config.get_text_config(decoder=True)
     layers: int = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
-    heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    one = getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False)  # Falcon's names
+    heads: int = 1 if one else getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     dim: int = (
         getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or text.hidden_size // text.num_attention_heads
     )

@@ -10,17 +10,25 @@ from transformers import GenerationMixin
 
 from fastgen import config
 from fastgen.models import graph
-from fastgen.models.layouts import LAYOUTS
+from fastgen.models.layouts import layout_of
+from fastgen.models.parts import NotFused, is_toolkits
 from fastgen.models.proof import outcome
 from fastgen.models.ragged import Ragged, Span
-from fastgen.models.reader import NotFused, is_toolkits, step_of
+from fastgen.models.reader import step_of
 from fastgen.models.replay import Replay
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.cache import SharedCache, parts_of
 
 # Arguments of a model's forward that its decode steps can do without, or that are looked at here; and of a loop.
 _ARGUMENTS = {
-    True: {"attention_mask", "decoder_attention_mask", "encoder_outputs", "past_key_values", "use_cache"},
+    True: {
+        "attention_mask",
+        "decoder_attention_mask",
+        "encoder_outputs",
+        "global_attention_mask",
+        "past_key_values",
+        "use_cache",
+    },
     False: {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"},
 }  # by whether it is an encoder-decoder
 _OF_LOOP = {"streamer", "synced_gpus", "tokenizer"}
@@ -54,7 +62,7 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     windows = [layer.sliding_window for layer in parts_of(kwargs["past_key_values"])[0].layers if layer.is_sliding]
     if windows and longest > min(windows):
         raise NotFused("the text may outgrow the sliding window")
-    layout = LAYOUTS.get(model.config.model_type)
+    layout = layout_of(model.config)
     if layout is None:
         raise NotFused(f"there is no record of model type {model.config.model_type!r}")
     if (layout.source is not None) != bool(model.config.is_encoder_decoder):
@@ -66,7 +74,13 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
             raise NotFused(f"{type(model).__name__} has its own {name}")
     if model.config._attn_implementation not in _ATTENTION:
         raise NotFused(f"attention implementation {model.config._attn_implementation!r}")
-    return step_of(model, layout, longest)
+    if not layout.masks_text and kwargs.get("decoder_attention_mask") is not None:
+        raise NotFused("the model gets decoder_attention_mask")
+    found = step_of(model, layout, longest)
+    mask = kwargs.get("attention_mask")
+    if found.counts_padding and mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise NotFused("padding that is not on the left")
+    return found
 
 
 class FusedDecoder:
@@ -90,7 +104,8 @@ class FusedDecoder:
         text, source = (kwargs.get(name) for name in names)
         self.prefix_mask = None if text is None else _additive(text[:: cache.beams, : self.prefix], step.dtype)
         self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)
-        self.first = self._first(kwargs.get("position_ids"))
+        counted = None if text is None else text[:, : self.prefix].sum(1, keepdim=True)
+        self.first = self._first(counted if step.counts_padding else kwargs.get("position_ids"))
         self.hidden: Tensor | None = None  # (R, C), what the head has read last of a step that is not replayed
         self.replay = Replay(step, cache.text, cache.longest, wide=True) if graph.wanted(cache.text[0].keys) else None
 

@@ -23,7 +23,7 @@ from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Edit, all_sparse
 from fastgen.models import graph, linear, memory
 from fastgen.models.families import family_of
-from fastgen.models.reader import NotFused
+from fastgen.models.parts import NotFused
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
 from fastgen.patches.transformers import bild, bild_call, parity, pausing, restored, restored_loops, scored, split

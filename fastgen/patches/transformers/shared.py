@@ -11,12 +11,18 @@ from fastgen.decoding.cache import Ancestry
 from fastgen.decoding.plan import Plan
 from fastgen.models.attention import BeamAttention
 from fastgen.models.memory import memory_of
+from fastgen.models.parts import NotFused
 from fastgen.models.proof import by_modules, trial, verdict
-from fastgen.models.reader import NotFused
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import SharedCache
-from fastgen.patches.transformers.decide import computes_alone, not_shared, refused
+from fastgen.patches.transformers.decide import (
+    MODULES_CANNOT,
+    computes_alone,
+    has_own_attention,
+    not_shared,
+    refused,
+)
 from fastgen.patches.transformers.fused import FusedDecoder
 from fastgen.patches.transformers.report import CallReport
 from fastgen.patches.transformers.stepper import Stepper
@@ -29,6 +35,8 @@ class SharedStepper(Stepper):
     From then on the call goes on without the shared cache.
 
     Where the model's steps can be made from its weights, they are. The very first one is made both ways and compared.
+    Of modules that compute attention themselves, the own forward then runs with the first beam of each sentence, to
+    which the shared cache looks like one without beams.
 
     Args:
         step: the one from the weights; None where there is none.
@@ -52,6 +60,7 @@ class SharedStepper(Stepper):
         model_kwargs["past_key_values"] = self.cache.past_key_values
         self.of_weights = step
         self.fused: FusedDecoder | None = None
+        self.alone = plan.beams > 1 and has_own_attention(model)
 
     @property
     def past_key_values(self) -> Any:
@@ -89,6 +98,8 @@ class SharedStepper(Stepper):
 
     def step(self, ids: Tensor) -> Tensor:
         if self.cache is None or self.fused is None or not self.fused.ready:
+            if self.alone and self.cache is not None:
+                return self._first_alone(self.cache, ids)
             return super().step(ids)
         self._note_step(ids)
         self.cache.begin_step()
@@ -160,6 +171,25 @@ class SharedStepper(Stepper):
             self._leave_fused(reason)
         return outputs
 
+    def _first_alone(self, cache: SharedCache, ids: Tensor) -> Tensor:
+        """The first step, where modules cannot make it over the shared cache: from the weights, or without that."""
+        self._note_step(ids)
+        if self.fused is not None:
+            m, fused = self.plan.beams, self.fused
+            given = {name: _every(m, value) for name, value in self.kwargs.items()}
+            with cache.as_of_prompt():
+                inputs = self.model.prepare_inputs_for_generation(ids[::m], next_sequence_length=1, **given)
+                own = self.model(**inputs, return_dict=True).logits[:, -1]
+            cache.begin_step()
+            found = trial(lambda: fused(ids), cache.text)
+            reason = verdict(fused.step, None if found is None else found[::m], own)
+            fused.ready = reason is None
+            if reason is None:
+                return fused(ids)
+            self._leave_fused(reason)
+        self._leave_shared(cache, self.kwargs, MODULES_CANNOT)
+        return self._taken(super()._forward(ids))
+
     def _leave_fused(self, reason: str) -> None:
         self.fused = None
         self.plan = replace(self.plan, fused=False, graphs=False, left_off=(*self.plan.left_off, by_modules(reason)))
@@ -186,11 +216,14 @@ class SharedStepper(Stepper):
     def _go_on_unshared(self, cache: SharedCache, kwargs: dict[str, Any]) -> None:
         """Drop what the first step has written, and go on from its arguments with the cache of the toolkit's own."""
         refused.add(self.model.__class__)
+        self._leave_shared(cache, kwargs, computes_alone(self.model))
+
+    def _leave_shared(self, cache: SharedCache, kwargs: dict[str, Any], reason: str) -> None:
         self._peak = cache.peak_nbytes
         cache.undo_steps()
         self.kwargs = kwargs | {"past_key_values": cache.as_stock()}
         self.cache = self.fused = None
-        left_off = (not_shared(computes_alone(self.model)), *self.plan.left_off)
+        left_off = (not_shared(reason), *self.plan.left_off)
         self.plan = replace(self.plan, shared=False, fused=False, left_off=left_off)
 
     def keep_cache(self, sentences: Tensor, rows: Tensor) -> None:

@@ -1,0 +1,94 @@
+"""The parts of a live model, and those that nobody has read: what a decode step from the weights must not overlook."""
+
+import functools
+from collections.abc import Container
+from typing import Any
+
+from torch import nn
+
+from fastgen.models.instance import Routed, runs_its_class
+
+
+class NotFused(Exception):
+    """A model's decode step cannot be made from its weights; the message is the reason, as status() shows it."""
+
+
+def at(module: nn.Module, path: str) -> Any:
+    """A part by its path: a module, or a function that a module has as an attribute.
+
+    Raises:
+        NotFused: there is none.
+    """
+    found: Any = module
+    for name in path.split("."):
+        found = found._modules.get(name) if name in found._modules else getattr(found, name, None)
+        if found is None:
+            raise NotFused(f"its decoder has no {path}")
+    return found
+
+
+def is_there(module: nn.Module, path: str) -> bool:
+    try:
+        at(module, path)
+    except NotFused:
+        return False
+    return True
+
+
+def name_of(thing: object) -> str:
+    """A thing's class and the package it is of."""
+    return f"{type(thing).__module__.partition('.')[0]}.{type(thing).__name__}"
+
+
+def check_unread(model: nn.Module, paths: tuple[str, str], read: Container[nn.Module]) -> None:
+    """Raise NotFused where a decoder has a part that was not read, and is more than a dropout.
+
+    paths: of the decoder and of the head, from the model. read: the modules that were.
+    """
+    if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
+        raise NotFused("a hook on all modules")
+    decoder, head = paths
+    named = at(model, decoder).named_modules()
+    for name, module in [*_along(model, decoder), *_along(model, head), *named]:
+        kind, outer = type(module).__name__, module is model
+        hooks = module._forward_hooks or module._forward_pre_hooks  # seldom there are any
+        if hooks and any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
+            raise NotFused(f"a hook on a {kind}")
+        if module.training:
+            raise NotFused(f"a {kind} is in training mode")
+        known = runs_its_class(module) or isinstance(module.__dict__["forward"], Routed)
+        if not known or not is_toolkits(type(module).forward):
+            raise NotFused(f"a forward of its own of a {kind}")
+        if outer or module in read or "Dropout" in kind:
+            continue
+        if type(module).__module__.partition(".")[0] not in _TOOLKITS:
+            raise NotFused(f"{name_of(module)} is a class of its own")
+        holds = next((n for n, p in module._parameters.items() if p is not None), None)
+        if holds is not None or not module._modules:
+            where = name if holds is None else f"{name}.{holds}"
+            raise NotFused(f"a part of its own, {where}")
+
+
+_TOOLKITS = ("torch", "transformers", "fairseq")
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+def _along(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """The modules on the way from a model to a part, itself included."""
+    names = path.split(".")
+    found = [(".".join(names[:i]), at(model, ".".join(names[:i]))) for i in range(1, len(names))]
+    return [("", model), *found, (path, at(model, path))]
+
+
+def _foreign(hook: Any) -> bool:
+    """Whether a hook is not transformers' own, which only notes outputs, where they are asked for."""
+    return not getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing")
+
+
+@functools.cache
+def is_toolkits(forward: Any) -> bool:
+    """Whether a class's forward is defined in a toolkit, and was not put there by somebody else.
+
+    Asked of the function itself: a wrapper may have taken over the names of what it wraps.
+    """
+    return getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0] in (*_TOOLKITS, "fastgen")
