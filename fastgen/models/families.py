@@ -41,6 +41,10 @@ FAMILIES = {
         Family("opt", encoder_decoder=False, activated=_BART),
         Family("phi", encoder_decoder=False, activated=_BART),
         Family("phi3", encoder_decoder=False),
+        Family(
+            "unilm", encoder_decoder=True,
+            activated=(("dense", "intermediate_act_fn"), ("dense", "transform_act_fn")),
+        ),
     )
 }  # fmt: skip
 

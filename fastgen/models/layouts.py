@@ -45,6 +45,9 @@ class Layout:
         scale: says what is multiplied with before the head.
         softcap: says what caps the logits; None for nothing.
         own_inputs: whether the model prepares its inputs in a way of its own, which makes no difference here.
+        mask: says which token asks (`models.masked`); None where each step predicts from its newest tokens.
+        transform, transform_activation, transform_norm: a layer before the head, paths from the model.
+        types: a table whose row of `target_type` is added to all embeddings.
     """
 
     decoder: str
@@ -74,6 +77,12 @@ class Layout:
     scale: Callable[[Any], float] = lambda _: 1.0
     softcap: Callable[[Any], float | None] = lambda _: None
     own_inputs: bool = False
+    mask: Callable[[Any], int] | None = None
+    transform: str | None = None
+    transform_activation: str = ""
+    transform_norm: str = ""
+    types: str | None = None
+    target_type: Callable[[Any], int] = lambda _: 0
 
 
 def _offset(positions: Any) -> int:
@@ -159,6 +168,19 @@ LAYOUTS = {
     "phi3": replace(
         _LLAMA, text=Attention("self_attn", "input_layernorm", ("qkv_proj",), "o_proj"), wide="mlp.gate_up_proj",
         gated="mlp.gate_up_proj", activation="mlp.activation_fn", own_inputs=True,
+    ),
+    "unilm": Layout(
+        "bert", "cls.predictions.decoder", layers="encoder.layer", tokens="embeddings.word_embeddings",
+        positions="embeddings.position_embeddings", embedding_norm="embeddings.LayerNorm",
+        text=Attention(
+            "attention", "attention.output.LayerNorm", ("self.query", "self.key", "self.value"), "output.dense"
+        ),
+        source=None, wide="intermediate.dense", activation="intermediate.intermediate_act_fn", narrow="output.dense",
+        feed_norm="output.LayerNorm", norm_first=False, mask=lambda model: model.config.mask_token_id,
+        transform="cls.predictions.transform.dense",
+        transform_activation="cls.predictions.transform.transform_act_fn",
+        transform_norm="cls.predictions.transform.LayerNorm", types="embeddings.token_type_embeddings",
+        target_type=lambda model: model.config.target_type_id,
     ),
     "fairseq": Layout("decoder", "decoder.output_projection", norm_first="normalize_before", first=_behind_padding),
 }  # fmt: skip

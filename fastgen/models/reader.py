@@ -16,6 +16,7 @@ from fastgen.models import norm as norms
 from fastgen.models.instance import Routed, runs_its_class
 from fastgen.models.layouts import Attention, Layout
 from fastgen.models.linear import Product, product, products
+from fastgen.models.masked import MaskedStep, Prediction
 from fastgen.models.proof import OTHERWISE, outcome
 from fastgen.models.step import (
     DecoderStep,
@@ -90,7 +91,8 @@ class _Reader:
             raise NotFused("autocast chooses the types")
         if torch.is_grad_enabled():
             raise NotFused("gradients are wanted")
-        step = DecoderStep(
+        make = DecoderStep if layout.mask is None else functools.partial(MaskedStep, mask=layout.mask(self.model))
+        step = make(
             module=decoder,
             embedding=self.embedding(),
             sublayers=[
@@ -98,7 +100,7 @@ class _Reader:
                 for part, norm in zip(parts, behind, strict=True)
             ],
             first=norms_of[0] if norm_first else None,
-            head=self.product(_at(self.model, layout.head)),
+            head=self.head(),
             bias=_bias(self.model, layout.bias),
             scale=layout.scale(self.model),
             softcap=layout.softcap(self.model),
@@ -108,6 +110,18 @@ class _Reader:
         if outcome(step) is False:
             raise NotFused(OTHERWISE)
         return step
+
+    def head(self) -> Product:
+        layout, out = self.layout, self.product(_at(self.model, self.layout.head))
+        if layout.transform is None:
+            return out
+        self.read.add(_at(self.model, layout.head.rpartition(".")[0]))  # it has the head's bias as its own, too
+        return Prediction(
+            self.product(_at(self.model, layout.transform)),
+            self.activation(_at(self.model, layout.transform_activation)),
+            self.norm(_at(self.model, layout.transform_norm)),
+            out,
+        )
 
     def says(self, fact: bool | str) -> bool:
         """What a record says of all layers, or the layers in an attribute of that name."""
@@ -215,13 +229,13 @@ class _Reader:
 
     def embedding(self) -> Embedding:
         layout, decoder = self.layout, self.decoder
-        tokens, positions = _at(decoder, layout.tokens), decoder._modules.get(layout.positions)
+        tokens, positions = _at(decoder, layout.tokens), _part(decoder, layout.positions)
         if not isinstance(tokens, nn.Embedding) or tokens.max_norm is not None:
             raise NotFused(f"a {_name(tokens)} in place of an embedding")
         self.read.add(tokens)
         scale = 1.0 if layout.norm_tokens else getattr(tokens, "embed_scale", getattr(decoder, "embed_scale", 1.0))
         scale = float(scale.to(tokens.weight.dtype) if isinstance(scale, Tensor) else scale)
-        normed = self.norm(decoder._modules.get(layout.embedding_norm))
+        normed = self.norm(_part(decoder, layout.embedding_norm))
         self.facts.append(scale)
         if positions is None:
             return Embedding(tokens.weight, scale, norm=normed, norm_tokens=layout.norm_tokens)
@@ -234,6 +248,10 @@ class _Reader:
             raise NotFused(f"positions in {table.dtype} on {table.device}")
         padding = positions.padding_idx if layout.pads else None
         self.facts += (first, padding)
+        if layout.types is not None:
+            types = _at(decoder, layout.types)
+            self.read.add(types)
+            table = table + types.weight[layout.target_type(self.model)]
         return Embedding(tokens.weight, scale, table, first, padding, padding or 0, normed, layout.norm_tokens)
 
     def rotary(self, attention: Any, kind: str | None) -> Rotary | None:
@@ -256,8 +274,9 @@ class _Reader:
         """Raise NotFused where the decoder has a part that was not read, and is more than a dropout."""
         if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
             raise NotFused("a hook on all modules")
-        named = self.decoder.named_modules()
-        for name, module in [*_along(self.model, self.layout.decoder), *_along(self.model, self.layout.head), *named]:
+        paths = [path for path in (self.layout.decoder, self.layout.head, self.layout.transform) if path is not None]
+        along = [found for path in paths for found in _along(self.model, path)]
+        for name, module in [*along, *self.decoder.named_modules()]:
             kind, outer = type(module).__name__, module is self.model
             hooks = module._forward_hooks or module._forward_pre_hooks  # seldom there are any
             if hooks and any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
@@ -269,7 +288,7 @@ class _Reader:
                 raise NotFused(f"a forward of its own of a {kind}")
             if outer or module in self.read or "Dropout" in kind:
                 continue
-            if type(module).__module__.partition(".")[0] not in _TOOLKITS:
+            if type(module).__module__.partition(".")[0] not in (*_TOOLKITS, "fastgen"):
                 raise NotFused(f"{_name(module)} is a class of its own")
             holds = next((n for n, p in module._parameters.items() if p is not None), None)
             if holds is not None or not module._modules:
@@ -313,11 +332,15 @@ def _name(thing: object) -> str:
 
 
 def _is_there(module: nn.Module, path: str) -> bool:
+    return _part(module, path) is not None
+
+
+def _part(module: nn.Module, path: str) -> Any:
+    """A part by its path; None where there is none."""
     try:
-        _at(module, path)
+        return _at(module, path)
     except NotFused:
-        return False
-    return True
+        return None
 
 
 def _at(module: nn.Module, path: str) -> Any:

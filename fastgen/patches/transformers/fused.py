@@ -57,7 +57,7 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     layout = LAYOUTS.get(model.config.model_type)
     if layout is None:
         raise NotFused(f"there is no record of model type {model.config.model_type!r}")
-    if (layout.source is not None) != bool(model.config.is_encoder_decoder):
+    if (layout.source is not None or layout.mask is not None) != bool(model.config.is_encoder_decoder):
         raise NotFused("a decoder without its encoder")
     for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
         method: Any = getattr(cast(Any, type(model)), name)
@@ -66,6 +66,8 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
             raise NotFused(f"{type(model).__name__} has its own {name}")
     if model.config._attn_implementation not in _ATTENTION:
         raise NotFused(f"attention implementation {model.config._attn_implementation!r}")
+    if layout.mask is not None:  # the source is part of the text
+        longest += kwargs["encoder_outputs"][0].shape[1]
     return step_of(model, layout, longest)
 
 
@@ -88,9 +90,14 @@ class FusedDecoder:
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         names = ("decoder_attention_mask", "attention_mask") if self.encoder_decoder else ("attention_mask", "")
         text, source = (kwargs.get(name) for name in names)
+        positions = kwargs.get("position_ids")
+        if step.tokens > 1 and source is not None:
+            # The source is the beginning of the text, and may be padded at any side.
+            text = torch.nn.functional.pad(source, (0, self.prefix - source.shape[1]), value=1)
+            source, positions = None, text.sum(1, keepdim=True)
         self.prefix_mask = None if text is None else _additive(text[:: cache.beams, : self.prefix], step.dtype)
         self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)
-        self.first = self._first(kwargs.get("position_ids"))
+        self.first = self._first(positions)
         self.replay = Replay(step, cache.text, cache.longest, wide=True) if graph.wanted(cache.text[0].keys) else None
 
     def __call__(self, ids: Tensor) -> Tensor:
