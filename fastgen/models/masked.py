@@ -57,7 +57,7 @@ class Asking:
 
     context: Context
 
-    @functools.cached_property
+    @property
     def position(self) -> Tensor:
         """(B * 2 * M,): a mask's is the one behind its token's."""
         context, device = self.context, self.context.text[0].keys.device

@@ -65,9 +65,10 @@ def _of_file(file: Path, config: Path, kwargs: dict[str, Any]) -> tuple[int, Uni
     if _POSITIONS not in state:
         raise ValueError(f"{file} holds no weights of a UniLM: there is no {_POSITIONS}")
     wanted, read.max_position_embeddings = read.max_position_embeddings, state[_POSITIONS].shape[0]
-    model, info = UniLMForConditionalGeneration.from_pretrained(
+    loaded: Any = UniLMForConditionalGeneration.from_pretrained(
         None, config=read, state_dict=state, output_loading_info=True, **rest
     )
+    model, info = loaded
     missing = sorted(name for name in info["missing_keys"] if name.startswith("bert."))
     if missing:
         raise ValueError(f"{file} lacks {len(missing)} weights of a UniLM, {missing[0]} among them")
@@ -85,7 +86,7 @@ def _config(file: Path, kwargs: dict[str, Any]) -> tuple[UniLMConfig, dict[str, 
 
 def _set_positions(model: UniLMForConditionalGeneration, count: int) -> None:
     """Give a model a table of `count` positions."""
-    embeddings = model.bert.embeddings
+    embeddings: Any = model.bert.embeddings
     rows = torch.arange(count) % model.config.max_position_embeddings
     table = embeddings.position_embeddings.weight.detach()[rows.to(model.device)]
     embeddings.position_embeddings = nn.Embedding.from_pretrained(table, freeze=False)

@@ -141,26 +141,37 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
         self.cls = BertOnlyMLMHead(config)
         self.post_init()
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As of any model of transformers. A plain BERT's folder says nothing of generation: then the config does."""
+        found: Any = super().from_pretrained(*args, **kwargs)
+        model = found[0] if isinstance(found, tuple) else found
+        for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(model.generation_config, name) is None:
+                setattr(model.generation_config, name, getattr(model.config, name))
+        return found
+
     def get_encoder(self, modality: str | None = None) -> UniLMStack:
         return self.bert
 
     def get_input_embeddings(self) -> nn.Module:
         return self.bert.embeddings.word_embeddings
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: Any) -> None:
         self.bert.embeddings.word_embeddings = value
 
     def get_output_embeddings(self) -> nn.Module:
         return self.cls.predictions.decoder
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
         self.cls.predictions.decoder = new_embeddings
         self.cls.predictions.bias = new_embeddings.bias
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Return decoder_input_ids (B, T) for labels (B, T): shifted by one, behind the start token."""
         start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
-        return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, self.config.pad_token_id)], 1)
+        targets = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, self.config.pad_token_id or 0)
+        return torch.cat([start, targets], 1)
 
     def forward(
         self,
