@@ -1,6 +1,6 @@
 """Fine-tune a UniLM on pairs of texts, and let it write: from a BERT of yours, or a small one from nothing.
 
-    python examples/unilm.py --train DIR/train --valid DIR/valid --minutes 10 --out FOLDER [--bert FOLDER]
+    python examples/unilm/train.py --train DIR/train --valid DIR/valid --minutes 10 --out FOLDER [--bert FOLDER]
 
 `DIR/train.source` and `DIR/train.target` hold one text per line. Without `--bert` a WordPiece vocabulary is learnt from
 both, and a model of 3 layers begins with random weights. The learning rate falls to zero at the end of the time given.
