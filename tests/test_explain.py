@@ -65,7 +65,8 @@ def _explain(model: Any, kwargs: dict[str, Any]) -> Any:
 
 def _bytes(cache: Any) -> int:
     parts = [cache.self_attention_cache, cache.cross_attention_cache] if hasattr(cache, "layers") is False else [cache]
-    return sum(kv.nbytes for part in parts for layer in part.layers for kv in (layer.keys, layer.values))
+    held = (kv for part in parts for layer in part.layers for kv in (layer.keys, layer.values))
+    return sum(kv.nbytes for kv in held if kv is not None)
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)

@@ -14,6 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from fastgen.patches.transformers.attention import current_step
+from fastgen.unilm import UniLMConfig, UniLMForConditionalGeneration
 
 VOCABULARY = 96
 PAD, EOS, START = 0, 2, 3
@@ -55,6 +56,21 @@ ENCODER_DECODERS: dict[str, Callable[[], Any]] = {
     "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(**_T5)),
     "mt5": lambda: tf.MT5ForConditionalGeneration(tf.MT5Config(**_T5)),
     "umt5": lambda: tf.UMT5ForConditionalGeneration(tf.UMT5Config(**_T5)),
+    "unilm": lambda: UniLMForConditionalGeneration(
+        UniLMConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=128,
+            initializer_range=0.8,
+            pad_token_id=PAD,
+            eos_token_id=EOS,
+            decoder_start_token_id=START,
+            mask_token_id=1,
+        )
+    ),
 }
 
 DECODERS: dict[str, Callable[[], Any]] = {

@@ -56,6 +56,8 @@ def load_model(folder: Path, device: str, dtype: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+    import fastgen.unilm  # noqa: F401 so that their folders are known
+
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

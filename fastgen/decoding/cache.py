@@ -204,11 +204,25 @@ class LayerKV:
         write_slots_(*self.room, keys, values, self.slots)
         self.note_step()
 
-    def make_room(self) -> None:
-        """Make room for one more token of every beam; where there is none, keys and values move."""
+    def append_asking(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one token of every beam into its slot, and behind it what stays until the next token comes.
+
+        Args:
+            keys, values: (B * 2 * M, Hkv, 1, D), of each sentence first the tokens.
+        Returns:
+            Keys and values with both, (B, Hkv, S + (T + 1) * M, D), views.
+        """
+        self.make_room(2)
+        write_slots_(*self.room, keys, values, self.slots)
+        self.note_step()
+        seen = self.slots + self.beams
+        return self.room[0][:, :, :seen], self.room[1][:, :, :seen]
+
+    def make_room(self, tokens: int = 1) -> None:
+        """Make room for one more token of every beam, or more; where there is none, keys and values move."""
         assert self._keys is not None
         assert self._values is not None
-        if self._keys.shape[2] < self.slots + self.beams:
+        if self._keys.shape[2] < self.slots + tokens * self.beams:
             self._grow(*(buffer.new_empty(*buffer.shape[:2], 0, buffer.shape[3]) for buffer in self.room))
 
     def note_step(self) -> None:

@@ -71,18 +71,20 @@ class BeamAttention:
         mask (bool, True where visible, or additive) and position_bias (additive) are those of the text:
         (1 or B*M, 1 or H, 1, S + T) where the layer holds text, (.., S) where it holds the encoder's output.
         """
+        rows, heads, _, dim = query.shape
+        folded = query.view(self.sentences, self.beams, heads, dim)
+        slots = self.begin_layer(layer, mask, position_bias, query.dtype)
+        mixed = beam_attention(folded, layer.keys, layer.values, slots, scale, softcap)
+        return mixed.reshape(rows, 1, heads, mixed.shape[3])
+
+    def begin_layer(self, layer: Layer, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """Note that a layer attends; return the additive mask over its slots, kept for the other layers of this step.
+
+        mask, bias: as those of `attend`. What comes is broadcastable to (B, H, M, N), None where all is seen.
+        """
         self.attended += 1
         if layer.steps == 0:
             self.source_mask = mask
-        rows, heads, _, dim = query.shape
-        folded = query.view(self.sentences, self.beams, heads, dim)
-        mixed = beam_attention(
-            folded, layer.keys, layer.values, self._of_slots(layer, mask, position_bias, query.dtype), scale, softcap
-        )
-        return mixed.reshape(rows, 1, heads, mixed.shape[3])
-
-    def _of_slots(self, layer: Layer, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """The additive mask over the slots of `layer`, kept for the other layers of this step."""
         key = (id(mask), id(bias), layer.steps > 0, layer.prefix)
         if key not in self._masks:
             text = [self._additive(part, dtype) for part in (mask, bias) if part is not None]

@@ -65,6 +65,10 @@ FAMILIES = {
             for name in ("led", "mvp")
         ),
         Family("fsmt", encoder_decoder=True, activated=_BART, own_attention=True),
+        Family(
+            "unilm", encoder_decoder=True,
+            activated=(("dense", "intermediate_act_fn"), ("dense", "transform_act_fn")),
+        ),
     )
 }  # fmt: skip
 

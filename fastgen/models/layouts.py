@@ -71,6 +71,9 @@ class Layout:
         never: attributes of a layer, or paths from it, that must not be set: no step does what they ask for.
         masks_text: whether steps look at the mask of the text at all.
         own_inputs: whether the model prepares its inputs in a way of its own, which makes no difference here.
+        mask: says which token asks (`models.masked`); None where each step predicts from its newest tokens.
+        transform, transform_activation, transform_norm: a layer before the head, paths from the model.
+        types: a table whose row of `target_type` is added to all embeddings.
     """
 
     decoder: str
@@ -107,6 +110,12 @@ class Layout:
     never: tuple[str, ...] = ()
     masks_text: bool = True
     own_inputs: bool = False
+    mask: Callable[[Any], int] | None = None
+    transform: str | None = None
+    transform_activation: str = ""
+    transform_norm: str = ""
+    types: str | None = None
+    target_type: Callable[[Any], int] = lambda _: 0
 
 
 def _offset(positions: Any) -> int:
@@ -301,6 +310,19 @@ LAYOUTS = {
     "fsmt": Layout(
         "model.decoder", "model.decoder.output_projection", norm_first=False, first=_behind_padding, pads="before",
         masks_text=False,
+    ),
+    "unilm": Layout(
+        "bert", "cls.predictions.decoder", layers="encoder.layer", tokens="embeddings.word_embeddings",
+        positions="embeddings.position_embeddings", embedding_norm="embeddings.LayerNorm",
+        text=Attention(
+            "attention", "attention.output.LayerNorm", ("self.query", "self.key", "self.value"), "output.dense"
+        ),
+        source=None, wide="intermediate.dense", activation="intermediate.intermediate_act_fn", narrow="output.dense",
+        feed_norm="output.LayerNorm", norm_first=False, mask=lambda model: model.config.mask_token_id,
+        transform="cls.predictions.transform.dense",
+        transform_activation="cls.predictions.transform.transform_act_fn",
+        transform_norm="cls.predictions.transform.LayerNorm", types="embeddings.token_type_embeddings",
+        target_type=lambda model: model.config.target_type_id,
     ),
     "fairseq": Layout("decoder", "decoder.output_projection", norm_first="normalize_before", first=_behind_padding),
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """The parts of a live model, and those that nobody has read: what a decode step from the weights must not overlook."""
 
 import functools
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 from torch import nn
@@ -27,12 +27,16 @@ def at(module: nn.Module, path: str) -> Any:
     return found
 
 
-def is_there(module: nn.Module, path: str) -> bool:
+def part_or_none(module: nn.Module, path: str) -> Any:
+    """A part by its path; None where there is none."""
     try:
-        at(module, path)
+        return at(module, path)
     except NotFused:
-        return False
-    return True
+        return None
+
+
+def is_there(module: nn.Module, path: str) -> bool:
+    return part_or_none(module, path) is not None
 
 
 def name_of(thing: object) -> str:
@@ -40,16 +44,15 @@ def name_of(thing: object) -> str:
     return f"{type(thing).__module__.partition('.')[0]}.{type(thing).__name__}"
 
 
-def check_unread(model: nn.Module, paths: tuple[str, str], read: Container[nn.Module]) -> None:
+def check_unread(model: nn.Module, paths: Sequence[str], read: Container[nn.Module]) -> None:
     """Raise NotFused where a decoder has a part that was not read, and is more than a dropout.
 
-    paths: of the decoder and of the head, from the model. read: the modules that were.
+    paths: of the decoder, and of what comes behind it, from the model. read: the modules that were.
     """
     if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
         raise NotFused("a hook on all modules")
-    decoder, head = paths
-    named = at(model, decoder).named_modules()
-    for name, module in [*_along(model, decoder), *_along(model, head), *named]:
+    along = [found for path in paths for found in _along(model, path)]
+    for name, module in [*along, *at(model, paths[0]).named_modules()]:
         kind, outer = type(module).__name__, module is model
         hooks = module._forward_hooks or module._forward_pre_hooks  # seldom there are any
         if hooks and any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
@@ -61,7 +64,7 @@ def check_unread(model: nn.Module, paths: tuple[str, str], read: Container[nn.Mo
             raise NotFused(f"a forward of its own of a {kind}")
         if outer or module in read or "Dropout" in kind:
             continue
-        if type(module).__module__.partition(".")[0] not in _TOOLKITS:
+        if type(module).__module__.partition(".")[0] not in (*_TOOLKITS, "fastgen"):
             raise NotFused(f"{name_of(module)} is a class of its own")
         holds = next((n for n, p in module._parameters.items() if p is not None), None)
         if holds is not None or not module._modules:

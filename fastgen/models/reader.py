@@ -16,7 +16,8 @@ from fastgen.models import activation
 from fastgen.models import norm as norms
 from fastgen.models.layouts import Attention, Layout
 from fastgen.models.linear import Product, is_linear, product, products
-from fastgen.models.parts import NotFused, at, check_unread, is_there, name_of
+from fastgen.models.masked import MaskedStep, Prediction
+from fastgen.models.parts import NotFused, at, check_unread, is_there, name_of, part_or_none
 from fastgen.models.positions import Bias, Rotary, RotationTable
 from fastgen.models.proof import OTHERWISE, outcome
 from fastgen.models.step import (
@@ -90,7 +91,8 @@ class _Reader:
         if torch.is_grad_enabled():
             raise NotFused("gradients are wanted")
         self.check_layers()
-        step = DecoderStep(
+        make = DecoderStep if layout.mask is None else functools.partial(MaskedStep, mask=layout.mask(self.model))
+        step = make(
             module=decoder,
             embedding=self.embedding(),
             sublayers=[
@@ -98,16 +100,29 @@ class _Reader:
                 for part, norm in zip(parts, behind, strict=True)
             ],
             first=norms_of[0] if norm_first else None,
-            head=self.product(at(self.model, layout.head)),
+            head=self.head(),
             bias=_bias(self.model, layout.bias),
             scale=layout.scale(self.model),
             softcap=layout.softcap(self.model),
             facts=(norm_first, parallel, *self.facts),
         )
-        check_unread(self.model, (layout.decoder, layout.head), self.read)
+        paths = (layout.decoder, layout.head, layout.transform)
+        check_unread(self.model, [path for path in paths if path is not None], self.read)
         if outcome(step) is False:
             raise NotFused(OTHERWISE)
         return step
+
+    def head(self) -> Product:
+        layout, out = self.layout, self.product(at(self.model, self.layout.head))
+        if layout.transform is None:
+            return out
+        self.read.add(at(self.model, layout.head.rpartition(".")[0]))  # it has the head's bias as its own, too
+        return Prediction(
+            self.product(at(self.model, layout.transform)),
+            self.activation(at(self.model, layout.transform_activation)),
+            self.norm(at(self.model, layout.transform_norm)),
+            out,
+        )
 
     def says(self, fact: bool | str) -> bool:
         """What a record says of all layers, or the layers in an attribute of that name."""
@@ -260,14 +275,14 @@ class _Reader:
 
     def embedding(self) -> Embedding:
         layout, decoder = self.layout, self.decoder
-        tokens, positions = at(decoder, layout.tokens), decoder._modules.get(layout.positions)
+        tokens, positions = at(decoder, layout.tokens), part_or_none(decoder, layout.positions)
         if not isinstance(tokens, nn.Embedding) or tokens.max_norm is not None:
             raise NotFused(f"a {name_of(tokens)} in place of an embedding")
         self.read.add(tokens)
         name = layout.embed_scale
         scale = 1.0 if layout.norm_tokens else getattr(tokens, name, getattr(decoder, name, 1.0))
         scale = float(scale.to(tokens.weight.dtype) if isinstance(scale, Tensor) else scale)
-        normed = self.norm(decoder._modules.get(layout.embedding_norm))
+        normed = self.norm(part_or_none(decoder, layout.embedding_norm))
         self.facts.append(scale)
         if positions is None:
             return Embedding(tokens.weight, scale, norm=normed, norm_tokens=layout.norm_tokens)
@@ -280,6 +295,10 @@ class _Reader:
         padding = positions.padding_idx if layout.pads else None
         row = None if layout.pads == "before" else padding or 0
         self.facts += (first, padding, row)
+        if layout.types is not None:
+            types = at(decoder, layout.types)
+            self.read.add(types)
+            table = table + types.weight[layout.target_type(self.model)]
         return Embedding(tokens.weight, scale, table, first, padding, row, normed, layout.norm_tokens)
 
     def rotary(self, attention: Any, names: Attention) -> Rotary | None:

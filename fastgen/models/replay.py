@@ -35,7 +35,7 @@ class Growing(KeysAndValues, Protocol):
 
     @property
     def room(self) -> tuple[Tensor, Tensor]: ...
-    def make_room(self) -> None: ...
+    def make_room(self, tokens: int = 1) -> None: ...
     def note_step(self) -> None: ...
 
 
@@ -50,6 +50,10 @@ class _Fixed:
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         write_slots_(self.keys, self.values, keys, values, self.start)
+
+    def append_asking(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.append(keys, values)
+        return self.keys, self.values
 
 
 class Replay:
@@ -86,7 +90,7 @@ class Replay:
             inputs: what it is made from.
         """
         for layer in self.text:
-            layer.make_room()
+            layer.make_room(self.step.tokens)
         if self._tokens is None or self._start is None or tokens.shape != self._tokens.shape:
             self._tokens = torch.empty_like(tokens, memory_format=torch.contiguous_format)
             self._start = torch.empty(1, dtype=torch.int64, device=tokens.device)

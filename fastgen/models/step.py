@@ -1,15 +1,13 @@
 """One decode step of a decoder from its weights: between two matrix products only what has to be there.
 
-A decoder is a row of sublayers: attention over the text, attention over the source, feed-forward. What comes behind
-each is the same, a projection, the sum with what went in, and a norm: the sublayer's own, or, where norms come first,
-that of the next sublayer. So every one of them ends in the same two operations, whatever the family.
-
-Source: Wang et al. 2021 (LightSeq), section 2.1: one operation between two matrix products.
+A decoder is a row of sublayers: attention over the text, attention over the source, feed-forward. All end in the same
+two operations, whatever the family: a projection with the sum, and a norm, the sublayer's own, or, where norms come
+first, the next one's. Source: Wang et al. 2021 (LightSeq), section 2.1: one operation between two matrix products.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +32,6 @@ class KeysAndValues(Protocol):
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Write the newest token of every beam: keys, values (B * M, Hkv, 1, D)."""
-        ...
 
 
 class Surroundings(Protocol):
@@ -69,8 +66,7 @@ class Context:
         sentences: B, of R = B * M rows.
         length: tokens of the text, of which the newest is run; (1,) int64 where only the device knows.
         prefix: of those, the ones that all beams share.
-        position: of the newest token, the first being 0; (1,) int64 where only the device knows, (R,) where rows
-            differ.
+        position: of the newest token, the first being 0; (1,) int64 where the device knows, (R,) where rows differ.
         text, source: keys and values of each layer.
         text_mask, source_mask: additive, broadcastable to (B, H, M, N); None where everything is seen.
         times: (B, F) int64, the step that each slot behind the prefix is of; None where there are M of each, in order.
@@ -131,12 +127,11 @@ class Context:
 
     def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
         kept, rows = self.source[layer], query.shape[0]
-        query = query.view(self.sentences, -1, *query.shape[1:])
-        if self.watched == layer:
-            mixed, weights = beam_attention_with_weights(query, kept.keys, kept.values, self.source_mask, scale)
-            self.weights = weights.flatten(0, 1)
-        else:
-            mixed = beam_attention(query, kept.keys, kept.values, self.source_mask, scale)
+        given = query.view(self.sentences, -1, *query.shape[1:]), kept.keys, kept.values, self.source_mask, scale
+        if self.watched != layer:
+            return beam_attention(*given).reshape(rows, -1)
+        mixed, weights = beam_attention_with_weights(*given)
+        self.weights = weights.flatten(0, 1)
         return mixed.reshape(rows, -1)
 
 
@@ -354,8 +349,10 @@ class DecoderStep:
         scale: of what the head reads.
         softcap: of the logits; None for none.
         facts: what it was made from beside weights, the model's config among it: equal where nothing has changed.
+        tokens: how many it runs of each row, of which the first stays.
     """
 
+    tokens: ClassVar[int] = 1
     module: nn.Module
     embedding: Embedding
     sublayers: Sequence[Sublayer]

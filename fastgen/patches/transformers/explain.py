@@ -13,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import linear, routes
 from fastgen.models.early_exit import early_exit
+from fastgen.models.layouts import LAYOUTS
 from fastgen.patches import _engine
 from fastgen.patches.transformers import bild, bild_call, restored
 from fastgen.patches.transformers.cache import held, parts_of
@@ -223,6 +224,8 @@ def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | t
     prompt, source = prepared.input_ids, 0
     if model.config.is_encoder_decoder:
         source = prepared.kwargs["encoder_outputs"][0].shape[1]
+        if (layout := LAYOUTS.get(model.config.model_type)) is not None and layout.mask is not None:
+            source -= 1  # the text is that of source and target, and its start token is not run
     elif prepared.kwargs.get("inputs_embeds") is not None:
         prompt = prepared.kwargs["inputs_embeds"]
     cache = prepared.kwargs.get("past_key_values")

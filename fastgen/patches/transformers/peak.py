@@ -107,7 +107,7 @@ def _clone(model: Any) -> Any:
     """
     for module in model.modules():
         kind = cast(Any, type(module))
-        if kind.__module__.partition(".")[0] not in ("torch", "transformers") or not untouched(module):
+        if kind.__module__.partition(".")[0] not in ("torch", "transformers", "fastgen") or not untouched(module):
             raise NotPredicted(f"{kind.__name__} may take any")
     clone = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     plan_for(clone)

@@ -52,7 +52,7 @@ class SharedStepper(Stepper):
         step: DecoderStep | None,
     ) -> None:
         super().__init__(model, plan, input_ids, generation_config, model_kwargs)
-        longest = generation_config.max_length - input_ids.shape[1]
+        longest = generation_config.max_length - input_ids.shape[1] + (1 if step is None else step.tokens) - 1
         stock = model_kwargs["past_key_values"]
         self.cache: SharedCache | None = SharedCache(
             plan.sentences, plan.beams, longest, model.device, stock, memory_of(model)
@@ -113,7 +113,7 @@ class SharedStepper(Stepper):
 
     @property
     def joinable(self) -> bool:
-        return self.fused is not None and self.fused.ready
+        return self.fused is not None and self.fused.ready and self.fused.step.tokens == 1
 
     @property
     def decoders(self) -> list[DecoderStep]:
@@ -208,7 +208,7 @@ class SharedStepper(Stepper):
         if first and attention.attended != cache.layers:
             self._go_on_unshared(cache, given)
             return super()._forward(ids)
-        if first and "encoder_outputs" in given and self.kwargs.get("attention_mask") is not None:
+        if first and cache.source and self.kwargs.get("attention_mask") is not None:
             # Made once: to see that nothing is padded, transformers would wait for the device in every step.
             self.kwargs["attention_mask"] = attention.source_mask
         return outputs

@@ -1,0 +1,255 @@
+"""UniLM as an encoder-decoder of transformers: one stack of BERT layers reads the source and writes the target.
+
+The formulation is that of s2s-ft (fine-tuning with pseudo-masks), whose decoding is also that of UniLM 1, 1.2 and of
+MiniLM. A text is a source, a target, and masks. Tokens of the source see all of it, both ways. A token of the target
+sees the source, the targets before it, and itself. The mask at a target's position sees the source, the targets before
+that position, and itself; what comes out of it is the prediction of that target. So a decode step runs two tokens: the
+newest target, whose keys and values stay, and a mask, whose keys and values nobody sees afterwards.
+
+Sources: Dong et al. 2019 (UniLM); Bao et al. 2020 (UniLMv2, pseudo-masks); Bao et al. 2021 (s2s-ft).
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BertPreTrainedModel, GenerationMixin
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+from transformers.models.bert.modeling_bert import (
+    BertEmbeddings,
+    BertIntermediate,
+    BertOnlyMLMHead,
+    BertOutput,
+    BertSelfOutput,
+)
+
+from fastgen.unilm.attention import UniLMSelfAttention
+from fastgen.unilm.config import UniLMConfig
+
+IGNORED = -100
+"""The label that is no target, as everywhere in transformers."""
+
+
+class UniLMAttention(nn.Module):
+    """Attention and what is behind it; modules have the names of BERT's checkpoints."""
+
+    def __init__(self, config: UniLMConfig, layer: int) -> None:
+        super().__init__()
+        self.self = UniLMSelfAttention(config, layer)
+        self.output = BertSelfOutput(config)
+        self.head_dim, self.scaling = self.self.head_dim, self.self.scaling
+
+    def forward(self, x: Tensor, *around: Any) -> Tensor:
+        return self.output(self.self(x, *around), x)
+
+
+class UniLMLayer(nn.Module):
+    """A layer of BERT."""
+
+    def __init__(self, config: UniLMConfig, layer: int) -> None:
+        super().__init__()
+        self.attention = UniLMAttention(config, layer)
+        self.intermediate = BertIntermediate(config)
+        self.output = BertOutput(config)
+
+    def forward(self, x: Tensor, *around: Any) -> Tensor:
+        x = self.attention(x, *around)
+        return self.output(self.intermediate(x), x)
+
+
+class UniLMLayers(nn.Module):
+    """All layers; arguments as `UniLMSelfAttention.forward`."""
+
+    def __init__(self, config: UniLMConfig) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(UniLMLayer(config, index) for index in range(config.num_hidden_layers))
+
+    def forward(self, x: Tensor, masks: int, visible: Tensor | None, past: Cache | None) -> Tensor:
+        for layer in self.layer:
+            x = layer(x, masks, visible, past)
+        return x
+
+
+class UniLMStack(nn.Module):
+    """Embeddings and layers. What it does as an encoder is to embed the source: layers read it with the target."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, config: UniLMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embeddings = BertEmbeddings(config)
+        self.encoder = UniLMLayers(config)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutput:
+        """Embed a source: input_ids and attention_mask (B, S) int64, padded at any side, to (B, S, C)."""
+        if attention_mask is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        else:
+            positions = (attention_mask.long().cumsum(1) - 1).clamp_(0)
+        embedded = self.embed(input_ids, positions, self.config.source_type_id, input_ids.shape[1])
+        return BaseModelOutput(last_hidden_state=cast(Any, embedded))
+
+    def embed(self, ids: Tensor, positions: Tensor, type_id: int, most: int) -> Tensor:
+        """Return the embeddings (B, L, C) of ids at positions below `most`, (B, L) both.
+
+        Raises:
+            ValueError: there are not so many positions.
+        """
+        there = self.config.max_position_embeddings
+        if most > there and int(positions.max()) >= there:
+            raise ValueError(
+                f"source and target have {int(positions.max()) + 1} positions, and max_position_embeddings is {there}"
+            )
+        return self.embeddings(ids, torch.full_like(ids, type_id), positions)
+
+
+class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
+    """UniLM with its head: `generate` as any encoder-decoder has it, and `labels` for fine-tuning.
+
+    `input_ids` is the source, `[CLS] ... [SEP]`. `decoder_input_ids` and what `generate` returns begin with
+    `decoder_start_token_id`, which only says that a target begins. Checkpoints: `fastgen.unilm.load`.
+    """
+
+    config_class = UniLMConfig
+    base_model_prefix = "bert"
+    main_input_name = "input_ids"
+    _tied_weights_keys = {  # noqa: RUF012 as in transformers
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
+    # What s2s-ft and BERT save beside: a copy of the embeddings, and heads of pretraining.
+    _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
+        r"cls\.predictions\.decoder_weight", r"bert\.pooler\.", r"cls\.seq_relationship\."
+    ]  # fmt: skip
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = False
+    supports_gradient_checkpointing = False
+    _can_record_outputs = None
+
+    def __init__(self, config: UniLMConfig) -> None:
+        super().__init__(config)
+        self.bert = UniLMStack(config)
+        self.cls = BertOnlyMLMHead(config)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As of any model of transformers. A plain BERT's folder says nothing of generation: then the config does."""
+        found: Any = super().from_pretrained(*args, **kwargs)
+        model = found[0] if isinstance(found, tuple) else found
+        for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(model.generation_config, name) is None:
+                setattr(model.generation_config, name, getattr(model.config, name))
+        return found
+
+    def get_encoder(self, modality: str | None = None) -> UniLMStack:
+        return self.bert
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.bert.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: Any) -> None:
+        self.bert.embeddings.word_embeddings = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.cls.predictions.decoder
+
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
+        self.cls.predictions.decoder = new_embeddings
+        self.cls.predictions.bias = new_embeddings.bias
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """Return decoder_input_ids (B, T) for labels (B, T): shifted by one, behind the start token."""
+        start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
+        targets = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, self.config.pad_token_id or 0)
+        return torch.cat([start, targets], 1)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        encoder_outputs: Any = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> Seq2SeqLMOutput | tuple[Any, ...]:
+        """Predict the target that follows each of decoder_input_ids.
+
+        Args:
+            input_ids, attention_mask: the source, (B, S).
+            decoder_input_ids: (B, T); the start token and the targets so far, or, where `past_key_values` holds
+                something, those that it does not hold yet. Made from labels where there are none.
+            encoder_outputs: the embedded source, (B, S, C); in place of input_ids.
+            labels: (B, T) int64, the targets; -100 is none.
+        Returns:
+            logits (B, T, V), of a mask behind each; with labels the mean cross-entropy, smoothed as the config says.
+
+        Raises:
+            ValueError: there is no source, or no target; or together they have more positions than the model.
+        """
+        if decoder_input_ids is None:
+            if labels is None:
+                raise ValueError("a UniLM needs decoder_input_ids or labels, and both are None")
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        if encoder_outputs is None:
+            if input_ids is None:
+                raise ValueError("a UniLM needs input_ids or encoder_outputs, and both are None")
+            encoder_outputs = self.bert(input_ids, attention_mask)
+        if past_key_values is None and use_cache:
+            past_key_values = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+        # The source's keys and values stand in one cache with the target's: both are read by one softmax.
+        past = getattr(past_key_values, "self_attention_cache", past_key_values)
+        hidden = self._read(encoder_outputs[0], attention_mask, decoder_input_ids, past, labels)
+        logits = self.cls(hidden)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED,
+                label_smoothing=self.config.label_smoothing,
+            )  # fmt: skip
+        outputs = Seq2SeqLMOutput(
+            loss=cast(Any, loss), logits=logits, past_key_values=cast(Any, past_key_values),
+            encoder_last_hidden_state=encoder_outputs[0],
+        )  # fmt: skip
+        return outputs.to_tuple() if return_dict is False else outputs
+
+    def _read(
+        self, source: Tensor, source_mask: Tensor | None, ids: Tensor, past: Cache | None, labels: Tensor | None
+    ) -> Tensor:
+        """Return what the last layer makes of a mask behind each of ids (B, T), (B, T, C)."""
+        asked, length = ids.shape[1], source.shape[1]
+        held = 0 if past is None else past.get_seq_length()
+        targets = ids if held else ids[:, 1:]
+        before = held - length if held else 0
+        end = before + targets.shape[1]
+        # Of each target by its index: those that stay, and those that are asked for.
+        index = torch.cat([torch.arange(before, end), torch.arange(end + 1 - asked, end + 1)]).to(ids.device)
+        positions = index + (length if source_mask is None else source_mask.sum(1, keepdim=True))
+        positions = positions.expand(ids.shape[0], -1)
+        if labels is not None:  # what is no target has no position that could be too far
+            positions = positions * torch.cat([labels[:, : asked - 1], labels], 1).ne(IGNORED)
+        both = torch.cat([targets, torch.full_like(ids, self.config.mask_token_id)], 1)
+        x = self.bert.embed(both, positions, self.config.target_type_id, length + end + 1)
+        visible = None if source_mask is None else F.pad(source_mask.bool(), (0, end), value=True)[:, None, None]
+        if end and (asked > 1 or not held):
+            # A token's rank is the number of targets that it comes behind: it sees what has no higher one.
+            none, start = index.new_zeros(length), 0 if held else length
+            seen = torch.cat([none[:start], index[: end - before] + 1, index[end - before :]])
+            ranks = torch.cat([none, torch.arange(1, end + 1, device=ids.device)])
+            causal = (ranks <= seen[:, None])[None, None]
+            visible = causal if visible is None else visible & causal
+        if visible is not None:
+            visible = torch.zeros_like(visible, dtype=x.dtype).masked_fill_(~visible, torch.finfo(x.dtype).min)
+        x = x if held else torch.cat([source, x], 1)
+        return self.bert.encoder(x, asked, visible, past)[:, -asked:]
