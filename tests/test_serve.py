@@ -20,7 +20,7 @@ import httpx
 import ray
 from ray import serve
 
-from fastgen.corpus.texts import Options, Output, TextGenerator
+from fastgen.corpus.texts import Options, Output, Source, TextGenerator
 from fastgen.errors import CommandError
 from fastgen.ray import app
 from fastgen.ray.api import Answer, Api
@@ -127,7 +127,9 @@ def test_what_is_no_request(api: Api) -> None:
 
 def test_a_text_that_fails_leaves_the_others(api: Api, alone: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     generate = api.generator.model.generate
-    (bad,) = api.generator.encode([TEXTS[2]])
+    (source,) = api.generator.encode([TEXTS[2]])
+    assert isinstance(source, Source)
+    bad = source.ids
 
     def failing(input_ids: Any, **kwargs: Any) -> Any:
         if any(row[: len(bad)] == bad for row in input_ids.tolist()):
