@@ -172,6 +172,8 @@ def test_a_stage_of_ray(nllb: Path, alone: list[str]) -> None:
         stage(pa.table({"line": LINES}))
     with pytest.raises(ValueError, match="target_column=None and targets='token': they go together"):
         Generator(nllb, targets="token")
+    with pytest.raises(CommandError, match="targets='lang' must be 'language' or 'token'"):
+        Generator(nllb, target_column="lang", targets="lang")
 
 
 def test_requests_of_several_languages_are_one_batch(nllb: Path, mbart: Path, alone: list[str]) -> None:

@@ -159,7 +159,8 @@ class TextGenerator:
         sources = [self._source(text, ids, limit) for text, ids in zip(texts, found, strict=True)]
         if self.options.targets is None:
             return sources
-        return [self._with_target(source, target) for source, target in zip(sources, targets, strict=True)]
+        first = {target: self._first_token(target) for target in set(targets)}
+        return [_beginning(source, first[target]) for source, target in zip(sources, targets, strict=True)]
 
     def generate(self, sources: Sequence[Source | Problem], wanted: Wanted | None = None) -> list[Sequences | Problem]:
         """The sequences of each source.
@@ -191,6 +192,8 @@ class TextGenerator:
             self.generation[name] = _known("--target-lang", names.language, options.target_lang)
         if options.targets == "language":
             names.check_languages("--target-lang-column")
+        elif options.targets not in (None, "token"):
+            raise CommandError(f"targets={options.targets!r} must be 'language' or 'token'")
 
     def _assistant(self, folder: Path, device: str) -> dict[str, Any]:
         """What `generate` gets for a small model; the tokenizers are compared here, and it does not need them."""
@@ -226,14 +229,11 @@ class TextGenerator:
         ends = ids[-1] == self._end
         return Source([*ids[: limit - ends], *ids[len(ids) - ends :]])
 
-    def _with_target(self, source: Source | Problem, target: str) -> Source | Problem:
-        if isinstance(source, Problem):
-            return source
+    def _first_token(self, target: str) -> int | Problem:
         try:
-            first = self.names.language(target) if self.options.targets == "language" else self.names.token(target)
+            return self.names.language(target) if self.options.targets == "language" else self.names.token(target)
         except Unknown as error:
             return Problem(str(error))
-        return replace(source, first=first)
 
     def _generated(self, sources: list[Source], wanted: Wanted | None) -> list[Sequences | Problem]:
         try:
@@ -278,6 +278,13 @@ class TextGenerator:
         tokens = int((~torch.isin(sequences.ids, special)).sum())
         scores = None if sequences.scores is None else sequences.scores.tolist()
         return Output([text.strip() for text in texts], tokens, scores)
+
+
+def _beginning(source: Source | Problem, first: int | Problem) -> Source | Problem:
+    """The source whose output has this first token; or the problem that there is, the source's before the token's."""
+    if isinstance(source, Problem):
+        return source
+    return first if isinstance(first, Problem) else replace(source, first=first)
 
 
 def _at(wanted: Wanted | None, places: Sequence[int]) -> Wanted | None:
