@@ -26,7 +26,7 @@ def _margin(generator: TextGenerator, generation: dict[str, Any], text: str, ans
     (source,) = generator.encode([text])
     if isinstance(source, Problem):
         return math.inf
-    inputs = {"input_ids": torch.tensor([source]), "attention_mask": torch.ones(1, len(source), dtype=torch.int64)}
+    inputs = {"input_ids": torch.tensor([source.ids]), "attention_mask": torch.ones(1, len(source), dtype=torch.int64)}
     with fastgen.disabled(), torch.no_grad():
         stock = model.generate(**inputs, **generation)
     start, end = model.generation_config.decoder_start_token_id, tokenizer.eos_token_id

@@ -693,7 +693,7 @@ class Fake:
     def __init__(self, options: object) -> None:
         self.options = options
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str], targets: Sequence[str]) -> list[list[int]]:
         return [[1] for _ in texts]
 
     def generate(self, sources: Sequence[object]) -> list[object]:

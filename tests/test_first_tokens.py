@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fastgen
 from fastgen import config
+from fastgen.decoding import cohorts
 from fastgen.models.step import DecoderStep
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
@@ -18,6 +19,7 @@ from tests.recorder import Graphs
 
 FAMILIES = ["m2m_100", "mbart"]  # NLLB is an m2m_100, mBART-50 an mbart
 LANGUAGES = [7, 50, 7, 90, 31]
+ENDS = {"eos_token_id": [2, *range(20, 40)], "pad_token_id": 5}
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 12},
     "beams": {"num_beams": 4, "max_new_tokens": 12},
@@ -194,15 +196,113 @@ def test_explain() -> None:
     assert explained.plan is not None
 
 
-def test_who_takes_one_token_alone() -> None:
+def test_big_little_decoding_takes_one_token_alone() -> None:
     model = zoo.build("m2m_100")
-    with pytest.raises(TypeError, match="a stream makes batches of its own"):
-        fastgen.generate_stream(model, [[5, 6], [7, 8]], max_new_tokens=3, forced_bos_token_id=[7, 8])
     with pytest.raises(ValueError, match="one forced_bos_token_id for all"):
         model.generate(
             **zoo.batch(model, 2, 6), assistant_model=zoo.build("m2m_100", seed=1), lossless=True, max_new_tokens=3,
             forced_bos_token_id=[7, 8],
         )  # fmt: skip
+
+
+STREAMED = {"greedy": ENDS | {"max_new_tokens": 14}, "beams": ENDS | {"num_beams": 4, "max_new_tokens": 14}}
+
+
+def _sentences(count: int) -> tuple[list[list[int]], list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 12, (count,), generator=generator).tolist()
+    sentences = [torch.randint(40, zoo.VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    return sentences, [LANGUAGES[i % len(LANGUAGES)] for i in range(count)]
+
+
+def _streamed_alone(model: Any, sentences: list[list[int]], first: list[int], options: dict[str, Any]) -> list[Any]:
+    """What unpatched transformers gives for each sentence of a stream, with its language."""
+    with fastgen.disabled():
+        return [
+            next(fastgen.generate_stream(model, [s], scores=True, **options, forced_bos_token_id=t))
+            for s, t in zip(sentences, first, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("method", STREAMED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stream_has_one_for_each_sentence(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches that mix languages and refill."""
+    together, step = list[int](), cohorts.step
+    monkeypatch.setattr(cohorts, "step", lambda running: (together.append(len(running)), step(running))[1])
+    monkeypatch.setattr(cohorts, "FREED", 0.2)
+    monkeypatch.setattr(cohorts, "OCCUPIED", 2.0)
+    model, options = zoo.build(family), STREAMED[method]
+    sentences, first = _sentences(40)
+    expected = _streamed_alone(model, sentences, first, options)
+    found = list(
+        fastgen.generate_stream(
+            model, iter(sentences), max_tokens=60, window=30, scores=True, **options, forced_bos_token_id=iter(first)
+        )
+    )
+    assert [one.sequences.tolist() for one in found] == [one.sequences.tolist() for one in expected]
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.scores.double(), theirs.scores.double(), atol=1e-9, rtol=0)
+    assert max(together) > 1
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor, iter])
+def test_streams_take_any_kind_and_mix_them_in_a_batch(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, forced = zoo.build("m2m_100"), list[Any]()
+    generate = type(model).generate
+    monkeypatch.setattr(
+        type(model), "generate", lambda *a, **k: (forced.append(k["forced_bos_token_id"]), generate(*a, **k))[1]
+    )
+    sentences, first = [[40, 41], [42, 43], [44, 45], [46]], [7, 50, 7, 7]
+    stream = fastgen.generate_stream(model, sentences, max_tokens=6, max_new_tokens=1, forced_bos_token_id=kind(first))
+    assert [int(ids[0, 1]) for ids in stream] == first
+    assert forced == [[7, 50, 7], 7]
+
+
+@pytest.mark.parametrize("why", ["the patch is off", "a small model drafts"])
+def test_batches_of_one_language_where_they_cannot_mix(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, options = zoo.build("m2m_100"), {"max_new_tokens": 6}
+    sentences, first = _sentences(9)
+    expected = [one.sequences for one in _streamed_alone(model, sentences, first, options)]
+    if why == "the patch is off":
+        fastgen.disable()
+    else:
+        options |= {"assistant_model": zoo.build("m2m_100", seed=1), "lossless": True}
+    try:
+        found = list(fastgen.generate_stream(model, sentences, **options, forced_bos_token_id=first))
+    finally:
+        fastgen.enable()
+    assert [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
+
+
+@pytest.mark.parametrize(("tokens", "yielded"), [(3, 0), (5, 4), (9, 8)])
+def test_a_stream_of_fewer_tokens_or_more_than_sentences(tokens: int, yielded: int) -> None:
+    """Found before anything of the window that shows it is yielded, and with nothing read too far."""
+    model, read = zoo.build("m2m_100"), list[int]()
+    first = (read.append(i) or 7 for i in range(tokens))
+    stream = fastgen.generate_stream(
+        model, [[40 + i] for i in range(8)], window=4, max_new_tokens=2, forced_bos_token_id=first
+    )
+    assert read == []
+    found = list[Any]()
+    with pytest.raises(ValueError, match=f"{tokens} tokens, and there are more" if tokens < 8 else "more tokens than"):
+        found.extend(stream)  # which keeps what comes before the error
+    assert (len(found), len(read)) == (yielded, tokens)
+
+
+@pytest.mark.parametrize(
+    ("forced", "error", "shown"),
+    [
+        (["de", "fr"], TypeError, "forced_bos_token_id has 'de', which is no token"),
+        (torch.tensor([7.5, 8.0]), TypeError, "forced_bos_token_id has 7.5, which is no token"),
+        ([7, None], TypeError, "forced_bos_token_id has None, which is no token"),
+        ([7, 4000], ValueError, "forced_bos_token_id has 4000, and the vocabulary 96 tokens"),
+        ("de", TypeError, "forced_bos_token_id='de' is no token, nor one for each sentence"),
+    ],
+)
+def test_what_is_no_token_of_a_stream(forced: Any, error: type[Exception], shown: str) -> None:
+    with pytest.raises(error, match=shown):
+        next(fastgen.generate_stream(zoo.build("mbart"), [[5, 6], [7]], max_new_tokens=3, forced_bos_token_id=forced))
 
 
 def test_without_fastgen_transformers_is_as_it_was() -> None:

@@ -219,17 +219,18 @@ def test_special_tokens_and_the_first_one(folders: Path, text: Path, tmp_path: P
     assert asked[0].options.generation["eos_token_id"] == [1, 60]
 
 
-def test_languages(folders: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = Options(folders / "model", {"max_new_tokens": 4})
-    generator = TextGenerator(options)
-    generator.tokenizer.src_lang = "Y"
-    generator.tokenizer.lang_code_to_token = {"xx": "X"}
-    generator.options = Options(folders / "model", {}, source_lang="Y", target_lang="xx")
-    generator._set_languages()
-    assert generator.tokenizer.src_lang == "Y"
-    assert generator.generation["forced_bos_token_id"] == generator.tokenizer.convert_tokens_to_ids("X")
-    assert main(command(folders / "model", text, tmp_path / "out", *NEW, "--target-lang", "de")) == 2
-    assert "knows no languages" in capsys.readouterr().err
+def test_languages_of_a_tokenizer_that_knows_none(
+    folders: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.tsv").write_text("lang\ttext\nde\ta\n")
+    column = ["--column", "text", "--target-lang-column", "lang"]
+    for file, words in (
+        (text, ["--target-lang", "de"]),
+        (text, ["--source-lang", "de"]),
+        (tmp_path / "in.tsv", column),
+    ):
+        assert main(command(folders / "model", file, tmp_path / "out", *NEW, *words)) == 2
+        assert "knows no languages" in capsys.readouterr().err
 
 
 def test_warnings_that_say_nothing_are_not_said(folders: Path, text: Path, caplog: pytest.LogCaptureFixture) -> None:

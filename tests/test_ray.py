@@ -131,22 +131,27 @@ def test_map_batches(cluster: Cluster, outputs: list[Output]) -> None:
     assert [i for i in range(24) if found[i]["problem"]] == [20]
 
 
-def test_formats_and_problems(cluster: Cluster, outputs: list[Output], tmp_path: Path) -> None:
-    table = pa.table({"id": list(range(8)), "source": [*TEXTS[:3], None, *TEXTS[4:8]]})
+def test_formats_and_problems(cluster: Cluster, tmp_path: Path) -> None:
+    first = ["ĠLa", "ĠEl"] * 4
+    table = pa.table({"id": list(range(8)), "source": [*TEXTS[:3], None, *TEXTS[4:8]], "first": first})
     pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
     run: dict[str, Any] = {"input": str(tmp_path / "in.parquet"), "column": "source", "cpus": 0.5}
-    scored = Options(**ARGUMENTS, scores=True)
+    scored = Options(**ARGUMENTS, scores=True, targets="token")
+    alone = [one for one in TextGenerator(scored)(TEXTS[:8], first) if isinstance(one, Output)]
     with pytest.raises(CommandError, match="row 4: there is no text"):
         engine.run(Options(**ARGUMENTS), output=str(tmp_path / "out"), **run)
     assert [file.name for file in tmp_path.iterdir()] == ["in.parquet"]  # neither an output nor a part of it
+    with pytest.raises(CommandError, match="there is no column 'token', but 'id', 'source', 'first'"):
+        engine.run(scored, output=str(tmp_path / "out"), target_column="token", **run)
+    run |= {"target_column": "first"}
     summary = engine.run(scored, output=str(tmp_path / "out"), on_error="skip", output_format="csv", **run)
     assert (summary.rows, summary.problems, summary.examples) == (8, 1, [(4, "there is no text")])
     found = pyarrow.csv.read_csv(tmp_path / "out" / summary.parts[0]).to_pydict()
     assert found["id"] == [0, 1, 2, 4, 5, 6, 7]
     assert found["number"] == [1, 2, 3, 5, 6, 7, 8]
-    assert found["output"] == [outputs[i].texts[0] for i in (0, 1, 2, 4, 5, 6, 7)]
-    alone = TextGenerator(scored)(TEXTS[:8])
-    best = [one.scores[0] for i, one in enumerate(alone) if i != 3 and isinstance(one, Output) and one.scores]
+    assert found["output"] == [alone[i].texts[0] for i in (0, 1, 2, 4, 5, 6, 7)]
+    assert [text[:2] for text in found["output"]] == [first[i][1:] for i in (0, 1, 2, 4, 5, 6, 7)]
+    best = [one.scores[0] for i, one in enumerate(alone) if i != 3 and one.scores]
     assert found["score"] == pytest.approx(best, abs=1e-9)
     assert Tables(str(tmp_path / "out")).kind == "csv"  # a folder of outputs is an input
     with pytest.raises(CommandError, match="holds files already"):

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +21,9 @@ import httpx
 import ray
 from ray import serve
 
-from fastgen.corpus.texts import Options, Output, TextGenerator
+from fastgen.corpus.texts import Options, Output, Source, TextGenerator
 from fastgen.errors import CommandError
+from fastgen.models.step import DecoderStep
 from fastgen.ray import app
 from fastgen.ray.api import Answer, Api
 from fastgen.ray.merging import Merger, QueueFull
@@ -127,7 +129,9 @@ def test_what_is_no_request(api: Api) -> None:
 
 def test_a_text_that_fails_leaves_the_others(api: Api, alone: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     generate = api.generator.model.generate
-    (bad,) = api.generator.encode([TEXTS[2]])
+    (source,) = api.generator.encode([TEXTS[2]])
+    assert isinstance(source, Source)
+    bad = source.ids
 
     def failing(input_ids: Any, **kwargs: Any) -> Any:
         if any(row[: len(bad)] == bad for row in input_ids.tolist()):
@@ -152,6 +156,41 @@ def test_arguments_that_the_model_refuses_are_found_at_the_start() -> None:
         Api(Settings(model=MODEL, generation={"num_beams": 2, "num_return_sequences": 3}))
 
 
+@pytest.mark.parametrize("stays", [True, False])
+def test_who_leaves_frees_rows_of_a_batch_that_runs(
+    api: Api, alone: list[str], stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, rows, left = DecoderStep.__call__, list[int](), threading.Event()
+
+    async def run() -> Answer | None:
+        loop = asyncio.get_running_loop()
+        tasks = [asyncio.create_task(_post(api, text=text)) for text in TEXTS[:8]]
+
+        def leave() -> None:
+            for task in tasks[stays:]:
+                task.cancel()
+            loop.call_soon(left.set)  # when what they waited for is cancelled, too
+
+        def stepped(self: DecoderStep, ids: Any, context: Any) -> Any:
+            rows.append(len(ids))
+            if len(rows) == 3:
+                loop.call_soon_threadsafe(leave)
+                assert left.wait(20)
+            return step(self, ids, context)
+
+        monkeypatch.setattr(DecoderStep, "__call__", stepped)
+        answer = await tasks[0] if stays else None
+        await _until(lambda: api.merger.left == 8 - stays)
+        return answer
+
+    answer = asyncio.run(run())
+    beams = GENERATION["num_beams"]
+    assert rows[:3] == [8 * beams] * 3
+    assert set(rows[3:]) == ({beams} if stays else set())
+    assert answer is None or answer.content["output"] == alone[0]
+    assert json.loads(json.dumps(asyncio.run(api("GET", "/status")).content))["texts"]["left"] == 8 - stays
+
+
 class _Model:
     """Stands for a model: notes its batches, and waits until it may go on."""
 
@@ -160,19 +199,22 @@ class _Model:
         self.may_go_on = asyncio.Event()
         self.loop = asyncio.get_running_loop()
 
-    def __call__(self, sources: list[list[int]], options: str) -> list[str]:
+    def __call__(self, sources: list[list[int]], options: str, wanted: Callable[[int], bool]) -> list[str]:
         self.batches.append([len(source) for source in sources])
+        self.wanted = wanted
         asyncio.run_coroutine_threadsafe(self.may_go_on.wait(), self.loop).result(10)
         if options == "bad":
             raise RuntimeError("out of order")
         return [f"{options}{len(source)}" for source in sources]
 
 
-def _merger(model: Callable[..., Any], **changed: Any) -> Merger[str, str]:
+def _merger(model: Callable[..., Any], **changed: Any) -> Merger[list[int], str, str]:
     return Merger(model, **{"batch_tokens": 20, "most": 100, "linger": 0.0} | changed)
 
 
-def _submitted(merger: Merger[str, str], lengths: list[int], options: str = "a") -> list["asyncio.Task[list[str]]"]:
+def _submitted(
+    merger: Merger[list[int], str, str], lengths: list[int], options: str = "a"
+) -> list["asyncio.Task[list[str]]"]:
     return [asyncio.create_task(merger.submit([[7] * length], options)) for length in lengths]
 
 
@@ -208,12 +250,13 @@ def test_what_nobody_waits_for_is_not_generated() -> None:
         waiting = _submitted(merger, [2, 3, 4])
         await asyncio.sleep(0)
         waiting[1].cancel()
-        running[0].cancel()  # under way already: its answer is nobody's
+        running[0].cancel()  # under way already: its answer is nobody's, which the model is told
         await asyncio.sleep(0)
+        assert [model.wanted(i) for i in (0, 1)] == [False, True]
         model.may_go_on.set()
         assert [await task for task in (running[1], waiting[0], waiting[2])] == [["a1"], ["a2"], ["a4"]]
         assert model.batches == [[1, 1], [2, 4]]
-        assert (merger.dropped, merger.generated) == (1, 4)
+        assert (merger.dropped, merger.generated, merger.left) == (1, 4, 1)
 
     asyncio.run(run())
 

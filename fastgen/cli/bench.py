@@ -137,11 +137,13 @@ def _lines(cell: Cell, minutes: float) -> list[str]:
 
 def _sources(generator: TextGenerator, lines: list[str] | None, args: argparse.Namespace) -> list[list[int]]:
     """The token ids of the first lines, or random ones."""
+    from fastgen.corpus.texts import Source
+
     count, largest = args.lines or max(args.batch_size), max(args.batch_size)
     if lines is None:
         found = _random(generator, count, args.source_tokens)
     else:
-        found = [ids for ids in generator.encode(lines[:count]) if isinstance(ids, list)]
+        found = [source.ids for source in generator.encode(lines[:count]) if isinstance(source, Source)]
     if len(found) < largest:
         raise CommandError(f"{len(found)} sources do not fill a batch of {largest}: --lines, --input or --batch-size")
     return found

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastgen.cli import fastseq, generation, on_ray, scoring
 from fastgen.cli.bild.pair import positive
@@ -91,6 +91,8 @@ def _texts(parser: argparse.ArgumentParser) -> None:
     add("--source-lang", metavar="LANG", help="of tokenizers that know languages, as they name them")
     add("--target-lang", metavar="LANG", help="likewise, of the output")
     add("--forced-bos-token", metavar="TOKEN", help="the output's first token, by its name")
+    add("--target-lang-column", metavar="NAME", help="the column that has the --target-lang of each text")
+    add("--forced-bos-column", metavar="NAME", help="the column that has the --forced-bos-token of each text")
     add("--include-special-tokens", action="store_true", help="leave special tokens in the output")
     add("--clean-up-tokenization-spaces", action="store_true", help="take out spaces before punctuation")
 
@@ -187,6 +189,7 @@ def _options(args: argparse.Namespace) -> Options:
     config, stored = _json_of(args.model / "config.json"), _json_of(args.model / "generation_config.json")
     task = fastseq.task(args.model, config, args.task, set(generation.settings()))
     asked = task.generation | generation.given(args)
+    targets = _targets(args, asked)
     generation.check(asked, {name: value for name, value in stored.items() if not name.startswith("_")})
     given = {name: value for name in bild_options.NAMES if (value := getattr(args, name)) is not None}
     asked |= _drafts(args, asked, given, stored)
@@ -196,10 +199,28 @@ def _options(args: argparse.Namespace) -> Options:
         args.model, asked, device=args.device, dtype=args.dtype, threads=args.threads, batch_tokens=args.batch_tokens,
         max_source_tokens=args.max_source_tokens, truncate=args.truncate, append_eos=args.append_eos,
         prefix=task.prefix if args.prefix is None else args.prefix, forced_bos_token=args.forced_bos_token,
-        source_lang=args.source_lang, target_lang=args.target_lang, scores=args.scores, seed=args.seed,
+        source_lang=args.source_lang, target_lang=args.target_lang, targets=targets, scores=args.scores, seed=args.seed,
         special_tokens=args.include_special_tokens, clean_up=args.clean_up_tokenization_spaces,
         assistant=args.assistant_model,
     )  # fmt: skip
+
+
+def _targets(args: argparse.Namespace, asked: dict[str, Any]) -> Literal["language", "token"] | None:
+    """What a column says of how outputs begin.
+
+    Raises:
+        CommandError: it is said in another way too.
+    """
+    columns = [name for name in ("target_lang_column", "forced_bos_column") if getattr(args, name) is not None]
+    for_all = {"target_lang": args.target_lang, "forced_bos_token": args.forced_bos_token} | asked
+    names = ("target_lang", "forced_bos_token", "forced_bos_token_id")
+    ways = columns + [name for name in names if for_all.get(name) is not None]
+    if columns and len(ways) > 1:
+        said = " and ".join(f"--{name.replace('_', '-')}" for name in ways)
+        raise CommandError(f"{said}: how outputs begin is said in one way")
+    if not columns:
+        return None
+    return "language" if args.target_lang_column is not None else "token"
 
 
 def _drafts(
@@ -227,8 +248,9 @@ def _drafts(
 
 def _source(args: argparse.Namespace) -> Files:
     return Files(
-        tuple(args.input), args.input_format, args.column, args.prefix_column, args.header, args.quotes, args.limit
-    )
+        tuple(args.input), args.input_format, args.column, args.prefix_column, args.header, args.quotes, args.limit,
+        args.target_lang_column or args.forced_bos_column,
+    )  # fmt: skip
 
 
 def _output_of(args: argparse.Namespace) -> Path | None:

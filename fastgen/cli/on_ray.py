@@ -63,7 +63,8 @@ def run(args: argparse.Namespace, options: Options, parser: argparse.ArgumentPar
     try:
         summary = engine.run(
             options, input=args.input[0], output=args.output, address=args.address, column=args.column or "text",
-            on_error=args.on_error, input_format=_format(args.input_format), output_format=_format(args.output_format),
+            target_column=args.target_lang_column or args.forced_bos_column, on_error=args.on_error,
+            input_format=_format(args.input_format), output_format=_format(args.output_format),
             workers=(args.workers[0], args.workers[-1]), cpus=args.worker_cpus, gpus=args.worker_gpus or 0.0,
             rows=args.rows, rows_per_file=args.rows_per_file,
         )  # fmt: skip

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -33,6 +33,7 @@ class Files:
         format: one of `formats.NAMES`; None: by the ending of the names.
         column: which holds the text, by its name, or by its number from 1 in tables without names.
         prefix_column: which holds what stands before each text.
+        target_column: which names the first token of each output.
         header: whether a table's first row has its names; None: unless the column is a number.
         quotes: whether a quote in a table may stand around a field.
         limit: the first so many records alone.
@@ -48,6 +49,7 @@ class Files:
     header: bool | None = None
     quotes: bool = True
     limit: int | None = None
+    target_column: str | None = None
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -62,6 +64,9 @@ class Files:
             raise CommandError(f"--column is needed: {self._columns_said()}")
         if self.format == "text" and (self.column or self.prefix_column):
             raise CommandError(f"--column {self.column or self.prefix_column}: lines of text have no columns; "
+                               "--input-format says what else the file is")  # fmt: skip
+        if self.format == "text" and self.target_column:
+            raise CommandError(f"lines of text have no column {self.target_column!r}; "
                                "--input-format says what else the file is")  # fmt: skip
         if self.format == "csv" and not self.quotes:
             raise CommandError("--no-quotes: a comma in a field of CSV needs quotes; TSV does without")
@@ -108,15 +113,21 @@ class Files:
     def identity(self) -> dict[str, Any]:
         return {
             "files": [_identity(name) for name in self.names], "format": self.format, "column": self.column,
-            "prefix_column": self.prefix_column, "header": self.layout.header, "quotes": self.quotes,
-            "limit": self.limit,
+            "prefix_column": self.prefix_column, "target_column": self.target_column, "header": self.layout.header,
+            "quotes": self.quotes, "limit": self.limit,
         }  # fmt: skip
 
     @property
     def layout(self) -> Layout:
-        names = [name for name in (self.column, self.prefix_column) if name is not None]
+        names = tuple(self._columns.values())
         numbered = bool(names) and all(name.isdecimal() for name in names)
-        return Layout(tuple(names), not numbered if self.header is None else self.header, self.quotes)
+        return Layout(names, not numbered if self.header is None else self.header, self.quotes)
+
+    @property
+    def _columns(self) -> dict[str, str]:
+        """The columns that are asked for, by the field of a record that they become."""
+        asked = {"text": self.column, "prefix": self.prefix_column, "target": self.target_column}
+        return {field: name for field, name in asked.items() if name is not None}
 
     def _rows(self, name: str) -> Generator[Row]:
         any_row = False
@@ -130,26 +141,22 @@ class Files:
 
     def _record(self, number: int, row: Row) -> Record:
         fields, problem = row.fields, row.problem
-        texts = [row.text]
+        held: dict[str, Any] = {"text": row.text}
         if problem is None and self.format != "text":
             assert fields is not None
-            texts = [fields.get(key) for key in self._keys(fields)]
-            problem = next(filter(None, map(_problem_of, self.layout.names, texts)), None)
+            held = {field: fields.get(formats.key_of(name, fields)) for field, name in self._columns.items()}
+            problem = next(filter(None, map(_problem_of, self.layout.names, held.values())), None)
         if problem is not None:
             return Record(number, "", fields=fields, problem=Problem(problem))
-        text, prefix = cast("list[str]", texts) if self.prefix_column else (cast(str, texts[0]), "")
-        if prefix and not text.strip():
-            return Record(number, "", prefix, fields, Problem("there is no text"))
-        return Record(number, text, prefix, fields)
+        record = Record(number, fields=fields, **held)
+        if record.prefix and not record.text.strip():
+            return replace(record, text="", problem=Problem("there is no text"))
+        return record
 
     def _length(self, name: str) -> int:
         assert self.format is not None
         with _opened(name, self.format) as stream:
             return formats.length(self.format, stream)
-
-    def _keys(self, fields: dict[str, Any]) -> Sequence[str]:
-        """The names of the columns that are asked for, which may be numbers."""
-        return [formats.key_of(name, fields) for name in self.layout.names]
 
     def _columns_said(self) -> str:
         name = next((name for name in self.names if not _is_stream(name)), None)

@@ -20,6 +20,7 @@ class Record:
         prefix: what stands before this text, from a column of its own.
         fields: the row it comes from, by column, where the format has columns.
         problem: why it could not be read.
+        target: what the first token of its output is named, from a column of its own.
     """
 
     number: int
@@ -27,6 +28,7 @@ class Record:
     prefix: str = ""
     fields: Mapping[str, Any] | None = None
     problem: Problem | None = None
+    target: str = ""
 
 
 class Source(Protocol):

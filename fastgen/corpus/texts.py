@@ -7,13 +7,15 @@ cannot be generated is a `Problem` in its place and leaves the others as they ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import fastgen
 from fastgen.corpus import models
+from fastgen.corpus.languages import Names, Unknown
+from fastgen.decoding.leaving import Wanted
 from fastgen.errors import CommandError
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class Options:
         prefix: text before each source, such as T5's task.
         forced_bos_token: the output's first token, by name.
         source_lang, target_lang: languages, as tokenizers that know such name them (NLLB, mBART, M2M100).
+        targets: that each text has a first token of its own, named as a "language" or as a "token".
         scores: whether outputs have them.
         seed: of what is drawn where `generation` samples; each block draws from a state of its own.
         special_tokens: leave special tokens in the output. clean_up: take spaces before punctuation out of it.
@@ -56,6 +59,7 @@ class Options:
     forced_bos_token: str | None = None
     source_lang: str | None = None
     target_lang: str | None = None
+    targets: Literal["language", "token"] | None = None
     scores: bool = False
     seed: int = 0
     special_tokens: bool = False
@@ -68,6 +72,20 @@ class Problem:
     """Why a text has no output."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text as a model takes it.
+
+    first: the token that its output begins with; None where it is that of all texts, or any.
+    """
+
+    ids: list[int]
+    first: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -114,9 +132,8 @@ class TextGenerator:
         self.tokenizer = models.load_tokenizer(options.model)
         self.model = models.load_model(options.model, device, options.dtype)
         self.generation = dict(options.generation)
-        if options.forced_bos_token is not None:
-            self.generation["forced_bos_token_id"] = self._token("--forced-bos-token", options.forced_bos_token)
-        self._set_languages()
+        self.names = Names(self.tokenizer, options.model)
+        self._set_first_tokens()
         if options.assistant is not None:
             self.generation |= self._assistant(options.assistant, device)
         self._say_what_transformers_would_guess()
@@ -125,61 +142,58 @@ class TextGenerator:
         if options.append_eos and self._end is None:
             raise CommandError("--append-eos: the tokenizer has no end token")
 
-    def __call__(self, texts: Sequence[str]) -> list[Output | Problem]:
-        """The outputs of some texts, in their order."""
-        return self.decode(self.generate(self.encode(texts)))
+    def __call__(self, texts: Sequence[str], targets: Sequence[str] = ()) -> list[Output | Problem]:
+        """The outputs of some texts, in their order; see `encode`."""
+        return self.decode(self.generate(self.encode(texts, targets)))
 
-    def encode(self, texts: Sequence[str]) -> list[list[int] | Problem]:
-        """The token ids of each text."""
+    def encode(self, texts: Sequence[str], targets: Sequence[str] = ()) -> list[Source | Problem]:
+        """The token ids of each text.
+
+        targets: the name of the first token of each output, where `Options.targets` says what they name.
+        """
         limit = self.options.max_source_tokens
         if limit is None and self.tokenizer.model_max_length < _UNLIMITED:
             limit = int(self.tokenizer.model_max_length)
         whole = [self.options.prefix + text for text in texts]
         found = self.tokenizer(whole, verbose=False)["input_ids"] if texts else []  # of long ones the problem speaks
-        return [self._source(text, ids, limit) for text, ids in zip(texts, found, strict=True)]
+        sources = [self._source(text, ids, limit) for text, ids in zip(texts, found, strict=True)]
+        if self.options.targets is None:
+            return sources
+        first = {target: self._first_token(target) for target in set(targets)}
+        return [_beginning(source, first[target]) for source, target in zip(sources, targets, strict=True)]
 
-    def generate(self, sources: Sequence[list[int] | Problem]) -> list[Sequences | Problem]:
+    def generate(self, sources: Sequence[Source | Problem], wanted: Wanted | None = None) -> list[Sequences | Problem]:
         """The sequences of each source.
 
         Where the model fails for some of them, each is tried alone.
+
+        Args:
+            sources: all with a first token, or none.
+            wanted: whether somebody still waits for a source, by its place; see `generate_stream`.
         """
-        good = [source for source in sources if not isinstance(source, Problem)]
-        made = iter(self._generated(good))
+        places = [place for place, source in enumerate(sources) if isinstance(source, Source)]
+        good = [source for source in sources if isinstance(source, Source)]
+        made = iter(self._generated(good, _at(wanted, places)))
         return [source if isinstance(source, Problem) else next(made) for source in sources]
 
     def decode(self, found: Sequence[Sequences | Problem]) -> list[Output | Problem]:
         """The texts of sequences."""
         return [one if isinstance(one, Problem) else self._text(one) for one in found]
 
-    def _token(self, option: str, name: str) -> int:
-        found = self.tokenizer.convert_tokens_to_ids(name)
-        if found is None or (found == self.tokenizer.unk_token_id and name != self.tokenizer.unk_token):
-            raise CommandError(f"{option} {name!r} is no token of {self.options.model}")
-        return int(found)
-
-    def _set_languages(self) -> None:
-        source, target = self.options.source_lang, self.options.target_lang
-        if source is None and target is None:
-            return
-        if not hasattr(self.tokenizer, "src_lang"):
-            raise CommandError(
-                f"--source-lang, --target-lang: a {type(self.tokenizer).__name__} knows no languages; "
-                "--prefix and --forced-bos-token may say what is wanted"
-            )
-        if source is not None:
-            self._language("--source-lang", source)
-            self.tokenizer.src_lang = source
-        if target is not None:
-            # The first mBART begins its outputs with the language; all others force it behind the start.
-            begins = type(self.tokenizer).__name__.removesuffix("Fast") == "MBartTokenizer"
-            self.generation["decoder_start_token_id" if begins else "forced_bos_token_id"] = self._language(
-                "--target-lang", target
-            )
-
-    def _language(self, option: str, name: str) -> int:
-        """The token of a language: named as it is, or as the tokenizer's own table of languages says."""
-        token = getattr(self.tokenizer, "lang_code_to_token", {}).get(name, name)
-        return self._token(option, token)
+    def _set_first_tokens(self) -> None:
+        options, names = self.options, self.names
+        if options.forced_bos_token is not None:
+            self.generation["forced_bos_token_id"] = _known("--forced-bos-token", names.token, options.forced_bos_token)
+        if options.source_lang is not None:
+            _known("--source-lang", names.language, options.source_lang)
+            self.tokenizer.src_lang = options.source_lang
+        if options.target_lang is not None:
+            name = "decoder_start_token_id" if names.begins_with_language else "forced_bos_token_id"
+            self.generation[name] = _known("--target-lang", names.language, options.target_lang)
+        if options.targets == "language":
+            names.check_languages("--target-lang-column")
+        elif options.targets not in (None, "token"):
+            raise CommandError(f"targets={options.targets!r} must be 'language' or 'token'")
 
     def _assistant(self, folder: Path, device: str) -> dict[str, Any]:
         """What `generate` gets for a small model; the tokenizers are compared here, and it does not need them."""
@@ -203,21 +217,27 @@ class TextGenerator:
         if config.pad_token_id is None and "pad_token_id" not in self.generation and ends is not None:
             self.generation["pad_token_id"] = ends[0] if isinstance(ends, list) else ends
 
-    def _source(self, text: str, ids: list[int], limit: int | None) -> list[int] | Problem:
+    def _source(self, text: str, ids: list[int], limit: int | None) -> Source | Problem:
         if self.options.append_eos and ids[-1:] != [self._end]:
             ids = [*ids, self._end]
         if not text.strip() or not ids:
             return Problem("there is no text")
         if limit is None or len(ids) <= limit:
-            return ids
+            return Source(ids)
         if not self.options.truncate:
             return Problem(f"{len(ids)} tokens, {limit} at most")
         ends = ids[-1] == self._end
-        return [*ids[: limit - ends], *ids[len(ids) - ends :]]
+        return Source([*ids[: limit - ends], *ids[len(ids) - ends :]])
 
-    def _generated(self, sources: list[list[int]]) -> list[Sequences | Problem]:
+    def _first_token(self, target: str) -> int | Problem:
         try:
-            return list(self._sequences(sources))
+            return self.names.language(target) if self.options.targets == "language" else self.names.token(target)
+        except Unknown as error:
+            return Problem(str(error))
+
+    def _generated(self, sources: list[Source], wanted: Wanted | None) -> list[Sequences | Problem]:
+        try:
+            return list(self._sequences(sources, wanted))
         except CommandError:
             raise
         except Exception as error:
@@ -228,19 +248,21 @@ class TextGenerator:
             if len(sources) == 1:  # what a model raises for one text is a problem of that text
                 return [Problem(said)]
             _logger.warning("%d texts one by one, after %s", len(sources), said)
-        return [self._generated([source])[0] for source in sources]
+        return [self._generated([source], _at(wanted, [i]))[0] for i, source in enumerate(sources)]
 
-    def _sequences(self, sources: list[list[int]]) -> Iterator[Sequences]:
+    def _sequences(self, sources: list[Source], wanted: Wanted | None) -> Iterator[Sequences]:
         start = 1 if self.model.config.is_encoder_decoder else 0
-        for source, found in zip(sources, self._stream(sources), strict=True):
+        for source, found in zip(sources, self._stream(sources, wanted), strict=True):
             ids, scores = found if self.options.scores else (found, None)
             yield Sequences(ids[:, start or len(source) :], scores)
 
-    def _stream(self, sources: list[list[int]]) -> Iterator[Any]:
+    def _stream(self, sources: list[Source], wanted: Wanted | None = None) -> Iterator[Any]:
+        first = [source.first for source in sources if source.first is not None]
+        own = {"forced_bos_token_id": first} if first else {}
         try:
             return fastgen.generate_stream(
-                self.model, sources, max_tokens=self.options.batch_tokens, window=max(1, len(sources)),
-                scores=self.options.scores, **self.generation,
+                self.model, [source.ids for source in sources], max_tokens=self.options.batch_tokens,
+                window=max(1, len(sources)), scores=self.options.scores, wanted=wanted, **{**self.generation, **own},
             )  # fmt: skip
         except (TypeError, ValueError) as error:
             raise CommandError(models.first_line(error)) from error
@@ -256,3 +278,22 @@ class TextGenerator:
         tokens = int((~torch.isin(sequences.ids, special)).sum())
         scores = None if sequences.scores is None else sequences.scores.tolist()
         return Output([text.strip() for text in texts], tokens, scores)
+
+
+def _beginning(source: Source | Problem, first: int | Problem) -> Source | Problem:
+    """The source whose output has this first token; or the problem that there is, the source's before the token's."""
+    if isinstance(source, Problem):
+        return source
+    return first if isinstance(first, Problem) else replace(source, first=first)
+
+
+def _at(wanted: Wanted | None, places: Sequence[int]) -> Wanted | None:
+    """The same for some sources among others."""
+    return None if wanted is None else lambda i: wanted(places[i])
+
+
+def _known(option: str, find: Callable[[str], int], name: str) -> int:
+    try:
+        return find(name)
+    except Unknown as error:
+        raise CommandError(f"{option} {error}") from error

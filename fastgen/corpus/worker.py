@@ -15,13 +15,13 @@ from fastgen.corpus.journal import Entry
 from fastgen.corpus.progress import Meter, Problems
 from fastgen.corpus.records import Record
 from fastgen.corpus.summary import Report, counts
-from fastgen.corpus.texts import Output, Problem, TextGenerator
+from fastgen.corpus.texts import Output, Problem, Source, TextGenerator
 from fastgen.errors import CommandError
 
 if TYPE_CHECKING:
     from fastgen.corpus.job import Job
 
-Sources = Sequence[list[int] | Problem]
+Sources = Sequence["Source | Problem"]
 Results = Sequence["Output | Problem"]
 
 
@@ -99,10 +99,10 @@ class Worker:
                 yield block, self._encode(block.records)
 
     def _encode(self, records: Sequence[Record]) -> Sources:
+        good = [record for record in records if not record.problem]
         with self._tokenizer:
-            found = iter(
-                self.generator.encode([record.prefix + record.text for record in records if not record.problem])
-            )
+            texts, targets = [record.prefix + record.text for record in good], [record.target for record in good]
+            found = iter(self.generator.encode(texts, targets))
         return [record.problem or next(found) for record in records]
 
     def _generate(self, item: tuple[Block, Sources]) -> tuple[Block, Sequence[Any]]:

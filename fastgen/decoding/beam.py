@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.cache import Ancestry
-from fastgen.decoding.leaving import closed_up, may_leave
+from fastgen.decoding.leaving import Wanted, closed_up, may_leave
 from fastgen.decoding.rules import BeamRule, Merged
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Edit, Text, edited, sparse
@@ -125,6 +125,7 @@ class BeamSearch:
         sample: draw the candidates instead of taking the best.
         may_drop: whether finished sentences may leave the batch.
         captured: whether the model's steps are, for a number of rows.
+        wanted: asked behind every step; a sentence that is not leaves as one that has finished, with what it has.
     """
 
     prompt: Tensor
@@ -136,6 +137,7 @@ class BeamSearch:
     may_drop: bool = True
     captured: bool = False
     trace: Trace = field(default_factory=Trace)
+    wanted: Wanted | None = None
     memory: Memory = field(default_factory=Memory, init=False)  # of a step's log-probabilities
 
     def __post_init__(self) -> None:
@@ -187,10 +189,10 @@ class BeamSearch:
         self.scores, self.improvable = chosen.scores, chosen.improvable
         model.reorder(chosen.parents)
         self.length += 1
-        if over[0]:
+        leaving = self._leaving(improvable, done)
+        if over[0] or len(leaving) == self.present:
             return False
-        if self.may_drop:
-            self._drop(model, improvable, done)
+        self._drop(model, leaving)
         return True
 
     def _chosen(self, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor, new_tokens: int | Tensor) -> Choice:
@@ -248,14 +250,19 @@ class BeamSearch:
         finished = self.finished.ids, self.finished.beams
         finish_rows_(finished, self._tables(beam, token), order, beam, steps)
 
-    def _drop(self, model: Stepper, improvable: list[bool], done: list[bool]) -> bool:
-        """Let finished sentences leave, when enough of them have gathered to pay for moving the others."""
-        leaving = [
-            i for i, (open_, full) in enumerate(zip(improvable, done, strict=True)) if self.rule.settled(open_, full)
-        ]
-        if not may_leave(len(leaving), len(improvable), self.captured):
+    def _leaving(self, improvable: list[bool], done: list[bool]) -> list[int]:
+        """The places of sentences that have finished, or that nobody waits for."""
+        leaving = [self.rule.settled(open_, full) for open_, full in zip(improvable, done, strict=True)]
+        if self.wanted is not None:
+            numbers: list[int] = cast(Any, self.sentences).tolist()
+            leaving = [leaves or not self.wanted(i) for leaves, i in zip(leaving, numbers, strict=True)]
+        return [place for place, leaves in enumerate(leaving) if leaves]
+
+    def _drop(self, model: Stepper, leaving: list[int]) -> bool:
+        """Let sentences leave, when enough of them have gathered to pay for moving the others."""
+        if not (self.may_drop and may_leave(len(leaving), self.present, self.captured)):
             return False
-        staying = torch.tensor(closed_up(len(improvable), leaving), device=self.ids.device)
+        staying = torch.tensor(closed_up(self.present, leaving), device=self.ids.device)
         gone = torch.tensor(leaving, device=self.ids.device)
         if self.result is self.finished:
             self.result = self.finished.keep(self.sentences)

@@ -59,9 +59,10 @@ class ReplayedBeamSearch(BeamSearch):
         if before is None:
             return True
         _, improvable, done, over = read(before)
-        if over[0]:
+        leaving = self._leaving(improvable, done)
+        if over[0] or len(leaving) == self.present:
             return False
-        if self.may_drop and self._drop(model, improvable, done):
+        if self._drop(model, leaving):
             self.choices.forget()
         return True
 

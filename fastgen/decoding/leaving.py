@@ -1,6 +1,9 @@
-"""When finished sentences leave a batch, and which rows then take their places."""
+"""When finished sentences leave a batch, those that nobody waits for too, and which rows then take their places."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+Wanted = Callable[[int], bool]
+"""Whether somebody waits for a sentence of a batch, by its number; once nobody does, nobody will."""
 
 
 def closed_up(count: int, leaving: Sequence[int]) -> list[int]:

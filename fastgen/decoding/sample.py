@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.beam import Stepper, Trace
-from fastgen.decoding.leaving import closed_up, may_leave
+from fastgen.decoding.leaving import Wanted, closed_up, may_leave
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Edit, Text, edited
 from fastgen.ops.kbest import argmax
@@ -29,6 +29,7 @@ class Sampling:
         may_drop: whether finished rows may leave the batch (one row per sentence).
         captured: whether the model's steps are, for a number of rows.
         on_tokens: called with the new tokens (R,) of every step.
+        wanted: of rows, asked behind every step; one that is not leaves as one that has ended.
     """
 
     ids: Tensor
@@ -40,6 +41,7 @@ class Sampling:
     captured: bool = False
     trace: Trace = field(default_factory=Trace)
     on_tokens: Callable[[Tensor], None] | None = None
+    wanted: Wanted | None = None
 
     def __post_init__(self) -> None:
         self.prompt_length = self.ids.shape[1]
@@ -72,12 +74,20 @@ class Sampling:
         self.running = self.running & ~ended
         if self.on_tokens is not None:
             self.on_tokens(tokens)
-        alive: list[bool] = cast(Any, self.running).tolist()
+        alive = self._alive(self.running)
         if not any(alive):
             return False
         if self.may_drop and may_leave(alive.count(False), len(alive), self.captured):
             self._leave(model, alive)
         return True
+
+    def _alive(self, running: Tensor) -> list[bool]:
+        """Which of the present rows run on, of those that somebody waits for."""
+        alive: list[bool] = cast(Any, running).tolist()
+        if self.wanted is None:
+            return alive
+        numbers = range(len(alive)) if self.rows is None else cast("list[int]", cast(Any, self.rows).tolist())
+        return [runs and self.wanted(row) for runs, row in zip(alive, numbers, strict=True)]
 
     def _leave(self, model: Stepper, alive: list[bool]) -> None:
         """Let the rows go on that are alive, and no others."""

@@ -7,7 +7,7 @@ device says, and the host learns a step late that all rows have ended. The colum
 import contextlib
 import functools
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -68,13 +68,13 @@ class ReplayedSampling(Sampling):
         running: Tensor = self.choices(choose, logits, self.ids, last, phases(self.edits, self.length))
         self.length += 1
         before = self.choices.last() if last else self.choices.look(running)
-        alive: list[bool] = [True] if before is None else cast(Any, before).tolist()
+        alive = [True] if before is None else self._alive(before)
         if last or not any(alive):
             self.length -= not any(alive)  # nothing ran any more in this step
             self._close()
             return False
         if self.may_drop and may_leave(alive.count(False), len(alive), self.captured):
-            alive = cast(Any, self.choices.last()).tolist()  # of this step, so that none after it goes unseen
+            alive = self._alive(cast(Tensor, self.choices.last()))  # of this step, so that none after it goes unseen
             if not any(alive):
                 self._close()
                 return False

@@ -13,19 +13,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import fastgen
-from fastgen.corpus.texts import Output, Problem, Sequences, TextGenerator
+from fastgen.corpus.languages import Unknown
+from fastgen.corpus.texts import Output, Problem, Sequences, Source, TextGenerator
 from fastgen.errors import CommandError
 from fastgen.ray.merging import Merger, QueueFull
 from fastgen.ray.settings import Settings
 
-Generation = tuple[tuple[str, Any], ...]
+
+class _Alike(NamedTuple):
+    """What the texts of a batch have in common.
+
+    begins: that each output has a first token of its own.
+    """
+
+    generation: tuple[tuple[str, Any], ...]
+    begins: bool
+
+
+_NAMES = {"target_lang", "forced_bos_token"}  # options that say how outputs begin
 
 _MAX_SOURCE = 1024  # tokens, where neither the settings nor the tokenizer say how many
 
@@ -47,6 +59,8 @@ class Wanted(BaseModel):
     length_penalty: float | None = Field(default=None, allow_inf_nan=False)
     repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     early_stopping: bool | Literal["never"] | None = None
+    target_lang: str | None = None
+    forced_bos_token: str | None = None
 
 
 class Asked(BaseModel):
@@ -91,7 +105,7 @@ class Api:
         (first,) = self.generator(["."])  # a wrong argument is found here, not by the first client
         if isinstance(first, Problem):
             raise CommandError(f"{settings.shown_name} cannot generate: {first.reason}")
-        self.merger = Merger[Generation, Sequences | Problem](
+        self.merger = Merger[Source, _Alike, Sequences | Problem](
             self._generate, batch_tokens=settings.batch_tokens, most=settings.max_waiting, linger=settings.linger
         )
 
@@ -124,7 +138,7 @@ class Api:
         }
 
     def _status(self) -> dict[str, Any]:
-        counts = {name: getattr(self.merger, name) for name in ("batches", "generated", "dropped")}
+        counts = {name: getattr(self.merger, name) for name in ("batches", "generated", "left", "dropped")}
         return {"texts": counts, "fastgen": fastgen.status().to_dict()}
 
     def _read(self, body: bytes) -> Asked:
@@ -145,6 +159,8 @@ class Api:
         for name, most in (("max_new_tokens", settings.max_new_tokens), ("num_beams", settings.max_beams)):
             if (getattr(asked.options, name) or 0) > most:
                 raise Refused(400, f"options.{name} = {getattr(asked.options, name)}, {most} at most")
+        if asked.options.target_lang is not None and asked.options.forced_bos_token is not None:
+            raise Refused(400, "say either options.target_lang or options.forced_bos_token")
         beams, sequences = (self._in_force(name, asked.options) or 1 for name in ("num_beams", "num_return_sequences"))
         drawn = beams == 1 and self._in_force("do_sample", asked.options)  # as many as one likes
         if sequences > beams and not drawn:
@@ -159,8 +175,10 @@ class Api:
 
     async def _answer(self, asked: Asked) -> dict[str, Any]:
         texts = asked.texts if asked.texts is not None else [asked.text or ""]
-        options = tuple(asked.options.model_dump(exclude_none=True).items())
-        sequences = await self.merger.submit(self._encoded(texts), options)
+        generation = asked.options.model_dump(exclude_none=True, exclude=_NAMES)
+        first = self._first_token(asked.options)
+        sources = [replace(source, first=first) for source in self._encoded(texts)]
+        sequences = await self.merger.submit(sources, _Alike(tuple(generation.items()), first is not None))
         found = [_shown(one) for one in self.generator.decode(sequences)]
         model = {"model": self.settings.shown_name}
         if asked.texts is not None:
@@ -169,7 +187,21 @@ class Api:
             raise Refused(500, found[0]["problem"])
         return found[0] | model
 
-    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+    def _first_token(self, options: Wanted) -> int | None:
+        """What outputs begin with, by the request or else for all; None where that is not said, or they do not."""
+        names = self.generator.names
+        try:
+            if options.target_lang is not None:
+                names.check_languages("options.target_lang")
+                return names.language(options.target_lang)
+            if options.forced_bos_token is not None:
+                return names.token(options.forced_bos_token)
+        except (CommandError, Unknown) as error:
+            raise Refused(400, str(error)) from error
+        found = self._in_force("forced_bos_token_id", options)
+        return found if isinstance(found, int) else None
+
+    def _encoded(self, texts: Sequence[str]) -> list[Source]:
         for place, text in enumerate(texts):
             if not text.strip():
                 raise Refused(400, f"text {place + 1} is empty")
@@ -179,11 +211,13 @@ class Api:
                 raise Refused(413, f"text {place + 1}: {source.reason}")
         return [source for source in sources if not isinstance(source, Problem)]
 
-    def _generate(self, sources: list[list[int]], options: Generation) -> list[Sequences | Problem]:
+    def _generate(
+        self, sources: list[Source], alike: _Alike, wanted: Callable[[int], bool]
+    ) -> list[Sequences | Problem]:
         """Sequences of some sources; tokenizers are left to the other thread."""
         generator = copy.copy(self.generator)
-        generator.generation = generator.generation | dict(options)
-        return generator.generate(sources)
+        generator.generation = generator.generation | dict(alike.generation)
+        return generator.generate(sources, wanted)
 
 
 def _shown(found: Output | Problem) -> dict[str, Any]:

@@ -67,6 +67,7 @@ def run(
     output: str,
     address: str | None = None,
     column: str = "text",
+    target_column: str | None = None,
     on_error: OnError = "fail",
     input_format: str | None = None,
     output_format: str | None = None,
@@ -88,6 +89,7 @@ def run(
         address: of the cluster, as `ray.init` takes it; None: that of RAY_ADDRESS, or a new one of this machine alone,
             which ends with the run. Where Ray is initialized in this process already, that one is used.
         column: of the texts; lines of text have "text" alone.
+        target_column: of the names of what each output begins with; see `Generator`.
         on_error: what becomes of a text that cannot be generated; see `Generator`.
         input_format, output_format: "parquet", "jsonl", "csv" or "txt"; None: as the file is named, and as the input.
         workers: actors, each with a model: at least and at most so many.
@@ -115,10 +117,12 @@ def run(
         from ray.data import ActorPoolStrategy, from_arrow_refs
 
         cluster.check(least, cpus, gpus)
-        blocks = _blocks(tables, folder, column, rows, options.scores)
+        needed = [column] if target_column is None else [column, target_column]
+        blocks = _blocks(tables, folder, needed, rows, options.scores)
         if blocks:  # of none Ray makes no dataset
+            columns = {"column": column, "target_column": target_column}
             made = from_arrow_refs(blocks).map_batches(
-                _Reporting, fn_constructor_kwargs={**_arguments(options), "column": column}, batch_size=rows,
+                _Reporting, fn_constructor_kwargs={**_arguments(options), **columns}, batch_size=rows,
                 batch_format="pyarrow", compute=ActorPoolStrategy(min_size=least, max_size=most), num_cpus=cpus,
                 num_gpus=gpus or None,
             )  # fmt: skip
@@ -148,7 +152,7 @@ def _recorded(options: Options) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in _arguments(options).items()}
 
 
-def _blocks(tables: Tables, folder: Folder, column: str, rows: int, scores: bool) -> list[Any]:
+def _blocks(tables: Tables, folder: Folder, needed: list[str], rows: int, scores: bool) -> list[Any]:
     """The input in Ray's object store, with a column of numbers; the types of its columns are the same everywhere.
 
     Raises:
@@ -160,7 +164,7 @@ def _blocks(tables: Tables, folder: Folder, column: str, rows: int, scores: bool
     blocks, schemas, first = list[Any](), list[pa.Schema](), 1
     for table in tables.read(rows):
         # What fields JSON lines have is known when all are read.
-        _check_columns(tables.place, [*table.column_names, *[column] * (tables.kind == "jsonl")], column)
+        _check_columns(tables.place, [*table.column_names, *(needed if tables.kind == "jsonl" else [])], needed)
         table = table.add_column(0, "number", pa.array(range(first, first + len(table)), pa.int64()))
         first += len(table)
         schemas.append(table.schema)
@@ -176,13 +180,13 @@ def _blocks(tables: Tables, folder: Folder, column: str, rows: int, scores: bool
                 blocks[place] = ray.put(pa.concat_tables(parts, promote_options="permissive"))
     except pa.ArrowException as error:
         raise CommandError(f"{tables.place}: {models.first_line(error)}") from error
-    _check_columns(tables.place, schema.names[1:], column)
+    _check_columns(tables.place, schema.names[1:], needed)
     return blocks
 
 
-def _check_columns(place: str, names: list[str], column: str) -> None:
+def _check_columns(place: str, names: list[str], needed: list[str]) -> None:
     try:
-        check_columns(names, column, ("number", *COLUMNS))
+        check_columns(names, needed, ("number", *COLUMNS))
     except ValueError as error:
         raise CommandError(f"{place}: {error}") from error
 

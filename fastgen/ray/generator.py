@@ -31,26 +31,35 @@ class Generator:
     Args:
         model: folder of the model and its tokenizer, as the actor's machine sees it.
         column: of the texts. A null is an empty text.
+        target_column: of the names of what each output begins with; `targets` among the options says what they name.
         on_error: what becomes of a text that cannot be generated: "fail" raises, "skip" leaves its row out, "empty"
             leaves its output empty.
         options: as in `fastgen.corpus.texts.Options`.
 
     Raises:
         CommandError: the folder holds no model that can be read; with on_error="fail", what a text's problem is.
-        ValueError: no such on_error, no such column, or one of the batch's columns has the name of one of ours.
+        ValueError: no such on_error, no such column, or one of the batch's columns has the name of one of ours; a
+            target_column without `targets`, or the other way about.
         TypeError: no such option, or the column holds no texts.
     """
 
-    def __init__(self, model: str | Path, *, column: str = "text", on_error: OnError = "empty", **options: Any) -> None:
+    def __init__(
+        self, model: str | Path, *, column: str = "text", target_column: str | None = None, on_error: OnError = "empty",
+        **options: Any,
+    ) -> None:  # fmt: skip
         check_on_error(on_error)
-        self.column, self.on_error = column, on_error
+        targets = options.get("targets")
+        if (target_column is None) != (targets is None):
+            raise ValueError(f"target_column={target_column!r} and targets={targets!r}: they go together")
+        self.columns = (column,) if target_column is None else (column, target_column)
+        self.on_error = on_error
         self.generator = TextGenerator(Options(Path(model), **options))
 
     def __call__(self, batch: Any) -> Any:
         """The batch with the columns of its outputs."""
         names = [str(name) for name in (batch.column_names if _is_table(batch) else batch)]
-        check_columns(names, self.column)
-        found = self.generator(self._texts(batch[self.column]))
+        check_columns(names, self.columns)
+        found = self.generator(*(self._texts(name, batch[name]) for name in self.columns))
         problems = [one for one in found if isinstance(one, Problem)]
         if problems and self.on_error == "fail":
             raise CommandError(f"{len(problems)} of {len(found)} texts have no output, the first: {problems[0].reason}")
@@ -59,11 +68,11 @@ class Generator:
             batch, found = _rows(batch, kept), [one for one in found if not isinstance(one, Problem)]
         return _with(batch, found, self.generator.options.scores)
 
-    def _texts(self, values: Any) -> list[str]:
+    def _texts(self, column: str, values: Any) -> list[str]:
         texts: list[Any] = values.to_pylist() if hasattr(values, "to_pylist") else list(values)
         for text in texts:
             if text is not None and not isinstance(text, str) and text == text:  # pandas' nulls differ from themselves
-                raise TypeError(f"column {self.column!r} holds {text!r}, a {type(text).__name__}, not text")
+                raise TypeError(f"column {column!r} holds {text!r}, a {type(text).__name__}, not text")
         return [text if isinstance(text, str) else "" for text in texts]
 
 
@@ -73,10 +82,11 @@ def check_on_error(on_error: str) -> None:
         raise ValueError(f"on_error={on_error!r} must be one of {', '.join(map(repr, get_args(OnError)))}")
 
 
-def check_columns(names: Sequence[str], column: str, taken: Sequence[str] = COLUMNS) -> None:
-    """Raise ValueError where a batch has no such column, or one that would be written over."""
-    if column not in names:
-        raise ValueError(f"there is no column {column!r}, but {', '.join(map(repr, names)) or 'none'}")
+def check_columns(names: Sequence[str], needed: Sequence[str], taken: Sequence[str] = COLUMNS) -> None:
+    """Raise ValueError where a batch has no such columns, or one that would be written over."""
+    for column in needed:
+        if column not in names:
+            raise ValueError(f"there is no column {column!r}, but {', '.join(map(repr, names)) or 'none'}")
     if both := [name for name in taken if name in names]:
         raise ValueError(f"a column is named {both[0]!r}, as one of the output's is: rename it")
 

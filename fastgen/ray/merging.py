@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+Source = TypeVar("Source", bound=Sized)
 Options = TypeVar("Options", bound=Hashable)
 Found = TypeVar("Found")
 
@@ -17,21 +18,25 @@ class QueueFull(Exception):
 
 
 @dataclass(eq=False)
-class _Waiting(Generic[Options, Found]):
-    ids: list[int]
+class _Waiting(Generic[Source, Options, Found]):
+    source: Source
     options: Options
     answer: asyncio.Future[Found]
 
 
-class Merger(Generic[Options, Found]):
+class Merger(Generic[Source, Options, Found]):
     """Merges what is asked for at one time into batches, which a thread of its own generates one after the other.
 
     While a batch runs, requests gather; then the one that has waited longest goes next, with those of its options
     whose lengths are closest to its own, as many as make a batch. A request that nobody waits for any more is dropped
-    before its batch begins.
+    before its batch begins; in a batch that runs, whoever generates is told.
 
+    Attributes:
+        batches, generated: that were taken, and texts in them. left: of those, texts that nobody waited for in the end.
+        dropped: texts that were in none.
     Args:
-        generate: the answers of some token ids under the same options, in their order; it runs in the thread.
+        generate: the answers of some sources under the same options, in their order, and whether somebody still waits
+            for one of them, by its place; it runs in the thread.
         batch_tokens: of a batch, padding counted; a longer text is a batch by itself.
         most: texts that may wait.
         linger: seconds that a text waits for others where none is under way.
@@ -39,19 +44,19 @@ class Merger(Generic[Options, Found]):
 
     def __init__(
         self,
-        generate: Callable[[list[list[int]], Options], Sequence[Found]],
+        generate: Callable[[list[Source], Options, Callable[[int], bool]], Sequence[Found]],
         *,
         batch_tokens: int,
         most: int,
         linger: float,
     ) -> None:
         self.generate, self.batch_tokens, self.most, self.linger = generate, batch_tokens, most, linger
-        self.waiting: list[_Waiting[Options, Found]] = []
-        self.batches = self.generated = self.dropped = 0
+        self.waiting: list[_Waiting[Source, Options, Found]] = []
+        self.batches = self.generated = self.left = self.dropped = 0
         self._thread = ThreadPoolExecutor(1, "fastgen-generate")
         self._task: asyncio.Task[None] | None = None
 
-    async def submit(self, sources: Sequence[list[int]], options: Options) -> list[Found]:
+    async def submit(self, sources: Sequence[Source], options: Options) -> list[Found]:
         """The answers of some texts, in their order.
 
         Raises:
@@ -61,7 +66,7 @@ class Merger(Generic[Options, Found]):
         if len(self.waiting) + len(sources) > self.most:
             raise QueueFull(f"{len(self.waiting)} texts wait, {self.most} at most")
         loop = asyncio.get_running_loop()
-        asked = [_Waiting[Options, Found](ids, options, loop.create_future()) for ids in sources]
+        asked = [_Waiting[Source, Options, Found](source, options, loop.create_future()) for source in sources]
         self.waiting += asked
         if self._task is None:
             self._task = loop.create_task(self._run())
@@ -79,11 +84,11 @@ class Merger(Generic[Options, Found]):
             await self._answer(batch)
         self._task = None
 
-    async def _answer(self, batch: list[_Waiting[Options, Found]]) -> None:
+    async def _answer(self, batch: list[_Waiting[Source, Options, Found]]) -> None:
         self.batches += 1
         self.generated += len(batch)
         loop = asyncio.get_running_loop()
-        call: Any = self.generate, [one.ids for one in batch], batch[0].options
+        call: Any = self.generate, [one.source for one in batch], batch[0].options, lambda i: not batch[i].answer.done()
         try:
             found = await loop.run_in_executor(self._thread, *call)
             answers = dict(zip(batch, found, strict=True))
@@ -92,22 +97,23 @@ class Merger(Generic[Options, Found]):
                 if not one.answer.done():
                     one.answer.set_exception(error)
             return
+        self.left += sum(one.answer.done() for one in batch)
         for one, answer in answers.items():
-            if not one.answer.done():  # its client left meanwhile
+            if not one.answer.done():
                 one.answer.set_result(answer)
 
-    def _take(self) -> list[_Waiting[Options, Found]]:
+    def _take(self) -> list[_Waiting[Source, Options, Found]]:
         """The next batch; none where nothing waits."""
         self._drop()
         if not self.waiting:
             return []
         oldest = self.waiting[0]
-        length = len(oldest.ids)
+        length = len(oldest.source)
         alike = [one for one in self.waiting if one.options == oldest.options]
-        alike.sort(key=lambda one: abs(len(one.ids) - length))  # stable: the oldest first of equals
-        batch, width = list[_Waiting[Options, Found]](), 0
+        alike.sort(key=lambda one: abs(len(one.source) - length))  # stable: the oldest first of equals
+        batch, width = list[_Waiting[Source, Options, Found]](), 0
         for one in alike:
-            width = max(width, len(one.ids))
+            width = max(width, len(one.source))
             if batch and width * (len(batch) + 1) > self.batch_tokens:
                 break
             batch.append(one)

@@ -29,6 +29,8 @@ class Settings(BaseModel):
     prefix: str = Field("", description="text before each source, such as T5's task")
     append_eos: bool = Field(False, description="end each source with the end token")
     forced_bos_token: str | None = Field(None, description="the output's first token, by name")
+    source_lang: str | None = Field(None, description="of tokenizers that know languages, as they name them")
+    target_lang: str | None = Field(None, description="likewise, of the output; a request may name another")
     batch_tokens: int = Field(4096, ge=1, description="tokens of a batch, padding counted")
     linger: float = Field(0.005, ge=0, description="seconds that a text waits for others where nothing runs")
     max_source_tokens: int | None = Field(
@@ -61,6 +63,8 @@ class Settings(BaseModel):
             "prefix",
             "append_eos",
             "forced_bos_token",
+            "source_lang",
+            "target_lang",
             "batch_tokens",
             "max_source_tokens",
         )

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fastgen.decoding.beam import Trace
+from fastgen.decoding.leaving import Wanted
 from fastgen.decoding.plan import Plan
 from fastgen.models.step import DecoderStep
 from fastgen.patches.transformers.shared import SharedStepper
@@ -19,6 +20,7 @@ class Call:
 
     Attributes:
         scored: whether the caller takes `Scored` sequences.
+        wanted: whether somebody waits for a sentence, by its number; None where nobody leaves.
     """
 
     model: Any
@@ -30,6 +32,7 @@ class Call:
     model_kwargs: dict[str, Any]
     streamer: Any = None
     scored: bool = False
+    wanted: Wanted | None = None
 
     @property
     def trace(self) -> Trace:

@@ -4,8 +4,9 @@ transformers takes one token for all sentences. Its processor is patched, in `di
 runs forces the same tokens.
 """
 
-from collections.abc import Callable
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -51,3 +52,54 @@ def force(original: Callable[..., Tensor], self: Any, input_ids: Tensor, scores:
     if len(scores) % len(tokens):
         raise ValueError(f"forced_bos_token_id has {len(tokens)} tokens, which do not divide {len(scores)} rows")
     return Force(tokens, lambda _: True, by_sentence=True)(scores, Text(input_ids, prompt_length=1))
+
+
+class Beside:
+    """A first token for each sentence of a stream, read beside the sentences.
+
+    Args:
+        vocabulary: tokens that there are.
+    """
+
+    def __init__(self, tokens: Iterable[Any], vocabulary: int) -> None:
+        self._tokens, self._vocabulary, self._taken = iter(tokens), vocabulary, 0
+
+    def take(self) -> int:
+        """The token of the next sentence.
+
+        Raises:
+            TypeError, ValueError: it is no token of the vocabulary, or there is none.
+        """
+        for token in self._tokens:
+            self._taken += 1
+            return self._checked(token)
+        raise ValueError(f"forced_bos_token_id has {self._taken} tokens, and there are more sentences")
+
+    def end(self) -> None:
+        """Raise ValueError where a token is left, behind the last sentence."""
+        for _ in self._tokens:
+            raise ValueError(f"forced_bos_token_id has more tokens than the {self._taken} sentences")
+
+    def _checked(self, token: Any) -> int:
+        try:
+            found = operator.index(token)
+        except TypeError:
+            raise TypeError(f"forced_bos_token_id has {token!r}, which is no token") from None
+        if not 0 <= found < self._vocabulary:
+            raise ValueError(f"forced_bos_token_id has {found}, and the vocabulary {self._vocabulary} tokens")
+        return found
+
+
+def beside(forced: Any, vocabulary: int) -> Beside | None:
+    """What a stream reads beside its sentences; None where there is one token for all of them, or none.
+
+    Raises:
+        TypeError: it is neither a token nor some of them.
+    """
+    if isinstance(forced, Tensor):
+        forced = cast(Any, forced).tolist()
+    if forced is None or isinstance(forced, int) or (isinstance(forced, list | tuple) and len(cast(Any, forced)) == 1):
+        return None
+    if not isinstance(forced, Iterable) or isinstance(forced, str):
+        raise TypeError(f"forced_bos_token_id={forced!r} is no token, nor one for each sentence")
+    return Beside(cast("Iterable[Any]", forced), vocabulary)

@@ -26,7 +26,17 @@ from fastgen.models.families import family_of
 from fastgen.models.parts import NotFused
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
-from fastgen.patches.transformers import bild, bild_call, parity, pausing, restored, restored_loops, scored, split
+from fastgen.patches.transformers import (
+    awaited,
+    bild,
+    bild_call,
+    parity,
+    pausing,
+    restored,
+    restored_loops,
+    scored,
+    split,
+)
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import edits_of, fill_of, stop_of
@@ -93,7 +103,7 @@ def beam_search(
     """`GenerationMixin._beam_search`, where it can be over one cache per sentence."""
     call = Call(
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs,
-        scored=scored.asked_of(self),
+        scored=scored.asked_of(self), wanted=awaited.asked_of(self),
     )  # fmt: skip
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
@@ -115,7 +125,7 @@ def sample(
     """`GenerationMixin._sample`, where it can be over one cache per sentence."""
     call = Call(
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer,
-        scored.asked_of(self),
+        scored.asked_of(self), awaited.asked_of(self),
     )  # fmt: skip
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
@@ -209,6 +219,7 @@ def _beam_search(call: Call, model: Stepper) -> Decoding:
         may_drop=model.plan.drop,
         captured=model.plan.graphs,
         trace=call.trace,
+        wanted=call.wanted,
     )
     return Decoding(search, lambda: _of_beams(call, model, search))
 
@@ -266,7 +277,7 @@ def _of_beams(call: Call, model: Stepper, search: BeamSearch) -> Any:
 
 
 def _sample(call: Call, model: Stepper) -> Decoding:
-    config, streamer = call.config, call.streamer
+    config, streamer, wanted = call.config, call.streamer, call.wanted
     pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
     pad = config._pad_token_tensor
     stop = stop_of(call.stopping_criteria)
@@ -282,6 +293,7 @@ def _sample(call: Call, model: Stepper) -> Decoding:
         captured=model.plan.graphs,
         trace=call.trace,
         on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
+        wanted=None if wanted is None else lambda row: wanted(row // model.plan.beams),
     )
     around = getattr(call.model, "_optimize_model_for_decode", nullcontext)
     return Decoding(sampling, lambda: _of_samples(call, model, sampling), around)

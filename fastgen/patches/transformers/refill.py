@@ -30,10 +30,11 @@ _logger = logging.getLogger("fastgen")
 
 @dataclass(eq=False)
 class Batch:
-    """Sentences, the longest first, and their places in the window."""
+    """Sentences, the longest first, their places in the window, and first tokens of their own, if they have any."""
 
     places: list[int]
     sentences: list[Tensor]
+    first: list[int] = field(default_factory=list[int])
 
     @property
     def width(self) -> int:

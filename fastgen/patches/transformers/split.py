@@ -14,7 +14,7 @@ from fastgen.decoding.plan import Unsupported
 from fastgen.models import memory
 from fastgen.patches import _engine
 from fastgen.patches._room import NO_MEMORY, make_room
-from fastgen.patches.transformers import pausing
+from fastgen.patches.transformers import awaited, pausing
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import fill_of
 from fastgen.patches.transformers.first_tokens import of_sentences
@@ -49,10 +49,10 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
     pausing.refuse(model, NO_MEMORY)
     make_room()
     half = sentences // 2
-    parts = [
-        generate(original, model, **{name: _part(name, value, at) for name, value in kwargs.items()})
-        for at in (slice(0, half), slice(half, sentences))
-    ]
+    parts: list[Any] = []
+    for at in (slice(0, half), slice(half, sentences)):
+        with awaited.from_sentence(at.start):
+            parts.append(generate(original, model, **{name: _part(name, value, at) for name, value in kwargs.items()}))
     return _joined(parts, fill)
 
 

@@ -1,15 +1,16 @@
 """Many sentences through `generate`: in batches of like lengths and of a size in tokens, back in their order."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice, takewhile
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from fastgen.decoding.leaving import Wanted
 from fastgen.patches import _engine
-from fastgen.patches.transformers import scored
-from fastgen.patches.transformers.first_tokens import of_sentences
+from fastgen.patches.transformers import awaited, bild_call, first_tokens, scored
 from fastgen.patches.transformers.pausing import Begun
 from fastgen.patches.transformers.refill import Batch, Refill, who_stands_between
 from fastgen.patches.transformers.scored import Scored
@@ -28,6 +29,7 @@ def generate_stream(
     max_tokens: int = MAX_TOKENS,
     window: int = WINDOW,
     scores: bool = False,
+    wanted: Wanted | None = None,
     **generate_kwargs: Any,
 ) -> Iterator[Any]:
     """Yield what ``model.generate(**generate_kwargs)`` gives for each of `inputs`, in their order.
@@ -42,7 +44,11 @@ def generate_stream(
         scores: whether sequences have scores: the `sequences_scores` of a beam search; else the sum of the
             log-probabilities of a sequence's tokens, as `compute_transition_scores(..., normalize_logits=True)` has
             them. No scores of steps are kept for it, where the loop is fastgen's.
-        generate_kwargs: what `generate` takes beside the inputs and their mask.
+        wanted: whether somebody still waits for a sentence, by its number from 0; asked behind every step. One that
+            nobody waits for leaves its batch as one that has finished, and what is yielded for it means nothing.
+            `docs/stream.md` says where none can leave so.
+        generate_kwargs: what `generate` takes beside the inputs and their mask. `forced_bos_token_id` may be any
+            iterable of a token for each sentence, which is read in step with `inputs`; a list of one is for all.
 
     Yields:
         (N, L) int64 on the CPU, N = num_return_sequences: a sentence's sequences, the shorter ones padded. A
@@ -50,35 +56,45 @@ def generate_stream(
 
     Raises:
         TypeError: an argument that a stream cannot have; the message names it.
-        ValueError: a sentence without tokens, or sizes that are not positive; the message has the value.
+        ValueError: a sentence without tokens, or sizes that are not positive; the message has the value. There are more
+            first tokens than sentences, or fewer, which is found before anything of the window is generated.
     """
-    stream = _Stream(model, max_tokens, window, scores, generate_kwargs)  # checked here, not at the first sentence
+    stream = _Stream(
+        model, max_tokens, window, scores, wanted, generate_kwargs
+    )  # checked here, not at the first sentence
     return stream.run(iter(inputs))
 
 
 class _Stream:
-    def __init__(self, model: Any, max_tokens: int, window: int, scores: bool, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Any, max_tokens: int, window: int, scores: bool, wanted: Wanted | None, kwargs: dict[str, Any]
+    ) -> None:  # fmt: skip
         for name, value in (("max_tokens", max_tokens), ("window", window)):
             if value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         self.model, self.max_tokens, self.window, self.kwargs = model, max_tokens, window, kwargs
+        self.wanted, self.begun = wanted, 0  # sentences of the windows before this one
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        self.first = first_tokens.beside(bild_call.said(model, kwargs, _FIRST), vocabulary)
+        self.drafts = False
+        if self.first is not None:
+            kwargs[_FIRST] = 0  # each batch says its own
+            self.drafts = bild_call.options_of(model, dict(kwargs)) is not None  # which has one for all of a batch
         config, _ = model._prepare_generation_config(kwargs.get("generation_config"), **_settings(kwargs))
         if config.return_dict_in_generate:
             raise TypeError("return_dict_in_generate=True: a stream yields sequences alone")
         for name in _REFUSED & set(kwargs):
             raise TypeError(f"{name}: a stream cannot have it")
-        if of_sentences(config.forced_bos_token_id) is not None:
-            raise TypeError(
-                "forced_bos_token_id of each sentence: a stream makes batches of its own, and takes one token"
-            )
         if not self.encoder_decoder and config.max_new_tokens is None:
             raise TypeError("max_new_tokens is needed: a prompt's padding would count in max_length")
         if not self.encoder_decoder and config.min_length:
             raise TypeError(f"min_length = {config.min_length} would count a prompt's padding; say min_new_tokens")
         # Padding before a prompt is text to whoever looks at single tokens, or is the caller's own.
-        sees_padding = config.no_repeat_ngram_size == 1 or "logits_processor" in kwargs
+        sees_padding = (
+            config.no_repeat_ngram_size == 1 or config.forced_bos_token_id is not None or "logits_processor" in kwargs
+        )
         self.alike = sees_padding and not self.encoder_decoder
         ends = config.eos_token_id
         self.ends = torch.tensor([] if ends is None else ends, dtype=torch.int64).flatten()
@@ -91,13 +107,25 @@ class _Stream:
         self.refill = Refill(model, max_tokens, self._generate, config, kwargs)
 
     def run(self, inputs: Iterator[Sequence[int] | Tensor]) -> Iterator[Any]:
-        while sentences := [_ids(sentence) for sentence in islice(inputs, self.window)]:
-            waiting = _Waiting(sentences, self.max_tokens, self.alike)
+        while waiting := self._window(inputs):
             found: dict[int, Any] = {}
             for batch, output in self.refill.run(waiting.take):
                 found.update(zip(batch.places, self._each(batch, output), strict=True))
-            for i in range(len(sentences)):
+            for i in range(len(waiting.sentences)):
                 yield found.pop(i)
+            self.begun += len(waiting.sentences)
+
+    def _window(self, inputs: Iterator[Sequence[int] | Tensor]) -> "_Waiting | None":
+        """The next sentences; None where there are no more."""
+        sentences, first = list[Tensor](), list[int]()
+        for sentence in islice(inputs, self.window):
+            sentences.append(_ids(sentence))
+            if self.first is not None:
+                first.append(self.first.take())
+        if self.first is not None and len(sentences) < self.window:
+            self.first.end()
+        apart = self.first is not None and (self.drafts or not _engine.is_applied("transformers.first_tokens"))
+        return _Waiting(sentences, first, self.max_tokens, self.alike, apart) if sentences else None
 
     def _generate(self, batch: Batch) -> Any:
         ids = torch.full((len(batch.sentences), batch.width), self.fill)
@@ -108,16 +136,30 @@ class _Stream:
             ids[row, at], mask[row, at] = sentence, 1
         device = self.model.device
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        kwargs = self.kwargs
+        if batch.first:
+            kwargs = kwargs | {_FIRST: batch.first if len(set(batch.first)) > 1 else batch.first[0]}
+        with self._awaited(batch):
+            return self._called(inputs, kwargs)
+
+    def _awaited(self, batch: Batch) -> AbstractContextManager[None]:
+        wanted, begun = self.wanted, self.begun
+        if wanted is None or who_stands_between(self.model, self.config, self.kwargs) is not None:
+            return nullcontext()
+        return awaited.asking(self.model, lambda i: wanted(begun + batch.places[i]))
+
+    def _called(self, inputs: dict[str, Tensor], kwargs: dict[str, Any]) -> Any:
+        """What `generate` returns; scored, where scores are asked for; or a loop that it has begun."""
         if not self.scores:
-            return self.model.generate(**inputs, **self.kwargs)
+            return self.model.generate(**inputs, **kwargs)
         if not (self.by_transformers or _engine.is_disabled()):
-            if who_stands_between(self.model, self.config, self.kwargs) is None:
+            if who_stands_between(self.model, self.config, kwargs) is None:
                 with scored.asking(self.model):
-                    found = self.model.generate(**inputs, **self.kwargs)
+                    found = self.model.generate(**inputs, **kwargs)
                 if isinstance(found, Scored | Begun):
                     return found
             self.by_transformers = True
-        return scored.by_transformers(self.model, inputs, self.kwargs, self.ends)
+        return scored.by_transformers(self.model, inputs, kwargs, self.ends)
 
     def _each(self, batch: Batch, output: Any) -> Iterator[Any]:
         """What is yielded for each sentence of a batch."""
@@ -138,20 +180,27 @@ class _Stream:
     def _length(self, sequences: Tensor, prompt: int) -> int:
         """Tokens up to the last end, that of the longest sequence."""
         generated = sequences[:, prompt:]
+        if not generated.numel():
+            return prompt
         ended = torch.isin(generated, self.ends).to(torch.int8)
         first = torch.where(ended.any(1), ended.argmax(1) + 1, generated.shape[1])
-        return prompt + int(first.max()) if len(first) else prompt
+        return prompt + int(first.max())
 
 
 class _Waiting:
     """The sentences of a window that have not begun, the longest first.
 
-    alike: a batch has sentences of one length alone.
+    first: the first token of each output, or nothing.
+    alike: a batch has sentences of one length alone. apart: of one first token alone.
     """
 
-    def __init__(self, sentences: list[Tensor], max_tokens: int, alike: bool) -> None:
-        self.sentences, self.max_tokens, self.alike = sentences, max_tokens, alike
-        self.order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]), reverse=True)
+    def __init__(
+        self, sentences: list[Tensor], first: list[int], max_tokens: int, alike: bool, apart: bool
+    ) -> None:  # fmt: skip
+        self.sentences, self.first, self.max_tokens = sentences, first, max_tokens
+        lengths = [len(sentence) for sentence in sentences]
+        self.kinds = [(first[i] if apart else 0, length if alike else 0) for i, length in enumerate(lengths)]
+        self.order = sorted(range(len(sentences)), key=lambda i: (self.kinds[i][0], -lengths[i]))
 
     def take(self, room: int) -> Batch | None:
         """The next batch, of as many as fit into `room` tokens beside the first of them; None where that does not.
@@ -160,15 +209,18 @@ class _Waiting:
         """
         if not self.order:
             return None
-        longest = len(self.sentences[self.order[0]])
-        count = room // longest
+        longest = self.order[0]
+        count = room // len(self.sentences[longest])
         if room == self.max_tokens:
             count = max(1, count)
-        if self.alike:
-            count = min(count, sum(len(self.sentences[i]) == longest for i in self.order))
-        places, self.order = self.order[:count], self.order[count:]
-        return Batch(places, [self.sentences[i] for i in places]) if places else None
+        places = list(takewhile(lambda i: self.kinds[i] == self.kinds[longest], self.order[:count]))
+        self.order = self.order[len(places) :]
+        if not places:
+            return None
+        return Batch(places, [self.sentences[i] for i in places], [self.first[i] for i in places] if self.first else [])
 
+
+_FIRST = "forced_bos_token_id"
 
 _REFUSED = {
     "inputs", "input_ids", "attention_mask", "inputs_embeds", "encoder_outputs", "decoder_input_ids",
