@@ -259,6 +259,18 @@ def test_it_is_explained_counted_and_undone(name: str, options: dict[str, Any]) 
         model.generate(**inputs, **options, max_new_tokens=4)
 
 
+def test_parity_mode_has_nothing_to_compare_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTGEN_PARITY", "1")
+    switches.reload()
+    model, counted = build("bart"), fastgen.status().parity
+    for name, options in NAMES.items():
+        model.generate(**batch(model, 2, 5), **options, max_new_tokens=3)
+        outcome = f"run once: transformers has no {name}"
+        assert fastgen.status().parity[outcome] == counted.get(outcome, 0) + 1
+    monkeypatch.undo()
+    switches.reload()
+
+
 def test_a_streamer_hears_of_contrastive_search() -> None:
     class Heard(TextStreamer):
         def __init__(self) -> None:

@@ -185,7 +185,7 @@ def api() -> str:
         "## fastgen\n\n" + "\n\n".join(f"::: fastgen.{name}" for name in names),
         "## What they return and raise\n\n" + "\n\n".join(f"::: {path}" for path in RETURNED),
     ]
-    for part in ("unilm", "corpus", "ray"):
+    for part in ("constraints", "unilm", "corpus", "ray"):
         if find_spec(f"fastgen.{part}"):
             public = getattr(import_module(f"fastgen.{part}"), "__all__", None)
             shown = [f"::: fastgen.{part}.{name}" for name in public] if public else [WHOLE.format(part=part)]

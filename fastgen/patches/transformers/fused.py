@@ -113,8 +113,10 @@ class FusedDecoder:
         self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)
         counted = None if text is None else text[:, : self.prefix].sum(1, keepdim=True)
         self.first = self._first(counted if step.counts_padding else positions)
-        self.hidden: Tensor | None = None  # (R, C), what the head has read last of a step that is not replayed
-        self.replay = Replay(step, cache.text, cache.longest, wide=True) if graph.wanted(cache.text[0].keys) else None
+        self.seeing = bool(kwargs.get("output_hidden_states"))  # whether `hidden` is looked at
+        self.hidden: Tensor | None = None  # (R, C), what the head has read last
+        replayed = graph.wanted(cache.text[0].keys) and not self.seeing
+        self.replay = Replay(step, cache.text, cache.longest, wide=True) if replayed else None
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return logits (R, V) fp32 of what follows ids (R, L), of which the cache holds all but the newest."""
@@ -123,6 +125,8 @@ class FusedDecoder:
             visible = None if ancestry is None else ancestry.room
             make = functools.partial(self._context, visible=visible, whole=True)
             return self.replay(ids[:, -1], make, visible, self.prefix_mask, self.source_mask)[0]
+        if not self.seeing:
+            return self.step(ids[:, -1], self.context()).float()
         self.hidden = self.step.hidden(ids[:, -1], self.context())
         return self.step.logits(self.hidden).float()
 
