@@ -436,7 +436,12 @@ def test_the_documentation_lists_every_reason() -> None:
     parity = parity.partition("def _reason_not_to_repeat")[2].partition("\ndef ")[0]
     fused = "".join(
         (ROOT / "fastgen" / name).read_text("utf-8")
-        for name in ("models/reader.py", "patches/transformers/fused.py", "patches/fairseq/stepper.py")
+        for name in (
+            "models/reader.py",
+            "models/parts.py",
+            "patches/transformers/fused.py",
+            "patches/fairseq/stepper.py",
+        )
     )
     for code, text in ((decide, supported), (parity, switches), (fused, supported), (peak, switches)):
         reasons = re.findall(r'(?:Unsupported\(|NotFused\(|NotPredicted\(|return) *\n? *f?"(.+)"', code)

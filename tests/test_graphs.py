@@ -339,13 +339,13 @@ def test_what_cannot_be_captured(graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 
 def test_a_value_that_is_asked_for(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recorder refuses what a graph does: a step whose Python looks at what the device has computed."""
-    rotated = step._rotated
+    rotated = step.rotated
 
-    def asking(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> Any:
+    def asking(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighbours: bool) -> Any:
         assert cosine.max() <= 1
-        return rotated(x, cosine, sine)
+        return rotated(x, cosine, sine, neighbours)
 
-    monkeypatch.setattr(step, "_rotated", asking)
+    monkeypatch.setattr(step, "rotated", asking)
     call = _same(_build("llama"), zoo.batch(_build("llama"), 3, 9) | {"max_new_tokens": 20})
     assert graphs.captures == 0
     assert any("not permitted" in text for text in call.plan.left_off)

@@ -1,5 +1,6 @@
-"""Families whose modules compute attention themselves: their steps over the shared cache are made from the weights."""
+"""More families, in fewer combinations: those whose modules compute attention themselves, and some like Llama."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import transformers as tf
 from torch import nn
+from transformers.models.fsmt.modeling_fsmt import SinusoidalPositionalEmbedding
 
 import fastgen
 from fastgen.models.layouts import LAYOUTS
@@ -23,6 +25,9 @@ FIELDS = {"return_dict_in_generate": True, "output_scores": True, "output_logits
 BEAMS = {"num_beams": 4, "no_repeat_ngram_size": 2, "eos_token_id": [2, 7, 9, 30]}
 # Whose own attention is computed in fp32, or its softmax, whatever the model is in.
 _IN_FP32 = ("bloom", "codegen", "gpt_neo", "gptj", "mpt")
+# In transformers 5.17 every token that FSMT generates has the same position, which no step of fastgen's gives it.
+_FSMT_COUNTS = "past_key_values_length" in inspect.signature(SinusoidalPositionalEmbedding.forward).parameters
+needs_counting = pytest.mark.skipif(not _FSMT_COUNTS, reason="this FSMT does not count its positions")
 
 
 def _same(model: Any, kwargs: dict[str, Any], tolerance: float = 1e-9) -> CallReport:
@@ -60,11 +65,11 @@ def test_family(name: str, case: str) -> None:
     kwargs |= FIELDS if dtype == torch.float64 else {}
     for _ in range(2):
         plan = _same(model, kwargs, tolerance=1e-5 if name in _IN_FP32 else 1e-9).plan
-        assert plan.shared
-        assert plan.fused
+        assert plan.fused == (name != "fsmt" or _FSMT_COUNTS)
+        assert plan.shared == (plan.fused or plan.beams == 1)
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon-40b", "gptj", "gpt_neo", "led", "fsmt"])
+@pytest.mark.parametrize("name", ["bloom", "falcon-40b", "gptj", "gpt_neo", "led", "mvp"])
 def test_weights_may_change_between_calls(name: str) -> None:
     model = zoo.build(name)
     kwargs = _inputs(name, model, torch.float64) | BEAMS | {"max_new_tokens": 10, "min_new_tokens": 10}
@@ -168,6 +173,7 @@ def test_a_model_that_computes_otherwise(monkeypatch: pytest.MonkeyPatch) -> Non
         assert call.kv_bytes == call.stock_kv_bytes
 
 
+@needs_counting
 def test_padding_that_fsmt_generates() -> None:
     """It has the position before its own, wherever it stands."""
     model = zoo.build("fsmt")

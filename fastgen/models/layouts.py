@@ -267,7 +267,7 @@ LAYOUTS = {
             scale=lambda module: module.inv_norm_factor,
         ), source=None, wide="mlp.dense_h_to_4h", activation="mlp.gelu_impl", narrow="mlp.dense_4h_to_h",
         feed_norm="post_attention_layernorm", alibi=_alibi_of_bloom, by_position=True,
-        never=("apply_residual_connection_post_layernorm",),
+        never=("apply_residual_connection_post_layernorm",), own_inputs=True,
     ),
     "falcon": Layout(
         "transformer", layers="h", tokens="word_embeddings", last_norm="ln_f",
