@@ -153,6 +153,8 @@ def test_what_cannot_be_had_is_said() -> None:
         model(**zoo.batch(model, 1, 100, "none"), labels=torch.full((1, 30), 5))
     with pytest.raises(ValueError, match="holds source and target, for which a StaticCache has no room"):
         model.generate(**inputs, cache_implementation="static", max_new_tokens=4)
+    with pytest.raises(ValueError, match="output_hidden_states=True: a UniLM returns neither"):
+        model.generate(**inputs, output_hidden_states=True, return_dict_in_generate=True, max_new_tokens=4)
     past = model(**inputs, decoder_input_ids=torch.tensor([[zoo.START]] * 2), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="begins with an empty cache, and past_key_values holds 9"):
         model.generate(**inputs, past_key_values=past)

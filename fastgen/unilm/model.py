@@ -190,6 +190,8 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> Seq2SeqLMOutput | tuple[Any, ...]:
         """Predict the target that follows each of decoder_input_ids.
@@ -206,8 +208,11 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
 
         Raises:
             ValueError: there is no source, or no target; together they have more positions than the model; the mask is
-                not the source's; the cache is of a fixed size, which `generate` makes for a target alone.
+                not the source's; the cache is of a fixed size, which `generate` makes for a target alone; attentions,
+                hidden states or a mask of the target are asked for.
         """
+        if output_attentions or output_hidden_states:
+            raise ValueError(f"{output_attentions=}, {output_hidden_states=}: a UniLM returns neither")
         if decoder_input_ids is None:
             if labels is None:
                 raise ValueError("a UniLM needs decoder_input_ids or labels, and both are None")
