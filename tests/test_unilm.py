@@ -151,6 +151,20 @@ def test_what_cannot_be_had_is_said() -> None:
         model.generate(**inputs, assistant_early_exit=1, lossless=True, fallback_threshold=0.2, max_new_tokens=4)
     with pytest.raises(ValueError, match="have 130 positions, and max_position_embeddings is 128"):
         model(**zoo.batch(model, 1, 100, "none"), labels=torch.full((1, 30), 5))
+    with pytest.raises(ValueError, match="holds source and target, for which a StaticCache has no room"):
+        model.generate(**inputs, cache_implementation="static", max_new_tokens=4)
+    with pytest.raises(ValueError, match="output_hidden_states=True: a UniLM returns neither"):
+        model.generate(**inputs, output_hidden_states=True, return_dict_in_generate=True, max_new_tokens=4)
+    past = model(**inputs, decoder_input_ids=torch.tensor([[zoo.START]] * 2), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="begins with an empty cache, and past_key_values holds 9"):
+        model.generate(**inputs, past_key_values=past)
+    with pytest.raises(ValueError, match=r"attention_mask is \(2, 4\), and the source has 9 tokens"):
+        model(
+            inputs["input_ids"],
+            encoder_outputs=model.get_encoder()(inputs["input_ids"]),
+            labels=torch.tensor([[5]] * 2),
+            attention_mask=torch.ones(2, 4),
+        )
     with pytest.raises(ValueError, match="decoder_input_ids or labels, and both are None"):
         model(**inputs)
     with pytest.raises(ValueError, match="input_ids or encoder_outputs, and both are None"):

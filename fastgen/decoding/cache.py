@@ -223,7 +223,8 @@ class LayerKV:
         assert self._keys is not None
         assert self._values is not None
         if self._keys.shape[2] < self.slots + tokens * self.beams:
-            self._grow(*(buffer.new_empty(*buffer.shape[:2], 0, buffer.shape[3]) for buffer in self.room))
+            keys, values = (buffer.new_empty(*buffer.shape[:2], 0, buffer.shape[3]) for buffer in self.room)
+            self._grow(keys, values, tokens)
 
     def note_step(self) -> None:
         """One token of every beam has been written."""
@@ -242,10 +243,10 @@ class LayerKV:
             self._blank = True
         self.steps = self.filled = max(steps, self.steps)
 
-    def _grow(self, keys: Tensor, values: Tensor) -> None:
-        """Make room for some more steps, of the shape of keys and values."""
+    def _grow(self, keys: Tensor, values: Tensor, tokens: int = 1) -> None:
+        """Make room for some more steps, of the shape of keys and values; for `tokens` of them at least."""
         more = _room(self.steps, self.longest), self.longest - self.steps
-        least, most = (self.slots + steps * self.beams for steps in more)
+        least, most = (self.slots + max(tokens, steps) * self.beams for steps in more)
         self._reserve(keys, values, least, most)
 
     def sweep(self, slots: Tensor) -> None:

@@ -1,12 +1,10 @@
 """Attention of a text in which masks ask: what they see of each other is nothing, and nothing else sees them."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from fastgen.models.attention import Layer, layer_of
+from fastgen.models.attention import BeamAttention, Layer, layer_of
 from fastgen.patches.transformers.attention import current_step
 from fastgen.unilm.config import UniLMConfig
 
@@ -39,11 +37,11 @@ class UniLMSelfAttention(nn.Module):
         if past is not None:
             keys, values = past.update(keys, values, self.layer)
         asks = torch.arange(x.shape[1], device=x.device) >= stay
-        layer = layer_of(keys)
-        if layer is None:
+        layer, step = layer_of(keys), current_step.get()
+        if layer is None or step is None:
             mixed = self.mix(query, keys, values, visible, own_keys, own_values, asks)
         else:
-            mixed = self._of_beams(query, layer, visible, own_keys, own_values, asks)
+            mixed = self._of_beams(step, query, layer, visible, own_keys, own_values, asks)
         return mixed.transpose(1, 2).flatten(2)
 
     def mix(
@@ -68,12 +66,13 @@ class UniLMSelfAttention(nn.Module):
         return weights[..., :-1] @ values + weights[..., -1:] * own_values
 
     def _of_beams(
-        self, query: Tensor, layer: Layer, visible: Tensor | None, own_keys: Tensor, own_values: Tensor, asks: Tensor
-    ) -> Tensor:
+        self, step: BeamAttention, query: Tensor, layer: Layer, visible: Tensor | None, own_keys: Tensor,
+        own_values: Tensor, asks: Tensor,
+    ) -> Tensor:  # fmt: skip
         """The same over the shared cache, which a decode step's ticket names: all beams of a sentence are queries."""
-        step: Any = current_step.get()
         b, m, n = step.sentences, step.beams, query.shape[2]
-        slots = step.begin_layer(layer, visible, None, query.dtype).repeat_interleave(n, 2)  # (B, 1, M * L, N)
+        slots = step.begin_layer(layer, visible, None, query.dtype)
+        slots = None if slots is None else slots.repeat_interleave(n, 2)  # (B, 1, M * L, N)
         query, own_keys, own_values = (
             part.unflatten(0, (b, m)).transpose(1, 2).flatten(2, 3) for part in (query, own_keys, own_values)
         )

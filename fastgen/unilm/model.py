@@ -173,15 +173,25 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
         targets = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, self.config.pad_token_id or 0)
         return torch.cat([start, targets], 1)
 
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        super()._validate_model_kwargs(model_kwargs)
+        past = model_kwargs.get("past_key_values")
+        if past is not None and past.get_seq_length():
+            # `generate` would take the source's share of it for tokens of the target.
+            raise ValueError(f"a UniLM begins with an empty cache, and past_key_values holds {past.get_seq_length()}")
+
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
         encoder_outputs: Any = None,
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> Seq2SeqLMOutput | tuple[Any, ...]:
         """Predict the target that follows each of decoder_input_ids.
@@ -190,14 +200,19 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
             input_ids, attention_mask: the source, (B, S).
             decoder_input_ids: (B, T); the start token and the targets so far, or, where `past_key_values` holds
                 something, those that it does not hold yet. Made from labels where there are none.
+            decoder_attention_mask: None: targets are not padded, unless behind their labels.
             encoder_outputs: the embedded source, (B, S, C); in place of input_ids.
             labels: (B, T) int64, the targets; -100 is none.
         Returns:
             logits (B, T, V), of a mask behind each; with labels the mean cross-entropy, smoothed as the config says.
 
         Raises:
-            ValueError: there is no source, or no target; or together they have more positions than the model.
+            ValueError: there is no source, or no target; together they have more positions than the model; the mask is
+                not the source's; the cache is of a fixed size, which `generate` makes for a target alone; attentions,
+                hidden states or a mask of the target are asked for.
         """
+        if output_attentions or output_hidden_states:
+            raise ValueError(f"{output_attentions=}, {output_hidden_states=}: a UniLM returns neither")
         if decoder_input_ids is None:
             if labels is None:
                 raise ValueError("a UniLM needs decoder_input_ids or labels, and both are None")
@@ -210,6 +225,12 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
             past_key_values = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
         # The source's keys and values stand in one cache with the target's: both are read by one softmax.
         past = getattr(past_key_values, "self_attention_cache", past_key_values)
+        if past is not None and past.is_compileable:
+            raise ValueError(f"a UniLM's cache holds source and target, for which a {type(past).__name__} has no room")
+        if decoder_attention_mask is not None:
+            raise ValueError(
+                f"decoder_attention_mask is given, {tuple(decoder_attention_mask.shape)}: targets have none"
+            )
         hidden = self._read(encoder_outputs[0], attention_mask, decoder_input_ids, past, labels)
         logits = self.cls(hidden)
         loss = None
@@ -229,6 +250,8 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
     ) -> Tensor:
         """Return what the last layer makes of a mask behind each of ids (B, T), (B, T, C)."""
         asked, length = ids.shape[1], source.shape[1]
+        if source_mask is not None and source_mask.shape[1] != length:
+            raise ValueError(f"attention_mask is {tuple(source_mask.shape)}, and the source has {length} tokens")
         held = 0 if past is None else past.get_seq_length()
         targets = ids if held else ids[:, 1:]
         before = held - length if held else 0
