@@ -205,7 +205,8 @@ def _affordable(weight: Tensor) -> bool:
     return packed_bytes() + 2 * 4 * weight.numel() <= free
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
+    """Whether a linear layer can be routed."""
     weight = module._parameters.get("weight")
     return (
         weight is not None
@@ -222,7 +223,7 @@ def layers(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, bool]]:
     """Yield (layer, transposed) for every linear layer that can be routed."""
     for module in modules:
         transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-        if (type(module) is nn.Linear or transposed) and _is_plain(module):
+        if (type(module) is nn.Linear or transposed) and is_plain(module):
             yield module, transposed
 
 

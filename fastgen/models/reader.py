@@ -6,6 +6,7 @@ has added, or training mode: then the model makes its steps through its own forw
 
 import functools
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ def step_of(model: nn.Module, layout: Layout, longest: int) -> DecoderStep:
         NotFused: where anything is not as the layout says.
     """
     try:
-        return _Reader(model, layout, longest).step()
+        return Reader(model, layout, longest).step()
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a part is not what its name says
         raise NotFused(f"its decoder cannot be read: {error}") from error
 
@@ -56,27 +57,49 @@ class _Part(NamedTuple):
     """What a sublayer mixes with, the projection of its output, that output's own norm, and the sublayer's norm."""
 
     layer: int
-    mix: TextAttention | SourceAttention | FeedForward
+    mix: Callable[[Tensor, int, Any], Tensor]
     out: Product
     own: NormLike | None
     norm: NormLike
 
 
-class _Reader:
+class Reader:
     """Reads the parts that a layout names, and finds what is left."""
 
     def __init__(self, model: Any, layout: Layout, longest: int) -> None:
         self.model, self.layout, self.longest = model, layout, longest
         self.decoder = _at(model, layout.decoder)
         self.layers: list[Any] = list(_at(self.decoder, layout.layers).children())
-        self.dtype: torch.dtype = _at(self.decoder, layout.tokens).weight.dtype
+        like = _at(self.decoder, layout.tokens).weight if layout.tokens else next(self.decoder.parameters())
+        self.dtype: torch.dtype = like.dtype
+        self.device: str = like.device.type
         self.read: set[nn.Module] = set()
-        device: str = _at(self.decoder, layout.tokens).weight.device.type
-        self.facts: list[object] = [repr(vars(model.config)) if hasattr(model, "config") else "", self.dtype, device]
+        config = repr(vars(model.config)) if hasattr(model, "config") else ""
+        self.facts: list[object] = [config, self.dtype, self.device]
         self.bias: RelativeBias | None = None
         self.rotations: dict[str | None, Rotary] = {}
 
     def step(self) -> DecoderStep:
+        layout = self.layout
+        sublayers, first = self.stack()
+        step = DecoderStep(
+            module=self.decoder,
+            embedding=self.embedding(),
+            sublayers=sublayers,
+            first=first,
+            head=self.product(_at(self.model, layout.head)),
+            bias=_bias(self.model, layout.bias),
+            scale=layout.scale(self.model),
+            softcap=layout.softcap(self.model),
+            facts=tuple(self.facts),
+        )
+        self.check_rest()
+        if outcome(step) is False:
+            raise NotFused(OTHERWISE)
+        return step
+
+    def stack(self) -> tuple[list[Sublayer], NormLike | None]:
+        """All sublayers, and the norm before the first one, where norms come first."""
         layout, decoder = self.layout, self.decoder
         if not self.layers:
             raise NotFused("its decoder has no layers")
@@ -86,28 +109,16 @@ class _Reader:
         if not norm_first and last is not None:
             raise NotFused("its decoder has a last norm beside those of its layers")
         behind = [*norms_of[1:], last or unnormed] if norm_first else norms_of
-        if torch.is_autocast_enabled(_at(decoder, layout.tokens).weight.device.type):
+        if torch.is_autocast_enabled(self.device):
             raise NotFused("autocast chooses the types")
         if torch.is_grad_enabled():
             raise NotFused("gradients are wanted")
-        step = DecoderStep(
-            module=decoder,
-            embedding=self.embedding(),
-            sublayers=[
-                Sublayer(part.layer, part.mix, part.out, norm, part.own, parallel and type(part.mix) is TextAttention)
-                for part, norm in zip(parts, behind, strict=True)
-            ],
-            first=norms_of[0] if norm_first else None,
-            head=self.product(_at(self.model, layout.head)),
-            bias=_bias(self.model, layout.bias),
-            scale=layout.scale(self.model),
-            softcap=layout.softcap(self.model),
-            facts=(norm_first, parallel, *self.facts),
-        )
-        self.check_rest()
-        if outcome(step) is False:
-            raise NotFused(OTHERWISE)
-        return step
+        self.facts += (norm_first, parallel)
+        sublayers = [
+            Sublayer(part.layer, part.mix, part.out, norm, part.own, parallel and type(part.mix) is TextAttention)
+            for part, norm in zip(parts, behind, strict=True)
+        ]
+        return sublayers, norms_of[0] if norm_first else None
 
     def says(self, fact: bool | str) -> bool:
         """What a record says of all layers, or the layers in an attribute of that name."""
@@ -124,7 +135,7 @@ class _Reader:
             if names is None or ("." not in names.module and getattr(layer, names.module) is None):
                 continue  # fairseq's language models name what they have not
             module = _at(layer, names.module)
-            attend = self.over_text(module, names) if over_text else self.over_source(module, names)
+            attend: Any = self.over_text(module, names) if over_text else self.over_source(module, names)
             out, own = self.product(_at(module, names.out)), self.own_norm(layer, names.own_norm)
             found.append(_Part(index, attend, out, own, self.norm(_at(layer, names.norm))))
         wide, gate = layout.wide, layout.gated
@@ -143,8 +154,9 @@ class _Reader:
     def own_norm(self, layer: Any, path: str | None) -> NormLike | None:
         return None if path is None else self.norm(_at(layer, path))
 
-    def over_text(self, module: Any, names: Attention) -> TextAttention:
-        dims = getattr(module, self.layout.dims)
+    def over_text(self, module: Any, names: Attention) -> Any:
+        core = _at(module, names.core)
+        dims = getattr(core, self.layout.dims)
         parts = [_at(module, name) for name in names.parts]
         out = _at(module, names.out)  # reads as many as there are heads, whatever the projections are
         heads = (out.nx if hasattr(out, "nx") else out.in_features) // dims
@@ -155,13 +167,16 @@ class _Reader:
         query_norm, key_norm = (self.norm(module._modules.get(name)) for name in ("q_norm", "k_norm"))
         for part in parts:
             self.product(part)
-        scale = float(getattr(module, "scaling", 1.0))
+        scale = float(getattr(core, "scaling", 1.0))
         softcap = None if names.softcap is None else getattr(module, names.softcap)
         self.facts += (dims, scale, softcap)
         return TextAttention(
-            products(parts), heads, dims, scale, query_norm, key_norm, self.relative(module),
+            self.products(parts), heads, dims, scale, query_norm, key_norm, self.relative(module),
             self.rotary(module, names.rotation), softcap, names.by_head,
         )  # fmt: skip
+
+    def products(self, modules: Sequence[Any]) -> tuple[Product, ...]:
+        return products(modules)
 
     def over_source(self, module: Any, names: Attention) -> SourceAttention:
         dims, query = getattr(module, self.layout.dims), _at(module, names.parts[0])
@@ -327,7 +342,7 @@ def _at(module: nn.Module, path: str) -> Any:
         NotFused: there is none.
     """
     found: Any = module
-    for name in path.split("."):
+    for name in filter(None, path.split(".")):
         found = found._modules.get(name) if name in found._modules else getattr(found, name, None)
         if found is None:
             raise NotFused(f"its decoder has no {path}")
