@@ -1,7 +1,7 @@
 """An encoder's layers over sentences of different lengths: no padding between them, and none that nobody reads.
 
-What reads the weights runs over the tokens of all sentences, one row each; attention over the sentences of one length at
-a time. Where only what the encoder makes of each sentence's first position is read, the last layer makes no more.
+What reads the weights runs over the tokens of all sentences, one row each; attention over the sentences of one length
+at a time. Where only what the encoder makes of each sentence's first position is read, the last layer makes no more.
 
 Sources: Wang et al. 2021 (LightSeq), section 2.1; Zhai et al. 2023 (ByteTransformer), for the rows without padding.
 """
@@ -22,6 +22,16 @@ from fastgen.models.step import Embedding, NormLike, Sublayer
 Padding = Literal["run", "alike", "none", "first"]
 """What is made of padding: each position of it; one, which stands for all of its sentence; nothing; and nothing either,
 but of every sentence the first position is run, be it padding, and alone is read in the end."""
+
+READING, CALL = 18 * 10**6, 22 * 10**5
+"""What it takes to read a layer's parts, and one call of attention, in multiply-adds of a matrix product (0.4 and 0.05
+ms of one thread of an AMD EPYC): so much less is to be computed where padding is left out."""
+
+LOOK = 4 * READING
+"""What there must be to save at most, or even a look at the masks costs too much."""
+
+FASTER = 0.15
+"""The share of a layer's time that oneDNN's products save at least, where linear layers are routed (`ops.linear`)."""
 
 
 class Group(NamedTuple):
@@ -100,6 +110,38 @@ class Sentences:
             start, behind = end, behind + count * others
         found += of_padding
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def may_pay(positions: int, channels: int, padded: bool) -> bool:
+    """Whether it is worth a look: not in a call that is over before the layers' parts are read.
+
+    padded: whether some of the work may be left out.
+    """
+    return (1 if padded else FASTER) * positions * weights_of(channels) > LOOK
+
+
+def weights_of(channels: int) -> int:
+    """The elements of a layer's weights, as wide as most are."""
+    return 12 * channels**2
+
+
+def pays(lengths: Sequence[int], length: int, padding: Padding, weights: int, layers: int, routed: bool) -> bool:
+    """Whether layers run sooner so than by their own forward, over sentences padded to one length.
+
+    Args:
+        lengths: tokens of each sentence. length: with padding.
+        weights: elements of a layer's. layers: how many.
+        routed: whether its products are oneDNN's.
+    """
+    positions, tokens = len(lengths) * length, sum(lengths)
+    padded = sum(count < length for count in lengths)
+    run = {"run": positions - tokens, "alike": padded}.get(padding, 0)
+    calls = len(set(lengths)) * (2 if run else 1)
+    left_out = (positions - tokens - run) * layers
+    if padding == "first":
+        left_out += tokens * 3 // 4  # the last layer still makes keys and values
+    saved = left_out + (FASTER * (tokens + run) * layers if routed else 0)
+    return saved * weights > layers * (READING + calls * CALL)
 
 
 def _attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None) -> Tensor:
@@ -198,6 +240,11 @@ class Encoder:
     first: NormLike | None
     embedding: Embedding | None
     facts: tuple[object, ...]
+
+    @property
+    def biased(self) -> bool:
+        """Whether attention depends on how far apart two tokens are."""
+        return any(isinstance(part.mix, SentenceAttention) and part.mix.bias is not None for part in self.sublayers)
 
     def __call__(self, x: Tensor, sentences: Sentences) -> Tensor:
         """Return what the layers make of rows x (R, C); of first positions alone (B, C), in the order of lengths."""

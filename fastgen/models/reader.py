@@ -165,8 +165,6 @@ class Reader:
         functions = vars(sys.modules[type(module).__module__])
         self.facts += (functions.get(name) for name in ("apply_rotary_pos_emb", "eager_attention_forward"))
         query_norm, key_norm = (self.norm(module._modules.get(name)) for name in ("q_norm", "k_norm"))
-        for part in parts:
-            self.product(part)
         scale = float(getattr(core, "scaling", 1.0))
         softcap = None if names.softcap is None else getattr(module, names.softcap)
         self.facts += (dims, scale, softcap)
@@ -176,6 +174,9 @@ class Reader:
         )  # fmt: skip
 
     def products(self, modules: Sequence[Any]) -> tuple[Product, ...]:
+        """The products of linear layers that read the same."""
+        for module in modules:
+            self.product(module)
         return products(modules)
 
     def over_source(self, module: Any, names: Attention) -> SourceAttention:

@@ -54,6 +54,14 @@ PATCHES = (
         help="forced_bos_token_id as a list: a token for each sentence",
         mends=True,
     ),
+    Patch(
+        name="transformers.source",
+        toolkit=TOOLKIT,
+        target="transformers.modeling_utils:PreTrainedModel.get_encoder",
+        replacement="fastgen.patches.transformers.source:get_encoder",
+        parameters=("self", "modality"),
+        help="inside generate, on a CPU: encoders of encoder-decoder models without padding",
+    ),
 )
 
 # Of each family: the folder of its code, the class of its layers, and its class for sentences.

@@ -5,7 +5,7 @@ say so (`reading`): a sentence classifier reads each sentence's first position, 
 tokens, and so does `generate` of an encoder-decoder model.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
 from transformers.utils import output_capturing
 
-from fastgen.models.encoder import Encoder, Padding, Sentences, arranged, whole
+from fastgen.models import linear
+from fastgen.models.encoder import Encoder, Padding, Sentences, arranged, may_pay, pays, weights_of, whole
 from fastgen.models.encoder_reader import encoder_of
 from fastgen.models.layouts import ENCODERS
 from fastgen.models.proof import outcome, verdict
@@ -24,11 +25,12 @@ from fastgen.patches import _engine
 
 _Original = Callable[..., Any]
 
-reading: ContextVar[tuple[nn.Module, Padding] | None] = ContextVar("fastgen_reading", default=None)
-"""An encoder of which not all of the output is read in this context, and what becomes of its padding."""
+reading: ContextVar[Callable[[nn.Module], Padding] | None] = ContextVar("fastgen_reading", default=None)
+"""Says what an encoder may make of padding, by what is read of its output in this context."""
 
 _ATTENTION = ("eager", "sdpa")
 _WITHOUT_EFFECT = ("position_ids", "num_items_in_batch")
+LITTLE = "too little to gain: its layers run as they are"
 _OUTPUTS = {"distilbert": BaseModelOutput}
 
 
@@ -43,17 +45,18 @@ def encode(
     """The layers of BERT's encoder and of those like it."""
     if self.training:  # which is not fastgen's business, and no fallback
         return original(self, hidden_states, attention_mask, *args, **kwargs)
-    family = family_of_code(original)
+    family, asked = family_of_code(original), reading.get()
     try:
         with _engine.running("encoder"):
+            check_size(hidden_states, asked is not None or attention_mask is not None)
             check(self, hidden_states, args, kwargs)
-            found = _encode(original, self, family, hidden_states, attention_mask)
-    except NotFused as reason:
-        _engine.fallback(f"transformers.encoder.{family}", str(reason))
+            padding = "run" if asked is None else asked(self)
+            found = _encode(original, self, family, hidden_states, attention_mask, padding)
+    except (NotFused, Slower) as reason:
+        count = _engine.fallback if isinstance(reason, NotFused) else _engine.left_alone
+        count(f"transformers.encoder.{family}", str(reason))
         return original(self, hidden_states, attention_mask, *args, **kwargs)
     _engine.hit(f"transformers.encoder.{family}")
-    if _padding_for(self) == "first":
-        _engine.hit(f"transformers.classifier.{family}")
     return _OUTPUTS.get(family, BaseModelOutputWithPastAndCrossAttentions)(last_hidden_state=cast(Any, found))
 
 
@@ -79,27 +82,52 @@ def check(encoder: Any, given: Tensor, args: tuple[Any, ...], kwargs: Mapping[st
             raise NotFused(f"the encoder gets {name}")
 
 
-def _encode(original: _Original, encoder: Any, family: str, hidden: Tensor, mask: Any) -> Tensor:
-    """Return (B, S, C) for hidden (B, S, C); (B, 1, C) where the first position alone is read."""
-    visible = visible_of(mask, hidden.shape[0], hidden.shape[1])
-    layers = encoder_of(encoder, ENCODERS[family.replace("_", "-")], hidden.shape[1])
-    if outcome(layers) is None:
-        of_one = None if visible is None else visible[:1]
-        own = original(encoder, hidden[:1], mask if mask is None else mask[:1]).last_hidden_state
-        found = run(layers, hidden[:1], sentences_of(of_one, (1, hidden.shape[1]), "run"))
-        _raise(verdict(layers, found.flatten(0, 1), own.flatten(0, 1)))
-    padding = _padding_for(encoder)
+def _encode(original: _Original, encoder: Any, family: str, hidden: Tensor, mask: Any, padding: Padding) -> Tensor:
+    """Return (B, S, C) for hidden (B, S, C); (B, 1, C) where the first position alone is read.
+
+    Raises:
+        NotFused: the layers cannot be run so.
+        Slower: it would not be faster.
+    """
+    shape = hidden.shape[0], hidden.shape[1]
+    visible = visible_of(mask, *shape)
     if padding == "run" and visible is not None and _alike(hidden, visible):
         padding = "alike"
-    return run(layers, hidden, sentences_of(visible, (hidden.shape[0], hidden.shape[1]), padding))
+    check_gain(encoder.layer, visible, hidden.shape, padding)
+    layers = encoder_of(encoder, ENCODERS[family.replace("_", "-")], shape[1])
+    if outcome(layers) is None:
+        one = slice(0, 1)
+        own = original(encoder, hidden[one], mask if mask is None else mask[one]).last_hidden_state
+        found = run(layers, hidden[one], sentences_of(None if visible is None else visible[one], (1, shape[1]), "run"))
+        prove(layers, found[0], own[0])
+    return run(layers, hidden, sentences_of(visible, shape, padding))
 
 
-def _padding_for(encoder: nn.Module) -> Padding:
-    asked = reading.get()
-    return asked[1] if asked is not None and asked[0] is encoder else "run"
+class Slower(Exception):
+    """An encoder's own forward is the faster way."""
 
 
-def _raise(reason: str | None) -> None:
+def check_size(hidden: Tensor, padded: bool) -> None:
+    """Raise Slower at once where a call is over before anything else can be looked at."""
+    if hidden.dim() == 3 and not may_pay(hidden.shape[0] * hidden.shape[1], hidden.shape[2], padded):
+        raise Slower(LITTLE)
+
+
+def check_gain(layers: nn.ModuleList, visible: Tensor | None, shape: Sequence[int], padding: Padding) -> None:
+    """Raise Slower where an encoder's own forward is the faster way for a batch (B, S, C)."""
+    lengths = [shape[1]] * shape[0] if visible is None else visible.sum(1).tolist()
+    routed = linear.reason_off(layers) is None
+    if not pays(lengths, shape[1], padding, weights_of(shape[2]), len(layers), routed):
+        raise Slower(LITTLE)
+
+
+def prove(encoder: Encoder, found: Tensor, own: Tensor) -> None:
+    """Compare what was made of some positions (N, C) with the encoder's own output, once for all.
+
+    Raises:
+        NotFused: they differ.
+    """
+    reason = verdict(encoder, found, own)
     if reason is not None:
         raise NotFused(reason)
 
@@ -124,7 +152,7 @@ def visible_of(mask: Any, sentences: int, length: int) -> Tensor | None:
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] != 1:
         raise NotFused("an attention mask of its own")
     seen = mask[:, 0, 0]
-    if mask.shape[2] > 1 and not torch.equal(mask[:, 0], seen[:, None].expand_as(mask[:, 0])):
+    if mask.shape[2] > 1 and mask.stride(2) and not torch.equal(mask[:, 0], seen[:, None].expand_as(mask[:, 0])):
         raise NotFused("an attention mask that differs between positions")
     if mask.dtype != torch.bool:
         visible = seen == 0
@@ -152,8 +180,9 @@ def _alike(hidden: Tensor, visible: Tensor) -> bool:
 
 
 @contextmanager
-def reading_of(encoder: nn.Module, padding: Padding) -> Generator[None]:
-    token = reading.set((encoder, padding))
+def read_as(padding: Callable[[nn.Module], Padding]) -> Generator[None]:
+    """Within it, `padding` says of an encoder what it may make of padding."""
+    token = reading.set(padding)
     try:
         yield
     finally:

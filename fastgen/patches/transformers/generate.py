@@ -26,7 +26,7 @@ from fastgen.models.families import family_of
 from fastgen.models.reader import NotFused
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
-from fastgen.patches.transformers import bild, bild_call, parity, pausing, scored, split
+from fastgen.patches.transformers import bild, bild_call, parity, pausing, scored, source, split
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import edits_of, fill_of, stop_of
@@ -73,7 +73,7 @@ def _as_asked(options: Options | None, original: _Original, self: Any, *args: An
 
 def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     family = family_of(getattr(self.config, "model_type", ""))
-    with _engine.running("generate"), routed(self, family) as layers:
+    with _engine.running("generate"), source.unread_padding(self, kwargs), routed(self, family) as layers:
         if layers:
             _engine.hit("transformers.generate")
         return split.generate(original, self, *args, **kwargs)

@@ -1,15 +1,16 @@
 """What is read of an encoder's output by those around it, who say so (`encoder.reading`)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
+from fastgen.models.encoder import Padding
 from fastgen.models.instance import untouched
 from fastgen.models.reader import NotFused, is_toolkits
 from fastgen.patches import _engine
-from fastgen.patches.transformers.encoder import family_of_code, reading_of
+from fastgen.patches.transformers.encoder import family_of_code, read_as
 
 _READERS = {
     "bert": "BertPooler",
@@ -25,14 +26,21 @@ def classify(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
     """The forward of a sentence classifier, of whose encoder it reads each sentence's first position alone."""
     if self.training:
         return original(self, *args, **kwargs)
-    family = family_of_code(original)
+    with read_as(partial(_first, self, family_of_code(original))):
+        return original(self, *args, **kwargs)
+
+
+def _first(model: Any, family: str, encoder: nn.Module) -> Padding:
+    name = f"transformers.classifier.{family}"
     try:
-        encoder = _read_first(self, family)
+        own = _read_first(model, family)
     except NotFused as reason:
-        _engine.fallback(f"transformers.classifier.{family}", str(reason))
-        return original(self, *args, **kwargs)
-    with reading_of(encoder, "first"):
-        return original(self, *args, **kwargs)
+        _engine.fallback(name, str(reason))
+        return "run"
+    if own is not encoder:
+        return "run"
+    _engine.hit(name)
+    return "first"
 
 
 def _read_first(model: Any, family: str) -> nn.Module:
