@@ -62,6 +62,14 @@ PATCHES = (
         parameters=("self", "modality"),
         help="inside generate, on a CPU: encoders of encoder-decoder models without padding",
     ),
+    Patch(
+        name="transformers.tagger",
+        toolkit=TOOLKIT,
+        target="transformers.pipelines.token_classification:TokenClassificationPipeline._forward",
+        replacement="fastgen.patches.transformers.readers:tag",
+        parameters=("self", "model_inputs"),
+        help="the pipeline of token classification makes nothing of padding, which it drops",
+    ),
 )
 
 # Of each family: the folder of its code, the class of its layers, and its class for sentences.

@@ -1,10 +1,11 @@
 """What is read of an encoder's output by those around it, who say so (`encoder.reading`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from torch import nn
+from transformers import TokenClassificationPipeline
 
 from fastgen.models.encoder import Padding
 from fastgen.models.instance import untouched
@@ -43,6 +44,31 @@ def _first(model: Any, family: str, encoder: nn.Module) -> Padding:
     return "first"
 
 
+def tag(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the pipeline of token classification, which drops what the model says of padding."""
+    with read_as(partial(_tokens, self)):
+        return original(self, *args, **kwargs)
+
+
+def _tokens(pipeline: Any, encoder: nn.Module) -> Padding:
+    own = ("postprocess", "gather_pre_entities")
+    model = pipeline.model
+    try:
+        if any(getattr(type(pipeline), name) is not getattr(TokenClassificationPipeline, name) for name in own):
+            raise NotFused(f"a {type(pipeline).__name__} may look at padding")
+        if not type(model).__name__.endswith("ForTokenClassification"):
+            raise NotFused(f"a {type(model).__name__} may look at padding")
+        base = getattr(model, model.base_model_prefix)
+        if encoder not in base.children():
+            raise NotFused("an encoder that is not the model's")
+        _check_own([model, base, encoder, model.classifier])
+    except NotFused as reason:
+        _engine.fallback("transformers.tagger", str(reason))
+        return "run"
+    _engine.hit("transformers.tagger")
+    return "none"
+
+
 def _read_first(model: Any, family: str) -> nn.Module:
     """The encoder of a classifier whose parts are transformers' own.
 
@@ -58,9 +84,14 @@ def _read_first(model: Any, family: str) -> nn.Module:
         if type(reader).__name__ != _READERS[family]:
             raise NotFused(f"a {type(reader).__name__} reads the encoder's output")
         modules.append(reader)
+    _check_own(modules)
+    return encoder
+
+
+def _check_own(modules: Iterable[nn.Module]) -> None:
+    """Raise NotFused where modules run anything but their toolkit's forward."""
     for module in modules:
         if not untouched(module) or not is_toolkits(type(module).forward):
             raise NotFused(f"a {type(module).__name__} that is not as it was made")
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
         raise NotFused("a hook on all modules")
-    return encoder

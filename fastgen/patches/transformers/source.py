@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from fastgen.models.encoder import Encoder, arranged, pays, weights_of
+from fastgen.models.encoder import Encoder, Sentences, arranged, pays, weights_of
 from fastgen.models.encoder_reader import encoder_of
 from fastgen.models.footprint import is_planned
 from fastgen.models.layouts import ENCODERS
@@ -89,13 +90,16 @@ def _encode(module: Any, ids: Tensor, visible: Tensor) -> Tensor:
     if outcome(encoder) is None:
         one = slice(0, 1)
         own = module(input_ids=ids[one], attention_mask=visible[one]).last_hidden_state
-        prove(encoder, _run(encoder, ids[one], visible[one])[visible[one]], own[visible[one]])
-    return _run(encoder, ids, visible)
+        sentences = arranged(visible[one], "none")
+        prove(encoder, _rows(encoder, ids[one], sentences), sentences.chosen(own))
+    sentences = arranged(visible, "none")
+    return sentences.restored(_rows(encoder, ids, sentences))
 
 
-def _run(encoder: Encoder, ids: Tensor, visible: Tensor) -> Tensor:
-    sentences, embedding = arranged(visible, "none"), encoder.embedding
+def _rows(encoder: Encoder, ids: Tensor, sentences: Sentences) -> Tensor:
+    """What the layers make of the tokens among ids (B, S), (R, C)."""
+    embedding = encoder.embedding
     assert embedding is not None
-    places = visible.new_ones(ids.shape) if embedding.padding is None else ids != embedding.padding
-    chosen, places = sentences.chosen(ids), sentences.chosen(places.cumsum(1) - 1).clamp_(min=0)
-    return sentences.restored(encoder(embedding(chosen, places), sentences))
+    counted = torch.ones_like(ids) if embedding.padding is None else (ids != embedding.padding).long()
+    positions = (counted.cumsum(1) - 1).clamp_(min=0)
+    return encoder(embedding(sentences.chosen(ids), sentences.chosen(positions)), sentences)
