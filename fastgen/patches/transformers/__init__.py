@@ -70,6 +70,14 @@ PATCHES = (
         parameters=("self", "model_inputs"),
         help="the pipeline of token classification makes nothing of padding, which it drops",
     ),
+    Patch(
+        name="transformers.loss",
+        toolkit=TOOLKIT,
+        target="transformers.loss.loss_utils:LOSS_MAPPING[ForCausalLM]",
+        replacement="fastgen.patches.transformers.loss:causal",
+        parameters=("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels"),
+        help="the loss of language models, without gradients: log_softmax is not stored",
+    ),
 )
 
 # Of each family: the folder of its code, the class of its layers, and its class for sentences.
