@@ -1,7 +1,6 @@
 """Texts that are scored: the same log-probabilities as from all logits, which are never there at once."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -58,11 +57,10 @@ def test_token_scores_of_other_shapes() -> None:
 
 
 @pytest.fixture
-def every_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests' logits fit the cache: let a few rows be all that does."""
     monkeypatch.setattr(loss, "CHUNK", 1)
     monkeypatch.setattr(ops, "CHUNK", 4 * 3 * zoo.VOCABULARY)
-    return
 
 
 def _hits() -> int:
@@ -202,8 +200,9 @@ def test_no_logits_of_all_tokens_are_there() -> None:
     ],
 )
 def test_options_that_there_cannot_be(options: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {"texts": [[4, 5]]} | options
     with pytest.raises(ValueError, match=said):
-        fastgen.score(zoo.build("gpt2"), **{"texts": [[4, 5]]} | options)
+        fastgen.score(zoo.build("gpt2"), **given)
 
 
 def test_models_that_cannot_score() -> None:

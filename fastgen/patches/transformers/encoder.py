@@ -63,7 +63,7 @@ def encode(
 def check(encoder: Any, given: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise NotFused where a call of an encoder asks for more than its output, or cannot run here."""
     config = next(module.config for module in encoder.modules() if hasattr(module, "config"))
-    if torch.jit.is_tracing() or type(given) not in (Tensor, nn.Parameter):
+    if cast(Any, torch.jit).is_tracing() or type(given) not in (Tensor, nn.Parameter):
         raise NotFused("the forward is traced")
     if torch.is_grad_enabled():
         raise NotFused("gradients are wanted")
@@ -115,10 +115,15 @@ def check_size(hidden: Tensor, padded: bool) -> None:
 
 def check_gain(layers: nn.ModuleList, visible: Tensor | None, shape: Sequence[int], padding: Padding) -> None:
     """Raise Slower where an encoder's own forward is the faster way for a batch (B, S, C)."""
-    lengths = [shape[1]] * shape[0] if visible is None else visible.sum(1).tolist()
+    lengths = [shape[1]] * shape[0] if visible is None else lengths_of(visible)
     routed = linear.reason_off(layers) is None
     if not pays(lengths, shape[1], padding, weights_of(shape[2]), len(layers), routed):
         raise Slower(LITTLE)
+
+
+def lengths_of(visible: Tensor) -> list[int]:
+    """How many tokens each sentence has, by where they are (B, S)."""
+    return cast("list[int]", cast(Any, visible.sum(1)).tolist())
 
 
 def prove(encoder: Encoder, found: Tensor, own: Tensor) -> None:

@@ -1,7 +1,7 @@
 """transformers' loss of language models where no gradients are wanted: without the log-probabilities of all tokens."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def causal(
     original: Callable[..., Tensor], /, logits: Tensor, labels: Any, vocab_size: int, *args: Any, **kwargs: Any
 ) -> Tensor:
     """`ForCausalLMLoss`, to the bit: its own sum runs over the one log-probability that each label needs."""
-    if type(logits) is not Tensor or logits.requires_grad or torch.jit.is_tracing():
+    if type(logits) is not Tensor or logits.requires_grad or cast(Any, torch.jit).is_tracing():
         return original(logits, labels, vocab_size, *args, **kwargs)  # training, which is not fastgen's business
     shifted, ignored = kwargs.get("shift_labels"), kwargs.get("ignore_index", -100)
     reason = _reason_off(logits, labels, vocab_size, shifted, ignored, args)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import TokenClassificationPipeline
@@ -54,8 +54,9 @@ def _tokens(pipeline: Any, encoder: nn.Module) -> Padding:
     own = ("postprocess", "gather_pre_entities")
     model = pipeline.model
     try:
-        if any(getattr(type(pipeline), name) is not getattr(TokenClassificationPipeline, name) for name in own):
-            raise NotFused(f"a {type(pipeline).__name__} may look at padding")
+        kind = cast(Any, type(pipeline))
+        if any(getattr(kind, name) is not getattr(TokenClassificationPipeline, name) for name in own):
+            raise NotFused(f"a {kind.__name__} may look at padding")
         if not type(model).__name__.endswith("ForTokenClassification"):
             raise NotFused(f"a {type(model).__name__} may look at padding")
         base = getattr(model, model.base_model_prefix)
@@ -93,5 +94,6 @@ def _check_own(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if not untouched(module) or not is_toolkits(type(module).forward):
             raise NotFused(f"a {type(module).__name__} that is not as it was made")
-    if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
+    everywhere = cast(Any, nn.modules.module)
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         raise NotFused("a hook on all modules")

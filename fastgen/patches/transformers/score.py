@@ -185,8 +185,8 @@ class _Head:
 
     def scores(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return log-probabilities (N,) of tokens (N,) for hidden (N, C)."""
-        parts = zip(hidden.split(ROWS), tokens.split(ROWS), strict=True)
-        return torch.cat([token_scores(self._logits(rows), wanted) for rows, wanted in parts])
+        parts = [slice(start, start + ROWS) for start in range(0, max(1, len(tokens)), ROWS)]
+        return torch.cat([token_scores(self._logits(hidden[part]), tokens[part]) for part in parts])
 
     def _logits(self, hidden: Tensor) -> Tensor:
         model, layout = self.model, self.layout

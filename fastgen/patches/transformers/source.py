@@ -3,7 +3,7 @@
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from fastgen.models.proof import outcome
 from fastgen.models.reader import NotFused
 from fastgen.patches import _engine
 from fastgen.patches.transformers.bild_call import said
-from fastgen.patches.transformers.encoder import LITTLE, Slower, check, prove
+from fastgen.patches.transformers.encoder import LITTLE, Slower, check, lengths_of, prove
 
 NAME = "transformers.source"
 
@@ -40,7 +40,8 @@ def get_encoder(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     encoder = original(self, *args, **kwargs)
     if _generating.get() is not self or not isinstance(encoder, nn.Module) or hasattr(self, "hf_device_map"):
         return encoder
-    return _Source(encoder) if encoder.config.model_type in ENCODERS else encoder
+    config = cast(Any, encoder).config
+    return _Source(encoder) if config.model_type in ENCODERS else encoder
 
 
 class _Source:
@@ -77,7 +78,7 @@ def _encode(module: Any, ids: Tensor, visible: Tensor) -> Tensor:
         Slower: it would not be faster.
     """
     layout, length = ENCODERS[module.config.model_type], ids.shape[1]
-    lengths = visible.sum(1).tolist()
+    lengths = lengths_of(visible)
     if not all(lengths):
         raise NotFused("a sentence of padding alone")
     layers = getattr(module, layout.layers)
