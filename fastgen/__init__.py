@@ -7,6 +7,7 @@ It imports no toolkit and not torch.
     explain(model, **)  what a `model.generate(**)` would run, and its memory, without running it
     bild(small, **)     fairseq: within it, a small model drafts and the generator's own looks over what it drafted
     generate_stream(model, inputs, **)  many sentences in batches of like lengths, results in their order
+    score(model, texts, **)  log-probabilities of texts that are given, token by token
     disable(), enable() take the patches out, put them back
     disabled()          a context in which the toolkit's own code runs
     release()           drop the memory kept between calls
@@ -20,7 +21,18 @@ from fastgen._version import __version__
 from fastgen.config import settings
 from fastgen.patches import disable, disabled, enable, release, status
 
-__all__ = ["__version__", "bild", "disable", "disabled", "enable", "explain", "generate_stream", "release", "status"]
+__all__ = [
+    "__version__",
+    "bild",
+    "disable",
+    "disabled",
+    "enable",
+    "explain",
+    "generate_stream",
+    "release",
+    "score",
+    "status",
+]
 
 
 def explain(model: Any, **generate_kwargs: Any) -> Any:
@@ -93,6 +105,40 @@ def generate_stream(model: Any, inputs: Iterable[Any], **options: Any) -> Iterat
     from fastgen.patches.transformers.stream import generate_stream as stream
 
     return stream(model, inputs, **options)
+
+
+def score(
+    model: Any,
+    texts: Iterable[Any],
+    sources: Iterable[Any] | None = None,
+    *,
+    max_length: int | None = None,
+    stride: int | None = None,
+    max_tokens: int = 4096,
+) -> list[Any]:
+    """Return how likely a model finds each of `texts`, token by token, without ever holding the logits of all tokens.
+
+    The mean of ``-log_probs`` of a text of one window is the loss that ``model(ids, labels=ids)`` gives. A longer text
+    is read in windows, each token being scored in the first one that has it, so that at least
+    ``max_length - stride`` tokens precede it.
+
+    Args:
+        model: a transformers model of a family that `generate` is accelerated for, in evaluation mode.
+        texts: the token ids of each, without padding.
+        sources: of encoder-decoder models, the ids of each text's source.
+        max_length: tokens of a window at most; None for what the model has positions for.
+        stride: how many tokens a window lies behind the one before; None for half of `max_length`.
+        max_tokens: tokens of a batch, padding counted.
+
+    Returns:
+        `fastgen.patches.transformers.score.TextScore`, one for each text: `log_probs` (L,), `tokens`, `total`.
+
+    Raises:
+        ValueError: an option or a text is not one that there can be, or the model is of another family.
+    """
+    from fastgen.patches.transformers.score import score as score_texts
+
+    return score_texts(model, texts, sources, max_length, stride, max_tokens)
 
 
 if settings().enabled:

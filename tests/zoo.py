@@ -236,3 +236,22 @@ def batch(model: Any, sentences: int, length: int, padding: str = "natural", see
         mask[:, length - 1 if padding == "left" else 0] = 1
         ids[mask == 0] = PAD
     return {"input_ids": ids, "attention_mask": mask}
+
+
+_ENCODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": 40, "initializer_range": 0.5, "num_labels": 5,
+    "pad_token_id": PAD,
+}  # fmt: skip
+_DISTILBERT: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "max_position_embeddings": 40,
+    "initializer_range": 0.5, "num_labels": 5, "pad_token_id": PAD,
+}  # fmt: skip
+ENCODERS = ("Bert", "Camembert", "DistilBert", "Electra", "Roberta", "XLMRoberta")
+
+
+def encoder(family: str, head: str = "Model", dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+    """Return a tiny encoder of a family of `ENCODERS`, with a head: "Model", "ForTokenClassification" and the like."""
+    options = _DISTILBERT if family == "DistilBert" else _ENCODER
+    torch.manual_seed(0)
+    return getattr(tf, family + head)(getattr(tf, f"{family}Config")(**options | more)).to(dtype).eval()

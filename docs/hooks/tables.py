@@ -201,6 +201,7 @@ RETURNED = (
     "fastgen.patches._status.ToolkitRow",
     "fastgen.patches.transformers.explain.Explanation",
     "fastgen.patches.transformers.explain.Linears",
+    "fastgen.patches.transformers.score.TextScore",
     "fastgen.decoding.plan.Plan",
     "fastgen.patches._patch.FallbackError",
     "fastgen.patches._patch.PatchError",

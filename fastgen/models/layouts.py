@@ -24,6 +24,7 @@ class Attention:
     whole_norms: whether norms of queries and keys are of all heads together.
     scale: says the factor of the scores.
     seen: of `module`: a table (1, 1, P, P) of what each position sees, where it is not all that comes before.
+    core: what of `module` knows the size of a head and the scale of the scores; empty for `module` itself.
     """
 
     module: str
@@ -41,15 +42,17 @@ class Attention:
     whole_norms: bool = False
     scale: Callable[[Any], float] = lambda module: getattr(module, "scaling", 1.0)
     seen: str | None = None
+    core: str = ""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of a decoder's parts.
+    """Names of a decoder's parts, or an encoder's.
 
     Attributes:
-        decoder, head: paths from the model.
+        decoder, head: paths from the model; empty for the model itself, which then is an encoder, and for no head.
         layers, tokens, positions, embedding_norm, last_norm, rotary: of the decoder; what a model has not may be named.
+            `tokens` is empty where a model embeds its tokens outside of it.
         wide, gated, activation, narrow, feed_norm, feed_own_norm: of the feed-forward sublayer, paths from the layer,
             the last as `Attention.own_norm`; `gated` is `wide` where that one has both side by side. A norm before a
             sublayer is "" where there is none.
@@ -341,3 +344,42 @@ def layout_of(config: Any) -> Layout | None:
     """The record of a transformers model, by its config; None where there is none."""
     layout, by_config = LAYOUTS.get(config.model_type), _BY_CONFIG.get(config.model_type)
     return layout if layout is None or by_config is None else by_config(layout, config)
+
+
+def _encoder(decoder: Layout) -> Layout:
+    """The record of the encoder beside a decoder."""
+    return replace(decoder, decoder="", head="", source=None, bias=None, norm_tokens=False)
+
+
+_T5_ENCODER = replace(
+    _encoder(_T5),
+    wide="layer.1.DenseReluDense.wi",
+    gated="layer.1.DenseReluDense.wi_1",
+    wide_gated="layer.1.DenseReluDense.wi_0",
+    activation="layer.1.DenseReluDense.act",
+    narrow="layer.1.DenseReluDense.wo",
+    feed_norm="layer.1.layer_norm",
+)
+_BERT = Layout(
+    "", head="", layers="layer", tokens="",
+    text=Attention(
+        "attention", "attention.output.LayerNorm", ("self.query", "self.key", "self.value"), "output.dense", core="self"
+    ),
+    source=None, wide="intermediate.dense", activation="intermediate.intermediate_act_fn", narrow="output.dense",
+    feed_norm="output.LayerNorm", norm_first=False, dims="attention_head_size",
+)  # fmt: skip
+
+ENCODERS = {
+    **{
+        name: _encoder(layout)
+        for name, layout in LAYOUTS.items()
+        if layout.source is not None and layout.text is _BART.text and name not in ("fairseq", "fsmt", "led", "mvp")
+    },
+    **dict.fromkeys(("t5", "mt5", "umt5"), _T5_ENCODER),
+    **dict.fromkeys(("bert", "camembert", "electra", "roberta", "xlm-roberta"), _BERT),
+    "distilbert": replace(
+        _BERT, text=Attention("attention", "sa_layer_norm", ("q_lin", "k_lin", "v_lin"), "out_lin"), wide="ffn.lin1",
+        activation="ffn.activation", narrow="ffn.lin2", feed_norm="output_layer_norm",
+    ),
+}  # fmt: skip
+"""Encoders by the `model_type` of a transformers model's config."""

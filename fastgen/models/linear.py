@@ -217,7 +217,8 @@ def _affordable(weight: Tensor) -> bool:
     return packed_bytes() + 2 * 4 * weight.numel() <= free
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
+    """Whether a linear layer can be routed."""
     weight = module._parameters.get("weight")
     return (
         weight is not None
@@ -233,7 +234,7 @@ def _is_plain(module: nn.Module) -> bool:
 def layers(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, bool]]:
     """Yield (layer, transposed) for every linear layer that can be routed."""
     for module in modules:
-        if is_linear(module) and _is_plain(module):
+        if is_linear(module) and is_plain(module):
             yield module, is_transposed(module)
 
 

@@ -20,7 +20,7 @@ def at(module: nn.Module, path: str) -> Any:
         NotFused: there is none.
     """
     found: Any = module
-    for name in path.split("."):
+    for name in filter(None, path.split(".")):
         found = found._modules.get(name) if name in found._modules else getattr(found, name, None)
         if found is None:
             raise NotFused(f"its decoder has no {path}")
@@ -78,7 +78,7 @@ _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 def _along(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     """The modules on the way from a model to a part, itself included."""
-    names = path.split(".")
+    names = path.split(".") if path else []
     found = [(".".join(names[:i]), at(model, ".".join(names[:i]))) for i in range(1, len(names))]
     return [("", model), *found, (path, at(model, path))]
 

@@ -1,4 +1,4 @@
-"""The proof of a step from the weights: a decoder's first one is made both ways, and compared.
+"""The proof of a step from the weights: a decoder's first one is made both ways, and compared; so is an encoder's pass.
 
 What was found is of the step as it was read: what was written into a model or its config since asks for a new proof.
 """
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.models import memory
-from fastgen.models.step import DecoderStep
 
 OTHERWISE = "they compute something else than its family's"
 """The reason for which a model that was compared and differs is not fused."""
@@ -31,6 +30,15 @@ def agree(found: Tensor, own: Tensor) -> bool | None:
         return None
     spread = (own - own.mean(-1, keepdim=True)).norm()
     return found.shape == own.shape and bool((found - own).norm() <= tolerance * spread)
+
+
+class Proven(Protocol):
+    """What is made from the weights of a module; facts: what else it was made from, equal where nothing has changed."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def facts(self) -> tuple[object, ...]: ...
 
 
 class Written(Protocol):
@@ -54,8 +62,11 @@ def trial(step: Callable[[], Tensor], text: Sequence[Written]) -> Tensor | None:
             layer.steps, layer.filled = steps, filled
 
 
-def verdict(step: DecoderStep, found: Tensor | None, own: Tensor) -> str | None:
-    """Compare a model's first step with its own forward's logits (R, V), once for all; return why it is not fused."""
+def verdict(step: Proven, found: Tensor | None, own: Tensor) -> str | None:
+    """Compare a model's first step with its own forward's logits (R, V), once for all; return why it is not fused.
+
+    Of an encoder, what it puts out.
+    """
     same = False if found is None else agree(found, own)
     if same is None:
         return UNDECIDED
@@ -64,7 +75,7 @@ def verdict(step: DecoderStep, found: Tensor | None, own: Tensor) -> str | None:
     return None if same else OTHERWISE
 
 
-def outcome(step: DecoderStep) -> bool | None:
+def outcome(step: Proven) -> bool | None:
     """Whether a step like this one has agreed with its decoder's own forward; None where none has been compared."""
     facts, same = _outcomes.get(step.module, (None, False))
     return same if facts == step.facts else None

@@ -6,7 +6,7 @@ has added, or training mode: then the model makes its steps through its own forw
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ def step_of(model: nn.Module, layout: Layout, longest: int) -> DecoderStep:
         NotFused: where anything is not as the layout says.
     """
     try:
-        return _Reader(model, layout, longest).step()
+        return Reader(model, layout, longest).step()
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a part is not what its name says
         raise NotFused(f"its decoder cannot be read: {error}") from error
 
@@ -54,29 +54,58 @@ class _Part(NamedTuple):
     """What a sublayer mixes with, the projection of its output, that output's own norm, and the sublayer's norm."""
 
     layer: int
-    mix: TextAttention | SourceAttention | FeedForward
+    mix: Callable[[Tensor, int, Any], Tensor]
     out: Product
     own: NormLike | None
     norm: NormLike
 
 
-class _Reader:
+class Reader:
     """Reads the parts that a layout names, and finds what is left."""
 
     def __init__(self, model: Any, layout: Layout, longest: int) -> None:
         self.model, self.layout, self.longest = model, layout, longest
         self.decoder = at(model, layout.decoder)
         self.layers: list[Any] = list(at(self.decoder, layout.layers).children())
-        self.dtype: torch.dtype = at(self.decoder, layout.tokens).weight.dtype
+        like = at(self.decoder, layout.tokens).weight if layout.tokens else next(self.decoder.parameters())
+        self.dtype: torch.dtype = like.dtype
+        self.device: str = like.device.type
         self.read: set[nn.Module] = set()
-        device: str = at(self.decoder, layout.tokens).weight.device.type
-        self.facts: list[object] = [repr(vars(model.config)) if hasattr(model, "config") else "", self.dtype, device]
+        config = repr(vars(model.config)) if hasattr(model, "config") else ""
+        self.facts: list[object] = [config, self.dtype, self.device]
         self.bias: Bias | None = None if layout.alibi is None else self.alibi(layout.alibi)
         self.windows: list[Bias] = []
         self.tables: list[RotationTable] = []
         self.rotations: dict[str | None, Rotary] = {}
 
     def step(self) -> DecoderStep:
+        layout = self.layout
+        sublayers, first = self.stack()
+        self.check_layers()
+        make = DecoderStep if layout.mask is None else functools.partial(MaskedStep, mask=layout.mask(self.model))
+        step = make(
+            module=self.decoder,
+            embedding=self.embedding(),
+            sublayers=sublayers,
+            first=first,
+            head=self.head(),
+            bias=_bias(self.model, layout.bias),
+            scale=layout.scale(self.model),
+            softcap=layout.softcap(self.model),
+            facts=tuple(self.facts),
+        )
+        self.check_rest()
+        if outcome(step) is False:
+            raise NotFused(OTHERWISE)
+        return step
+
+    def check_rest(self) -> None:
+        """Raise NotFused where a model has a part that was not read."""
+        paths = (self.layout.decoder, self.layout.head, self.layout.transform)
+        check_unread(self.model, [path for path in paths if path is not None], self.read)
+
+    def stack(self) -> tuple[list[Sublayer], NormLike | None]:
+        """All sublayers, and the norm before the first one, where norms come first."""
         layout, decoder = self.layout, self.decoder
         if not self.layers:
             raise NotFused("its decoder has no layers")
@@ -86,31 +115,16 @@ class _Reader:
         if not norm_first and last is not None:
             raise NotFused("its decoder has a last norm beside those of its layers")
         behind = [*norms_of[1:], last or unnormed] if norm_first else norms_of
-        if torch.is_autocast_enabled(at(decoder, layout.tokens).weight.device.type):
+        if torch.is_autocast_enabled(self.device):
             raise NotFused("autocast chooses the types")
         if torch.is_grad_enabled():
             raise NotFused("gradients are wanted")
-        self.check_layers()
-        make = DecoderStep if layout.mask is None else functools.partial(MaskedStep, mask=layout.mask(self.model))
-        step = make(
-            module=decoder,
-            embedding=self.embedding(),
-            sublayers=[
-                Sublayer(part.layer, part.mix, part.out, norm, part.own, parallel and type(part.mix) is TextAttention)
-                for part, norm in zip(parts, behind, strict=True)
-            ],
-            first=norms_of[0] if norm_first else None,
-            head=self.head(),
-            bias=_bias(self.model, layout.bias),
-            scale=layout.scale(self.model),
-            softcap=layout.softcap(self.model),
-            facts=(norm_first, parallel, *self.facts),
-        )
-        paths = (layout.decoder, layout.head, layout.transform)
-        check_unread(self.model, [path for path in paths if path is not None], self.read)
-        if outcome(step) is False:
-            raise NotFused(OTHERWISE)
-        return step
+        self.facts += (norm_first, parallel)
+        sublayers = [
+            Sublayer(part.layer, part.mix, part.out, norm, part.own, parallel and type(part.mix) is TextAttention)
+            for part, norm in zip(parts, behind, strict=True)
+        ]
+        return sublayers, norms_of[0] if norm_first else None
 
     def head(self) -> Product:
         layout, out = self.layout, self.product(at(self.model, self.layout.head))
@@ -154,7 +168,7 @@ class _Reader:
             if names is None or ("." not in names.module and getattr(layer, names.module) is None):
                 continue  # fairseq's language models name what they have not
             module = at(layer, names.module)
-            attend = self.over_text(module, names) if over_text else self.over_source(module, names)
+            attend: Any = self.over_text(module, names) if over_text else self.over_source(module, names)
             out, own = self.product(at(module, names.out)), self.own_norm(layer, names.own_norm)
             found.append(_Part(index, attend, out, own, self.norm_before(layer, names.norm)))
         wide, gate = layout.wide, layout.gated
@@ -180,8 +194,9 @@ class _Reader:
             return Times(factor)
         return None if path is None else self.norm(at(layer, path))
 
-    def over_text(self, module: Any, names: Attention) -> TextAttention:
-        dims = getattr(module, self.layout.dims)
+    def over_text(self, module: Any, names: Attention) -> Any:
+        core = at(module, names.core)
+        dims = getattr(core, self.layout.dims)
         parts = [at(module, name) for name in names.parts]
         out = at(module, names.out)  # reads as many as there are heads, whatever the projections are
         heads = (out.nx if hasattr(out, "nx") else out.in_features) // dims
@@ -190,17 +205,21 @@ class _Reader:
         functions = vars(sys.modules[type(module).__module__])
         self.facts += (functions.get(name) for name in _FUNCTIONS)
         query_norm, key_norm = (self.norm(module._modules.get(name)) for name in ("q_norm", "k_norm"))
-        for part in parts:
-            self.product(part)
-        scale = float(names.scale(module))
+        scale = float(names.scale(core))
         softcap = None if names.softcap is None else getattr(module, names.softcap)
         blocks, spread = names.blocks(module), names.spread is not None and bool(getattr(module, names.spread))
         self.facts += (dims, scale, softcap, blocks, spread)
         return TextAttention(
-            products(parts), heads, dims, scale, query_norm, key_norm, self.biased(module, names.seen),
+            self.products(parts), heads, dims, scale, query_norm, key_norm, self.biased(module, names.seen),
             self.rotary(module, names), softcap, blocks, names.values_first, spread, names.neighbours,
             names.whole_norms,
         )  # fmt: skip
+
+    def products(self, modules: Sequence[Any]) -> tuple[Product, ...]:
+        """The products of linear layers that read the same."""
+        for module in modules:
+            self.product(module)
+        return products(modules)
 
     def over_source(self, module: Any, names: Attention) -> SourceAttention:
         dims, query = getattr(module, self.layout.dims), at(module, names.parts[0])

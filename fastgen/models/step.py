@@ -7,7 +7,7 @@ first, the next one's. Source: Wang et al. 2021 (LightSeq), section 2.1: one ope
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -267,7 +267,7 @@ class FeedForward:
     gated: Product | None = None
     halves: bool = False
 
-    def __call__(self, x: Tensor, layer: int, context: Surroundings) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, context: Any) -> Tensor:
         if self.halves:
             active, gate = self.wide.apply(x).chunk(2, 1)
             return fused_activation(active, self.activation, gate=gate)
@@ -287,14 +287,14 @@ class Sublayer:
     """
 
     layer: int
-    mix: Callable[[Tensor, int, Surroundings], Tensor]
+    mix: Callable[[Tensor, int, Any], Tensor]
     out: Product
     norm: NormLike = unnormed
     own: NormLike | None = None
     parallel: bool = False
 
-    def __call__(self, x: Tensor, stream: Tensor, context: Surroundings) -> tuple[Tensor, Tensor]:
-        """Return what the next sublayer reads, the normed sum, and the sum, (R, C) each."""
+    def __call__(self, x: Tensor, stream: Tensor, context: Any) -> tuple[Tensor, Tensor]:
+        """Return what the next sublayer reads, the normed sum, and the sum, (R, C) each; context: what `mix` reads."""
         mixed = self.mix(x, self.layer, context)
         if self.parallel:
             return self.norm(stream)[0], self.out.apply(mixed, residual=stream)

@@ -48,7 +48,7 @@ class Row:
         reason: why it is so; may be empty for an applied one.
         hits: calls that ran fastgen's code.
         fallbacks: calls that ran the toolkit's own code instead, by reason.
-        left_off: what some of the hits did without, with the reason: in how many.
+        left_off: what some of the hits did without, with the reason: in how many; and why calls were left alone.
     """
 
     name: str

@@ -11,6 +11,39 @@ TOOLKIT = Toolkit(
     install_hint='pip install "transformers>=5.17"',
 )
 
+# Of each family: the folder of its code, the class of its layers, and its class for sentences.
+_ENCODERS = (
+    ("bert", "BertEncoder", "BertForSequenceClassification"),
+    ("camembert", "CamembertEncoder", "CamembertForSequenceClassification"),
+    ("distilbert", "Transformer", "DistilBertForSequenceClassification"),
+    ("electra", "ElectraEncoder", "ElectraForSequenceClassification"),
+    ("roberta", "RobertaEncoder", "RobertaForSequenceClassification"),
+    ("xlm_roberta", "XLMRobertaEncoder", "XLMRobertaForSequenceClassification"),
+)
+
+_OF_ENCODERS = tuple(
+    patch
+    for family, layers, classifier in _ENCODERS
+    for patch in (
+        Patch(
+            name=f"transformers.encoder.{family}",
+            toolkit=TOOLKIT,
+            target=f"transformers.models.{family}.modeling_{family}:{layers}.forward",
+            replacement="fastgen.patches.transformers.encoder:encode",
+            parameters=("self", "hidden_states", "attention_mask"),
+            help="an encoder's layers from their weights, on a CPU; without padding where nobody reads it",
+        ),
+        Patch(
+            name=f"transformers.classifier.{family}",
+            toolkit=TOOLKIT,
+            target=f"transformers.models.{family}.modeling_{family}:{classifier}.forward",
+            replacement="fastgen.patches.transformers.readers:classify",
+            parameters=("self", "input_ids", "attention_mask"),
+            help="of a sentence that is classified, the last layer makes the first position alone",
+        ),
+    )
+)
+
 PATCHES = (
     Patch(
         name="transformers.generate",
@@ -63,4 +96,29 @@ PATCHES = (
         help="forced_bos_token_id as a list: a token for each sentence",
         mends=True,
     ),
+    Patch(
+        name="transformers.source",
+        toolkit=TOOLKIT,
+        target="transformers.modeling_utils:PreTrainedModel.get_encoder",
+        replacement="fastgen.patches.transformers.source:get_encoder",
+        parameters=("self", "modality"),
+        help="inside generate, on a CPU: encoders of encoder-decoder models without padding",
+    ),
+    Patch(
+        name="transformers.tagger",
+        toolkit=TOOLKIT,
+        target="transformers.pipelines.token_classification:TokenClassificationPipeline._forward",
+        replacement="fastgen.patches.transformers.readers:tag",
+        parameters=("self", "model_inputs"),
+        help="the pipeline of token classification makes nothing of padding, which it drops",
+    ),
+    Patch(
+        name="transformers.loss",
+        toolkit=TOOLKIT,
+        target="transformers.loss.loss_utils:LOSS_MAPPING[ForCausalLM]",
+        replacement="fastgen.patches.transformers.loss:causal",
+        parameters=("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels"),
+        help="the loss of language models, without gradients: log_softmax is not stored",
+    ),
+    *_OF_ENCODERS,
 )

@@ -35,6 +35,7 @@ from fastgen.patches.transformers import (
     restored,
     restored_loops,
     scored,
+    source,
     split,
 )
 from fastgen.patches.transformers.call import Call
@@ -84,7 +85,7 @@ def _as_asked(options: Options | None, original: _Original, self: Any, *args: An
 
 def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     family = family_of(getattr(self.config, "model_type", ""))
-    with _engine.running("generate"), routed(self, family) as layers:
+    with _engine.running("generate"), source.unread_padding(self, kwargs), routed(self, family) as layers:
         if layers:
             _engine.hit("transformers.generate")
         return split.generate(original, self, *args, **kwargs)

@@ -31,6 +31,7 @@ from fastgen.models.step import DecoderStep
 from fastgen.ops.dispatch import runs_kernels
 from fastgen.patches import _engine
 from fastgen.patches.transformers import generate as loops
+from fastgen.patches.transformers import source
 from fastgen.patches.transformers.cache import SharedCache
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
@@ -76,7 +77,7 @@ def peak_bytes(bare: Any, prepared: Prepared, plan: Plan, kwargs: dict[str, Any]
             given = (prepared.logits_processor, prepared.stopping_criteria, config, prepared.kwargs)
             step = decide(clone, prepared.loop, prepared.input_ids, *given)[1] if plan.fused else None
             clone.__class__ = _planned(type(clone), plan, step)
-            with Footprint() as footprint, _unheard():
+            with Footprint() as footprint, _unheard(), source.unread_padding(clone, kwargs):
                 inspect.unwrap(MIXIN.generate)(clone, **kwargs)
     except NotPredicted:
         raise

@@ -1,0 +1,78 @@
+"""What makes an encoder's layers of a live model's parts, by the record of their names (`models.layouts`)."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastgen.models import linear
+from fastgen.models.encoder import Encoder, PositionBias, SentenceAttention
+from fastgen.models.layouts import Attention, Layout
+from fastgen.models.linear import Linear, Plain, Product
+from fastgen.models.memory import memory_of
+from fastgen.models.parts import NotFused
+from fastgen.models.proof import OTHERWISE, outcome
+from fastgen.models.reader import Reader
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+"""Not float16, in which the layers of some families clamp what overflows."""
+
+
+def encoder_of(module: nn.Module, layout: Layout, longest: int) -> Encoder:
+    """Build the layers of an encoder in evaluation mode.
+
+    Args:
+        longest: positions of a sentence at most.
+
+    Raises:
+        NotFused: where anything is not as the layout says.
+    """
+    try:
+        return _EncoderReader(module, layout, longest).encoder()
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a part is not what its name says
+        raise NotFused(f"its encoder cannot be read: {error}") from error
+
+
+class _EncoderReader(Reader):
+    """Reads an encoder's parts. Its linear layers need carry no route to be run by `ops.linear`."""
+
+    def __init__(self, module: nn.Module, layout: Layout, longest: int) -> None:
+        super().__init__(module, layout, longest)
+        if self.dtype not in DTYPES:
+            raise NotFused(f"weights in {self.dtype}")
+        self.routes = linear.reason_off(module) is None
+        self.memory = memory_of(module)
+        self.table: PositionBias | None = None
+
+    def encoder(self) -> Encoder:
+        sublayers, first = self.stack()
+        embedding = self.embedding() if self.layout.tokens else None
+        self.check_rest()
+        encoder = Encoder(self.decoder, sublayers, first, embedding, tuple(self.facts))
+        if outcome(encoder) is False:
+            raise NotFused(OTHERWISE)
+        return encoder
+
+    def over_text(self, module: Any, names: Attention) -> SentenceAttention:
+        found = super().over_text(module, names)
+        if found.query_norm is not None or found.softcap is not None or found.rotary is not None:
+            raise NotFused("attention in a form of its own")
+        return SentenceAttention(found.parts, found.heads, found.dims, found.scale, self.table)
+
+    def biased(self, module: Any, seen: str | None) -> None:
+        """Keep the bias of a module: the next ones, which have none, take the same."""
+        if getattr(module, "has_relative_attention_bias", False):
+            self.read.add(module.relative_attention_bias)
+            self.table = PositionBias(partial(module.compute_bias, self.longest, self.longest))
+
+    def product(self, module: Any) -> Product:
+        found = super().product(module)
+        if type(found) is Plain and self.routes and linear.is_plain(module):
+            linear.check(module)
+            return Linear(module, transposed=False, memory=self.memory)
+        return found
+
+    def products(self, modules: Sequence[Any]) -> tuple[Product, ...]:
+        return tuple(map(self.product, modules))

@@ -1,0 +1,106 @@
+"""The encoder of an encoder-decoder model inside `generate`: without padding, which attention to the source masks."""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from fastgen.models.encoder import Encoder, Sentences, arranged, pays, weights_of
+from fastgen.models.encoder_reader import encoder_of
+from fastgen.models.footprint import is_planned
+from fastgen.models.layouts import ENCODERS
+from fastgen.models.parts import NotFused
+from fastgen.models.proof import outcome
+from fastgen.patches import _engine
+from fastgen.patches.transformers.bild_call import said
+from fastgen.patches.transformers.encoder import LITTLE, Slower, check, lengths_of, prove
+
+NAME = "transformers.source"
+
+_generating: ContextVar[Any] = ContextVar("fastgen_generating", default=None)
+"""The model whose `generate` runs in this context, and returns nothing that is made of padding."""
+
+
+@contextmanager
+def unread_padding(model: Any, arguments: Mapping[str, Any]) -> Generator[None]:
+    """A call of `generate`: what its encoder makes of padding is seen where the cache is returned, and nowhere else."""
+    token = _generating.set(None if said(model, arguments, "return_dict_in_generate") else model)
+    try:
+        yield
+    finally:
+        _generating.reset(token)
+
+
+def get_encoder(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`PreTrainedModel.get_encoder`, by which `generate` asks for the encoder that it then runs."""
+    encoder = original(self, *args, **kwargs)
+    if _generating.get() is not self or not isinstance(encoder, nn.Module) or hasattr(self, "hf_device_map"):
+        return encoder
+    config = cast(Any, encoder).config
+    return _Source(encoder) if config.model_type in ENCODERS else encoder
+
+
+class _Source:
+    """Stands in for an encoder: runs its layers without padding, or the encoder itself."""
+
+    def __init__(self, encoder: Any) -> None:
+        self.encoder = encoder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.encoder, name)
+
+    def __call__(self, **kwargs: Any) -> Any:
+        ids, mask = kwargs.pop("input_ids", None), kwargs.pop("attention_mask", None)
+        given = kwargs | {"input_ids": ids, "attention_mask": mask}
+        visible = None if mask is None else mask.bool()
+        if ids is None or visible is None or visible.shape != ids.shape or bool(visible.all()):
+            return self.encoder(**given)  # there is no padding to leave out
+        try:
+            check(self.encoder, ids, (), {name: value for name, value in kwargs.items() if name != "return_dict"})
+            found = _encode(self.encoder, ids, visible)
+        except (NotFused, Slower) as reason:
+            _engine.left_alone(NAME, f"padding is encoded: {reason}")
+            return self.encoder(**given)
+        if not is_planned(found):
+            _engine.hit(NAME)
+        return BaseModelOutput(last_hidden_state=found)  # pyright: ignore[reportArgumentType]
+
+
+def _encode(module: Any, ids: Tensor, visible: Tensor) -> Tensor:
+    """Return (B, S, C) for token ids (B, S), with zeros where they are padding.
+
+    Raises:
+        NotFused: the layers cannot be run so.
+        Slower: it would not be faster.
+    """
+    layout, length = ENCODERS[module.config.model_type], ids.shape[1]
+    lengths = lengths_of(visible)
+    if not all(lengths):
+        raise NotFused("a sentence of padding alone")
+    layers = getattr(module, layout.layers)
+    weights = weights_of(getattr(module, layout.tokens).weight.shape[1]) // 2  # products are the fast ones already
+    if not pays(lengths, length, "none", weights, len(layers), routed=False):
+        raise Slower(LITTLE)
+    encoder = encoder_of(module, layout, length)
+    if encoder.biased and int((visible[:, 1:] & ~visible[:, :-1]).sum() + visible[:, 0].sum()) != len(lengths):
+        raise NotFused("padding between tokens")
+    if outcome(encoder) is None:
+        one = slice(0, 1)
+        own = module(input_ids=ids[one], attention_mask=visible[one]).last_hidden_state
+        sentences = arranged(visible[one], "none")
+        prove(encoder, _rows(encoder, ids[one], sentences), sentences.chosen(own))
+    sentences = arranged(visible, "none")
+    return sentences.restored(_rows(encoder, ids, sentences))
+
+
+def _rows(encoder: Encoder, ids: Tensor, sentences: Sentences) -> Tensor:
+    """What the layers make of the tokens among ids (B, S), (R, C)."""
+    embedding = encoder.embedding
+    assert embedding is not None
+    counted = torch.ones_like(ids) if embedding.padding is None else (ids != embedding.padding).long()
+    positions = (counted.cumsum(1) - 1).clamp_(min=0)
+    return encoder(embedding(sentences.chosen(ids), sentences.chosen(positions)), sentences)
