@@ -174,7 +174,7 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
         return torch.cat([start, targets], 1)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        super()._validate_model_kwargs(model_kwargs)
+        cast(Any, super())._validate_model_kwargs(model_kwargs)
         past = model_kwargs.get("past_key_values")
         if past is not None and past.get_seq_length():
             # `generate` would take the source's share of it for tokens of the target.
