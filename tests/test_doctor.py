@@ -131,10 +131,9 @@ def test_an_unsupported_transformers(tmp_path: Path) -> None:
 
 def test_a_transformers_whose_functions_are_others(tmp_path: Path) -> None:
     found = findings(doctor("--json", PYTHONPATH=stub(tmp_path, "5.20.0")))
-    assert [text.partition(" failed: ")[0] for text in texts(found, "trouble", "patches")] == [
-        f"transformers: {PATCHED - 1} patches",
-        "transformers.attention:",
-    ]
+    said = [text.partition(" failed: ")[0] for text in texts(found, "trouble", "patches")]
+    assert "transformers.attention:" in said
+    assert sum(int(text.split()[1]) if text.endswith(" patches") else 1 for text in said) == PATCHED
 
 
 def test_a_broken_transformers(tmp_path: Path) -> None:
