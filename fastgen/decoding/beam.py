@@ -5,7 +5,7 @@ move (`decoding.cache`), hypotheses are gathered only in a step in which one fin
 nothing more leave the batch (Hoang et al. 2018, section 2.1).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -125,6 +125,7 @@ class BeamSearch:
         sample: draw the candidates instead of taking the best.
         may_drop: whether finished sentences may leave the batch.
         captured: whether the model's steps are, for a number of rows.
+        on_step: called with this search behind every step but the last.
     """
 
     prompt: Tensor
@@ -136,6 +137,7 @@ class BeamSearch:
     may_drop: bool = True
     captured: bool = False
     trace: Trace = field(default_factory=Trace)
+    on_step: Callable[["BeamSearch"], None] | None = None
     memory: Memory = field(default_factory=Memory, init=False)  # of a step's log-probabilities
 
     def __post_init__(self) -> None:
@@ -148,7 +150,7 @@ class BeamSearch:
         self.scores = torch.zeros(b, m, device=device)
         self.scores[:, 1:] = self.rule.never
         self.improvable = torch.ones(b, dtype=torch.bool, device=device)
-        self.finished = Hypotheses(
+        self.finished: Hypotheses = Hypotheses(
             self.ids.clone(),
             self.beams.clone(),
             torch.full((b, m), self.rule.never, device=device),
@@ -191,6 +193,8 @@ class BeamSearch:
             return False
         if self.may_drop:
             self._drop(model, improvable, done)
+        if self.on_step is not None:
+            self.on_step(self)
         return True
 
     def _chosen(self, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor, new_tokens: int | Tensor) -> Choice:

@@ -54,4 +54,12 @@ PATCHES = (
         help="forced_bos_token_id as a list: a token for each sentence",
         mends=True,
     ),
+    Patch(
+        name="transformers.beam_streamer",
+        toolkit=TOOLKIT,
+        target="transformers.generation.utils:GenerationMixin._validate_generation_mode",
+        replacement="fastgen.patches.transformers.beam_streamer:validate",
+        parameters=("self", "generation_mode", "generation_config", "generation_mode_kwargs"),
+        help="a streamer with several beams hears tokens as soon as they are certain; transformers refuses one",
+    ),
 )

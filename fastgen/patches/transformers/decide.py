@@ -38,7 +38,7 @@ def decide(
     beams = config.num_beams if loop == "beam" else config.num_return_sequences
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     first_tokens.check(config.forced_bos_token_id, input_ids.shape[0] // beams, vocabulary)
-    _check_call(model, loop, config, kwargs)
+    check_call(model, loop, config, kwargs)
     check_model(model)
     left_off: list[str] = []
     if (reason := _reason_not_to_share(model, input_ids, config, kwargs, beams)) is not None:
@@ -81,7 +81,8 @@ def not_shared(reason: str) -> str:
     return f"keys and values are not shared: {reason}"
 
 
-def _check_call(model: Any, loop: Literal["beam", "sample"], config: Any, kwargs: dict[str, Any]) -> None:
+def check_call(model: Any, loop: Literal["beam", "sample"], config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise Unsupported where a call is left to transformers' loop, as far as its arguments say."""
     if kwargs.get("synced_gpus"):
         raise Unsupported("synced_gpus=True")
     if config.is_assistant:

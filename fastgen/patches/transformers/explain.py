@@ -132,7 +132,7 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
     ours, stock = _kv_bytes(bare, prepared, plan)
     notes = (*plan.left_off, note) if note else plan.left_off
     try:
-        peak = peak_bytes(bare, prepared, plan, arguments_of(model, generate_kwargs))
+        peak = peak_bytes(bare, prepared, plan, arguments_of(model, generate_kwargs) | {"streamer": None})
     except NotPredicted as reason:
         peak, notes = None, (*notes, f"peak memory is not predicted: {reason}")
     return Explanation(type(bare).__name__, plan, None, ours, stock, peak, linears, notes)

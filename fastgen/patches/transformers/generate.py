@@ -13,6 +13,7 @@ from transformers.generation import utils as gu
 from fastgen.decoding.beam import BeamSearch, Trace
 from fastgen.decoding.beam_replay import ReplayedBeamSearch
 from fastgen.decoding.bild_options import Options
+from fastgen.decoding.certain import Certain
 from fastgen.decoding.choices import not_captured
 from fastgen.decoding.cohorts import Search, run
 from fastgen.decoding.plan import Unsupported
@@ -26,7 +27,7 @@ from fastgen.models.families import family_of
 from fastgen.models.reader import NotFused
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
-from fastgen.patches.transformers import bild, bild_call, parity, pausing, scored, split
+from fastgen.patches.transformers import beam_streamer, bild, bild_call, parity, pausing, scored, split
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import edits_of, fill_of, stop_of
@@ -76,7 +77,7 @@ def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> A
     with _engine.running("generate"), routed(self, family) as layers:
         if layers:
             _engine.hit("transformers.generate")
-        return split.generate(original, self, *args, **kwargs)
+        return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
 
 
 def beam_search(
@@ -90,9 +91,12 @@ def beam_search(
     **model_kwargs: Any,
 ) -> Any:
     """`GenerationMixin._beam_search`, where it can be over one cache per sentence."""
+    streamer = beam_streamer.followed_by(model_kwargs)
+    if streamer is not None:
+        del model_kwargs["streamer"]
     call = Call(
-        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs,
-        scored=scored.asked_of(self),
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer,
+        scored.asked_of(self),
     )  # fmt: skip
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
@@ -188,6 +192,7 @@ def decoding_of(loop: Literal["beam", "sample"], call: Call, model: Stepper) -> 
 
 def _beam_search(call: Call, model: Stepper) -> Decoding:
     config, m = call.config, model.plan.beams
+    certain = None if call.streamer is None else Certain(call.streamer.put, call.input_ids.shape[1])
     eos = config._eos_token_tensor
     rule = TransformersRule(
         beams=m,
@@ -209,8 +214,9 @@ def _beam_search(call: Call, model: Stepper) -> Decoding:
         may_drop=model.plan.drop,
         captured=model.plan.graphs,
         trace=call.trace,
+        on_step=certain,
     )
-    return Decoding(search, lambda: _of_beams(call, model, search))
+    return Decoding(search, lambda: _of_beams(call, model, search, certain))
 
 
 def _replayed(call: Call, model: Stepper, edits: Sequence[Edit], stop: Stop) -> bool:
@@ -239,7 +245,7 @@ def _note(model: Stepper, left_off: str | None) -> None:
         model.plan = replace(model.plan, left_off=(*model.plan.left_off, left_off))
 
 
-def _of_beams(call: Call, model: Stepper, search: BeamSearch) -> Any:
+def _of_beams(call: Call, model: Stepper, search: BeamSearch, certain: Certain | None) -> Any:
     config, best = call.config, search.outcome
     if isinstance(search, ReplayedBeamSearch):
         _note(model, search.choices.refused)
@@ -247,6 +253,9 @@ def _of_beams(call: Call, model: Stepper, search: BeamSearch) -> Any:
     sequences, beams = best.ids[:, :kept].flatten(0, 1), best.beams[:, :kept].flatten(0, 1)
     longest = int((beams >= 0).sum(1).max())
     sequences = sequences[:, : call.input_ids.shape[1] + longest]
+    if certain is not None:
+        certain.end(sequences[0])
+        call.streamer.end()
     if call.scored:
         return Scored(sequences, best.scores[:, :kept].flatten())
     if not config.return_dict_in_generate:

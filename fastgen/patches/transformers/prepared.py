@@ -4,6 +4,7 @@ transformers' own `generate` prepares the call, on a copy of the model object th
 but whose decoding loops hand back what they are given, and whose encoder hands back a stand-in.
 """
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.decoding.plan import Unsupported
 from fastgen.patches import _engine
+from fastgen.patches.transformers import beam_streamer
 from fastgen.patches.transformers.decide import check_model
 
 
@@ -71,7 +73,7 @@ def arguments_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         if kwargs.get(name) is not None:
             kwargs[name] = copy.copy(kwargs[name])
     if kwargs.get("streamer") is not None:
-        kwargs["streamer"] = _Silent()
+        kwargs["streamer"] = beam_streamer.BeamStreamer(_Silent())
     return kwargs
 
 
@@ -81,6 +83,11 @@ def _probe(model: Any, generation_config: Any) -> Any:
     def get_encoder(_: Any, *args: Any, **kwargs: Any) -> _Encoder:
         return _Encoder(model.get_encoder(*args, **kwargs))
 
+    def validate(_: Any, mode: Any, config: Any, mode_kwargs: dict[str, Any]) -> None:
+        with contextlib.suppress(Unsupported):  # then transformers says what it refuses
+            mode_kwargs = beam_streamer.accepted(model, mode, config, mode_kwargs)
+        model._validate_generation_mode(mode, config, mode_kwargs)
+
     kind = cast(Any, type(model))
     methods: dict[str, Any] = {
         name: _loop(name) for name in GENERATION_MODES_MAPPING.values() if not _is_repository(name)
@@ -88,6 +95,7 @@ def _probe(model: Any, generation_config: Any) -> Any:
     methods |= {
         "__module__": kind.__module__,
         "get_encoder": get_encoder,
+        "_validate_generation_mode": validate,
         "load_custom_generate": _load_custom_generate,
         # What would compute images' features, extend the prompt by generating, and allocate a static cache's memory.
         "_prepare_multimodal_encoder_kwargs_for_generation": _without_images,
