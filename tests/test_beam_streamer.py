@@ -102,7 +102,7 @@ def _options(r: Random) -> dict[str, Any]:
 def test_what_is_certain_is_heard_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over random options, behind every step: what is heard is what all texts that may be returned have in common."""
     early = 0
-    for seed in range(20):
+    for seed in range(12):
         r = Random(seed)
         model = zoo.build(family, seed=seed)
         call = zoo.batch(model, 1, r.choice([1, 6]), seed=seed) | _options(r)
@@ -122,7 +122,7 @@ def test_what_is_certain_is_heard_at_once(family: str, monkeypatch: pytest.Monke
         for text, common in recorder.steps:
             assert text == common, seed
             early += len(text) > len(heard.prompt or [])
-    assert early > 50
+    assert early > 20
 
 
 def test_a_device_that_works_ahead_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

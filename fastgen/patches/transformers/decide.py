@@ -13,7 +13,7 @@ from fastgen.models.proof import by_modules
 from fastgen.models.reader import NotFused
 from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
-from fastgen.patches.transformers import first_tokens, fused
+from fastgen.patches.transformers import first_tokens, fused, given
 from fastgen.patches.transformers.cache import parts_of
 from fastgen.patches.transformers.edits import known, rowwise
 
@@ -122,6 +122,8 @@ def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dic
     cache = kwargs.get("past_key_values")
     if (reason := _of_another_kind(cache)) is not None:
         return reason
+    if given.is_given(cache) and (reason := given.reason_not_to_share(model, cache, len(input_ids), beams)) is not None:
+        return reason
     longest = _longest(model, input_ids, config, kwargs)
     for part in _configs(model):
         rope: dict[str, Any] = getattr(part, "rope_parameters", None) or {}
@@ -143,9 +145,7 @@ def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dic
 
 
 def _of_another_kind(cache: Any) -> str | None:
-    """Why a cache is not the one that `generate` makes by itself, if it is not."""
-    if getattr(cache, "_is_user_defined", False):
-        return "past_key_values is given"
+    """Why a cache is not of the kind that `generate` makes by itself, if it is not."""
     for part in parts_of(cache) or [cache]:
         if type(part) is not DynamicCache:
             return f"the cache is a {type(part).__name__}"
@@ -162,7 +162,18 @@ def _longest(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any])
     """Tokens of the text at most."""
     embeds = None if model.config.is_encoder_decoder else kwargs.get("inputs_embeds")
     prompt = input_ids if embeds is None else embeds
-    return prompt.shape[1] + config.max_length - input_ids.shape[1]
+    held = held_before(model, input_ids, config, kwargs)
+    return held + prompt.shape[1] + config.max_length - input_ids.shape[1]
+
+
+def held_before(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> int:
+    """Tokens that a given cache holds and the prompt does not repeat, by the rule of `_prefill`."""
+    cache = kwargs.get("past_key_values")
+    if cache is None or kwargs.get("inputs_embeds") is not None:
+        return 0
+    mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
+    return 0 if length == input_ids.shape[1] else int(cache.get_seq_length())
 
 
 def _reason_not_to_redeem(model: Any, kwargs: dict[str, Any]) -> str | None:
@@ -194,6 +205,8 @@ def _reason_not_to_drop(
     if kwargs.get("streamer") is not None:
         return "a streamer listens"
     cache = kwargs.get("past_key_values")
+    if given.is_given(cache):
+        return given.IS_GIVEN
     if cache is not None and (reason := _of_another_kind(cache)) is not None:
         return reason
     if (name := _not_by_rows(kwargs, input_ids.shape[0])) is not None:

@@ -31,6 +31,7 @@ from fastgen.patches.transformers import beam_streamer, bild, bild_call, parity,
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import edits_of, fill_of, stop_of
+from fastgen.patches.transformers.given import IS_GIVEN, is_given
 from fastgen.patches.transformers.pausing import Begun
 from fastgen.patches.transformers.scored import Scored
 from fastgen.patches.transformers.stepper import Stepper
@@ -232,6 +233,8 @@ def _replayed(call: Call, model: Stepper, edits: Sequence[Edit], stop: Stop) -> 
         reason = "scores are summed up"
     elif call.streamer is not None:
         reason = "a streamer listens"
+    elif is_given(call.model_kwargs.get("past_key_values")):
+        reason = IS_GIVEN  # which is to hold the keys and values of the last step
     elif stop.others:
         reason = "a stopping criterion looks at all tokens"
     elif not all_sparse(edits):
