@@ -302,6 +302,11 @@ def _witness(name: str, kind: Callable[[int], Any], *variants: int) -> Callable[
     return lambda r, _: {name: kind(r.choice(variants))}
 
 
+def _streamer(r: Random, call: Call) -> Drawn:
+    # With several beams transformers refuses one, or never tells it the end (tests/test_beam_streamer.py).
+    return {} if call.kwargs.get("num_beams", 1) > 1 else {"streamer": Listener(0)}
+
+
 OPTIONS: dict[str, Option] = {
     # What a call runs.
     "beams": Option(0.75, _pick("num_beams", 1, 2, 2, 3, 3, 4, 4, 5)),
@@ -358,7 +363,7 @@ OPTIONS: dict[str, Option] = {
     "criterion": Option(
         0.1, _witness("stopping_criteria", lambda variant: StoppingCriteriaList([Stops(variant)]), 0, 1, 2)
     ),
-    "streamer": Option(0.06, _witness("streamer", Listener, 0)),
+    "streamer": Option(0.06, _streamer),
     # What goes in and comes out.
     "decoder prompt": Option(0.2, _decoder_prompt),
     "encoder outputs": Option(0.06, _encoder_outputs),

@@ -172,7 +172,6 @@ UNSHARED: dict[str, dict[str, Any]] = {
     "the cache is a StaticCache": {"cache_implementation": "static"},
     "output_attentions=True": {"num_beams": 2, "return_dict_in_generate": True, "output_attentions": True},
     "the text may outgrow the sliding window": {},
-    "past_key_values is given": {"past_key_values": DynamicCache()},
 }
 
 
@@ -180,7 +179,7 @@ UNSHARED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("reason", UNSHARED)
 def test_what_is_not_shared(family: str, reason: str) -> None:
     """The call runs, in transformers' own cache or none; the reason, the plan and the memory are as explained."""
-    if (family, reason) in (("bart", "the text may outgrow the sliding window"), ("bart", "past_key_values is given")):
+    if (family, reason) == ("bart", "the text may outgrow the sliding window"):
         pytest.skip("of a decoder")
     model = zoo.build(family, torch.float32)
     model.set_attn_implementation("eager")
@@ -222,7 +221,8 @@ def test_what_never_comes_to_a_patched_loop() -> None:
         model(kwargs["input_ids"][:, :3], past_key_values=cache)
     for ids in (kwargs["input_ids"], kwargs["input_ids"][:, 3:]):  # all of the text, or what the cache does not hold
         explanation = _explain(model, {**kwargs, "input_ids": ids, "past_key_values": cache})
-        assert explanation.notes[0] == "keys and values are not shared: past_key_values is given"
+        assert explanation.plan.shared
+        assert explanation.notes[0] == "finished sentences stay in the batch: past_key_values is given"
     assert not hasattr(cache, "_is_user_defined") or not cache._is_user_defined
     with pytest.raises(ValueError, match="trust_remote_code"):
         fastgen.explain(model, **kwargs, dola_layers="high")

@@ -208,7 +208,6 @@ def test_streamer() -> None:
         call(model, inputs | {"streamer": stock, "max_new_tokens": 9}, 0)
     assert ours.heard == stock.heard
     assert ours.heard[-1] == "end"
-    assert_same(model, inputs | {"streamer": _Heard(), "num_beams": 2})
 
 
 BAD: dict[str, dict[str, Any]] = {

@@ -140,13 +140,15 @@ class _Heard(BaseStreamer):
 def test_what_cannot_be_repeated_runs_once() -> None:
     model = zoo.build("gpt2")
     kwargs = zoo.batch(model, 1, 6, "none") | {"max_new_tokens": 5, "min_new_tokens": 5}
-    own, never, heard = _Own(), _Never(), _Heard()
+    own, never, heard, of_beams = _Own(), _Never(), _Heard(), _Heard()
     served = hits()
     model.generate(**kwargs, logits_processor=LogitsProcessorList([own]))
     model.generate(**kwargs, stopping_criteria=StoppingCriteriaList([never]))
     model.generate(**kwargs, streamer=heard)
+    model.generate(**kwargs, streamer=of_beams, num_beams=2)
     assert (own.calls, never.calls, heard.calls) == (5, 5, 6)
-    assert hits() == served + 3, "run once, fastgen's way"
+    assert of_beams.calls > 1
+    assert hits() == served + 4, "run once, fastgen's way"
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(kwargs["input_ids"][:, :3], past_key_values=cache)
@@ -157,7 +159,7 @@ def test_what_cannot_be_repeated_runs_once() -> None:
     reasons = {
         "run once: _Own may keep a state": 1,
         "run once: _Never may keep a state": 1,
-        "run once: a streamer listens": 1,
+        "run once: a streamer listens": 2,
         "run once: past_key_values is given": 1,
         "run once: max_time ends it by the clock": 1,
         "run once: assistant_model is given": 1,

@@ -138,3 +138,15 @@ def test_the_command(address: str, folder: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.wait(30)
     assert found == _ask(address, folder, "chat/completions")
+
+
+def test_beams_are_streamed(address: str, folder: Path) -> None:
+    """A generation config with several beams, which transformers does not stream: the same text, in pieces."""
+    config = tf.GenerationConfig(num_beams=3, max_new_tokens=20, pad_token_id=0, eos_token_id=zoo.EOS).to_json_string()
+    before = fastgen.status()["transformers.beam_streamer"].hits
+    whole, pieces = (
+        _ask(address, folder, "chat/completions", generation_config=config, stream=stream) for stream in (False, True)
+    )
+    assert pieces == whole
+    _idle("transformers.beam_streamer")
+    assert fastgen.status()["transformers.beam_streamer"].hits == before + 1

@@ -5,7 +5,7 @@ move (`decoding.cache`), hypotheses are gathered only in a step in which one fin
 nothing more leave the batch (Hoang et al. 2018, section 2.1).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -126,6 +126,7 @@ class BeamSearch:
         may_drop: whether finished sentences may leave the batch.
         captured: whether the model's steps are, for a number of rows.
         wanted: asked behind every step; a sentence that is not leaves as one that has finished, with what it has.
+        on_step: called with this search behind every step but the last.
     """
 
     prompt: Tensor
@@ -138,6 +139,7 @@ class BeamSearch:
     captured: bool = False
     trace: Trace = field(default_factory=Trace)
     wanted: Wanted | None = None
+    on_step: Callable[["BeamSearch"], None] | None = None
     memory: Memory = field(default_factory=Memory, init=False)  # of a step's log-probabilities
 
     def __post_init__(self) -> None:
@@ -150,7 +152,7 @@ class BeamSearch:
         self.scores = torch.zeros(b, m, device=device)
         self.scores[:, 1:] = self.rule.never
         self.improvable = torch.ones(b, dtype=torch.bool, device=device)
-        self.finished = Hypotheses(
+        self.finished: Hypotheses = Hypotheses(
             self.ids.clone(),
             self.beams.clone(),
             torch.full((b, m), self.rule.never, device=device),
@@ -193,6 +195,8 @@ class BeamSearch:
         if over[0] or len(leaving) == self.present:
             return False
         self._drop(model, leaving)
+        if self.on_step is not None:
+            self.on_step(self)
         return True
 
     def _chosen(self, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor, new_tokens: int | Tensor) -> Choice:

@@ -161,6 +161,11 @@ class Late:
         if self._arrived is not None:
             self._arrived.record(torch.cuda.current_stream(values.device))
 
+    @property
+    def ready(self) -> bool:
+        """Whether the values sent last are there, so that `read` does not wait."""
+        return self._arrived is None or self._arrived.query()
+
     def read(self) -> Tensor:
         """Wait for the values sent last; return them, on the CPU."""
         if self._arrived is not None:

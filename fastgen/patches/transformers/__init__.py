@@ -120,5 +120,13 @@ PATCHES = (
         parameters=("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels"),
         help="the loss of language models, without gradients: log_softmax is not stored",
     ),
+    Patch(
+        name="transformers.beam_streamer",
+        toolkit=TOOLKIT,
+        target="transformers.generation.utils:GenerationMixin._validate_generation_mode",
+        replacement="fastgen.patches.transformers.beam_streamer:validate",
+        parameters=("self", "generation_mode", "generation_config", "generation_mode_kwargs"),
+        help="a streamer with several beams hears tokens as soon as they are certain; transformers refuses one",
+    ),
     *_OF_ENCODERS,
 )

@@ -35,6 +35,7 @@ from fastgen.patches.transformers.decide import check_model, decide
 from fastgen.patches.transformers.drafted import DraftedStepper
 from fastgen.patches.transformers.edits import edits_of, known, rowwise, stop_of
 from fastgen.patches.transformers.fused import FusedDecoder
+from fastgen.patches.transformers.given import IS_GIVEN, is_given
 from fastgen.patches.transformers.report import note
 from fastgen.patches.transformers.shared import SharedStepper
 
@@ -231,6 +232,8 @@ def planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Pla
         ValueError: they cannot be made from its weights.
     """
     kwargs = call.model_kwargs | {"synced_gpus": call.synced_gpus}
+    if is_given(kwargs.get("past_key_values")):
+        raise ValueError(f"big-little decoding of {type(call.model).__name__}: {IS_GIVEN}")
     try:
         plan, step = decide(
             call.model, loop, call.input_ids, call.logits_processor, call.stopping_criteria, call.config, kwargs

@@ -44,7 +44,8 @@ class SharedCache:
     views.
 
     Args:
-        stock: the empty cache that `generate` made, in whose place this one stands.
+        stock: the cache that `generate` made or was given, in whose place this one stands; what rows of a sentence hold
+            in it is the same, and copied once.
         memory: where keys and values lie.
     """
 
@@ -68,6 +69,9 @@ class SharedCache:
             self.past_key_values = EncoderDecoderCache(
                 own, Cache(layer_class_to_replicate=cast(Any, partial(_Layer, owner, self.source, layer)))
             )
+        for index, held_layer in enumerate(parts_of(stock)[0].layers):
+            if held_layer.get_seq_length():
+                cast(Any, own).update(held_layer.keys[::beams], held_layer.values[::beams], index)
 
     @property
     def rows(self) -> int:
@@ -151,12 +155,16 @@ class SharedCache:
 
     def as_stock(self) -> Cache:
         """Return what transformers' own loop would hold by now: the stock cache, filled with what each row sees."""
-        parts: list[Cache] = []
         for layers, part in self._beside_stock:
             for index, kv in enumerate(layers):
-                part.update(*kv.of_beams(self._slots(kv.steps)), index)
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else EncoderDecoderCache(*parts)
+                keys, values = kv.of_beams(self._slots(kv.steps))
+                if index < len(part.layers) and part.layers[index].get_seq_length():
+                    part.layers[index].keys, part.layers[index].values = keys, values
+                else:
+                    part.update(keys, values, index)
+        if isinstance(self.stock, EncoderDecoderCache):
+            self.stock.is_updated = dict.fromkeys(range(len(self.source)), True)
+        return self.stock
 
     @property
     def _beside_stock(self) -> list[tuple[list[LayerKV], Any]]:

@@ -13,7 +13,7 @@ from fastgen.models.parts import NotFused
 from fastgen.models.proof import by_modules
 from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
-from fastgen.patches.transformers import first_tokens, fused
+from fastgen.patches.transformers import first_tokens, fused, given
 from fastgen.patches.transformers.cache import parts_of
 from fastgen.patches.transformers.edits import known, rowwise
 from fastgen.patches.transformers.restored import Method, method_of
@@ -40,7 +40,7 @@ def decide(
     beams = rows_of(loop, config)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     first_tokens.check(config.forced_bos_token_id, input_ids.shape[0] // beams, vocabulary)
-    _check_call(model, loop, method, config, kwargs)
+    check_call(model, loop, method, config, kwargs)
     left_off: list[str] = []
     reason = _reason_not_to_know(model, method) or _reason_not_to_share(model, input_ids, config, kwargs, beams)
     if reason is not None:
@@ -115,9 +115,10 @@ def not_shared(reason: str) -> str:
     return f"keys and values are not shared: {reason}"
 
 
-def _check_call(
+def check_call(
     model: Any, loop: Literal["beam", "sample"], method: Method | None, config: Any, kwargs: dict[str, Any]
 ) -> None:
+    """Raise Unsupported where a call is left to transformers' loop, as far as its arguments say."""
     if kwargs.get("synced_gpus"):
         raise Unsupported("synced_gpus=True")
     if config.is_assistant:
@@ -157,6 +158,11 @@ def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dic
     cache = kwargs.get("past_key_values")
     if (reason := _of_another_kind(cache)) is not None:
         return reason
+    if given.is_given(cache):
+        if has_own_attention(model):
+            return given.IS_GIVEN
+        if (reason := given.reason_not_to_share(model, cache, len(input_ids), beams)) is not None:
+            return reason
     longest = _longest(model, input_ids, config, kwargs)
     for part in _configs(model):
         rope: dict[str, Any] = getattr(part, "rope_parameters", None) or {}
@@ -178,9 +184,7 @@ def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dic
 
 
 def _of_another_kind(cache: Any) -> str | None:
-    """Why a cache is not the one that `generate` makes by itself, if it is not."""
-    if getattr(cache, "_is_user_defined", False):
-        return "past_key_values is given"
+    """Why a cache is not of the kind that `generate` makes by itself, if it is not."""
     for part in parts_of(cache) or [cache]:
         if type(part) is not DynamicCache:
             return f"the cache is a {type(part).__name__}"
@@ -197,7 +201,18 @@ def _longest(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any])
     """Tokens of the text at most."""
     embeds = None if model.config.is_encoder_decoder else kwargs.get("inputs_embeds")
     prompt = input_ids if embeds is None else embeds
-    return prompt.shape[1] + config.max_length - input_ids.shape[1]
+    held = held_before(model, input_ids, config, kwargs)
+    return held + prompt.shape[1] + config.max_length - input_ids.shape[1]
+
+
+def held_before(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> int:
+    """Tokens that a given cache holds and the prompt does not repeat, by the rule of `_prefill`."""
+    cache = kwargs.get("past_key_values")
+    if cache is None or kwargs.get("inputs_embeds") is not None:
+        return 0
+    mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
+    return 0 if length == input_ids.shape[1] else int(cache.get_seq_length())
 
 
 def _reason_not_to_redeem(model: Any, kwargs: dict[str, Any]) -> str | None:
@@ -231,6 +246,8 @@ def _reason_not_to_drop(
     if kwargs.get("streamer") is not None:
         return "a streamer listens"
     cache = kwargs.get("past_key_values")
+    if given.is_given(cache):
+        return given.IS_GIVEN
     if cache is not None and (reason := _of_another_kind(cache)) is not None:
         return reason
     if (name := _not_by_rows(kwargs, input_ids.shape[0])) is not None:

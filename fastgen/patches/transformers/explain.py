@@ -18,7 +18,7 @@ from fastgen.patches import _engine
 from fastgen.patches.transformers import bild, bild_call, restored
 from fastgen.patches.transformers.cache import held, parts_of
 from fastgen.patches.transformers.call import Call
-from fastgen.patches.transformers.decide import decide
+from fastgen.patches.transformers.decide import decide, held_before
 from fastgen.patches.transformers.peak import NotPredicted, peak_bytes
 from fastgen.patches.transformers.prepared import Prepared, arguments_of, prepare, without_wrappers
 
@@ -135,7 +135,7 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
     ours, stock = _kv_bytes(bare, prepared, plan)
     notes = (*plan.left_off, note) if note else plan.left_off
     try:
-        peak = peak_bytes(bare, prepared, plan, arguments_of(model, generate_kwargs))
+        peak = peak_bytes(bare, prepared, plan, arguments_of(model, generate_kwargs) | {"streamer": None})
     except NotPredicted as reason:
         peak, notes = None, (*notes, f"peak memory is not predicted: {reason}")
     return Explanation(type(bare).__name__, plan, None, ours, stock, peak, linears, notes)
@@ -230,7 +230,7 @@ def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | t
         prompt = prepared.kwargs["inputs_embeds"]
     cache = prepared.kwargs.get("past_key_values")
     # The last token is chosen but never run.
-    prefix = prompt.shape[1] + _seen_before(model, prepared)
+    prefix = prompt.shape[1] + held_before(model, prepared.input_ids, prepared.config, prepared.kwargs)
     steps = prepared.config.max_length - prepared.input_ids.shape[1] - 1
     parts = parts_of(cache)
     if not all(isinstance(part, (DynamicCache, StaticCache)) for part in parts):
@@ -240,16 +240,6 @@ def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | t
     if not plan.shared:
         return stock, stock
     return plan.sentences * layers * (source + prefix + steps * plan.beams) * entry, stock
-
-
-def _seen_before(model: Any, prepared: Prepared) -> int:
-    """Tokens that a given cache holds and the prompt does not repeat, by the rule of `_prefill`."""
-    cache = prepared.kwargs.get("past_key_values")
-    if cache is None or prepared.kwargs.get("inputs_embeds") is not None:
-        return 0
-    mask = prepared.kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
-    length = getattr(prepared.config, "_mask_length", -1) if mask is None else mask.shape[1]
-    return 0 if length == prepared.input_ids.shape[1] else int(cache.get_seq_length())
 
 
 def _held(cache: Any, layers: int, length: int) -> int:

@@ -29,7 +29,7 @@ _ARGUMENTS = {
         "past_key_values",
         "use_cache",
     },
-    False: {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"},
+    False: {"attention_mask", "inputs_embeds", "logits_to_keep", "past_key_values", "position_ids", "use_cache"},
 }  # by whether it is an encoder-decoder
 _OF_LOOP = {"streamer", "synced_gpus", "tokenizer"}
 _NOT_FORWARDED = {"labels"}  # trainers hand `generate` whole batches; it keeps these from the forward
@@ -57,7 +57,7 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
             continue
         if value is not None and name not in arguments:
             raise NotFused(f"the model gets {name}")
-        if isinstance(value, Tensor) and value.dim() != 2:
+        if isinstance(value, Tensor) and value.dim() != 2 and name != "inputs_embeds":  # which are the prompt alone
             raise NotFused(f"{name} has {value.dim()} dimensions")
     windows = [layer.sliding_window for layer in parts_of(kwargs["past_key_values"])[0].layers if layer.is_sliding]
     if windows and longest > min(windows):
@@ -92,7 +92,7 @@ class FusedDecoder:
         kwargs: what the model's forward would get in the first of them.
 
     Raises:
-        NotFused: the model has run other layers than the step has.
+        NotFused: the model has run other layers than the step has, or its mask is not that of the whole text.
     """
 
     def __init__(self, step: DecoderStep, model: Any, cache: SharedCache, kwargs: dict[str, Any]) -> None:
@@ -109,6 +109,8 @@ class FusedDecoder:
             # The source is the beginning of the text, and may be padded at any side.
             text = torch.nn.functional.pad(source, (0, self.prefix - source.shape[1]), value=1)
             source, positions = None, text.sum(1, keepdim=True)
+        elif text is not None and text.shape[1] <= self.prefix:
+            raise NotFused(f"a mask of {text.shape[1] - 1} tokens for a text of {self.prefix}")
         self.prefix_mask = None if text is None else _additive(text[:: cache.beams, : self.prefix], step.dtype)
         self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)
         counted = None if text is None else text[:, : self.prefix].sum(1, keepdim=True)

@@ -13,6 +13,7 @@ from transformers.generation import utils as gu
 from fastgen.decoding.beam import BeamSearch
 from fastgen.decoding.beam_replay import ReplayedBeamSearch
 from fastgen.decoding.bild_options import Options
+from fastgen.decoding.certain import Certain
 from fastgen.decoding.choices import not_captured
 from fastgen.decoding.cohorts import run
 from fastgen.decoding.plan import Unsupported
@@ -28,6 +29,7 @@ from fastgen.models.routes import routed
 from fastgen.patches import _engine
 from fastgen.patches.transformers import (
     awaited,
+    beam_streamer,
     bild,
     bild_call,
     parity,
@@ -41,6 +43,7 @@ from fastgen.patches.transformers import (
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import edits_of, fill_of, stop_of
+from fastgen.patches.transformers.given import IS_GIVEN, is_given
 from fastgen.patches.transformers.outputs import Decoding, fields, vocabulary
 from fastgen.patches.transformers.pausing import Begun
 from fastgen.patches.transformers.scored import Scored
@@ -88,7 +91,7 @@ def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> A
     with _engine.running("generate"), source.unread_padding(self, kwargs), routed(self, family) as layers:
         if layers:
             _engine.hit("transformers.generate")
-        return split.generate(original, self, *args, **kwargs)
+        return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
 
 
 def beam_search(
@@ -102,9 +105,12 @@ def beam_search(
     **model_kwargs: Any,
 ) -> Any:
     """`GenerationMixin._beam_search`, where it can be over one cache per sentence."""
+    streamer = beam_streamer.followed_by(model_kwargs)
+    if streamer is not None:
+        del model_kwargs["streamer"]
     call = Call(
-        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs,
-        scored=scored.asked_of(self), wanted=awaited.asked_of(self),
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer,
+        scored.asked_of(self), awaited.asked_of(self),
     )  # fmt: skip
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
@@ -199,6 +205,7 @@ def decoding_of(loop: Literal["beam", "sample"], call: Call, model: Stepper) -> 
 
 def _beam_search(call: Call, model: Stepper) -> Decoding:
     config, m = call.config, model.plan.beams
+    certain = None if call.streamer is None else Certain(call.streamer.put, call.input_ids.shape[1])
     eos = config._eos_token_tensor
     rule = TransformersRule(
         beams=m,
@@ -221,8 +228,9 @@ def _beam_search(call: Call, model: Stepper) -> Decoding:
         captured=model.plan.graphs,
         trace=call.trace,
         wanted=call.wanted,
+        on_step=certain,
     )
-    return Decoding(search, lambda: _of_beams(call, model, search))
+    return Decoding(search, lambda: _of_beams(call, model, search, certain))
 
 
 def _replayed(call: Call, model: Stepper, edits: Sequence[Edit], stop: Stop) -> bool:
@@ -238,6 +246,8 @@ def _replayed(call: Call, model: Stepper, edits: Sequence[Edit], stop: Stop) -> 
         reason = "scores are summed up"
     elif call.streamer is not None:
         reason = "a streamer listens"
+    elif is_given(call.model_kwargs.get("past_key_values")):
+        reason = IS_GIVEN  # which is to hold the keys and values of the last step
     elif stop.others:
         reason = "a stopping criterion looks at all tokens"
     elif not all_sparse(edits):
@@ -251,7 +261,7 @@ def _note(model: Stepper, left_off: str | None) -> None:
         model.plan = replace(model.plan, left_off=(*model.plan.left_off, left_off))
 
 
-def _of_beams(call: Call, model: Stepper, search: BeamSearch) -> Any:
+def _of_beams(call: Call, model: Stepper, search: BeamSearch, certain: Certain | None) -> Any:
     config, best = call.config, search.outcome
     if isinstance(search, ReplayedBeamSearch):
         _note(model, search.choices.refused)
@@ -259,6 +269,9 @@ def _of_beams(call: Call, model: Stepper, search: BeamSearch) -> Any:
     sequences, beams = best.ids[:, :kept].flatten(0, 1), best.beams[:, :kept].flatten(0, 1)
     longest = int((beams >= 0).sum(1).max())
     sequences = sequences[:, : call.input_ids.shape[1] + longest]
+    if certain is not None:
+        certain.end(sequences[0])
+        call.streamer.end()
     if call.scored:
         return Scored(sequences, best.scores[:, :kept].flatten())
     if not config.return_dict_in_generate:

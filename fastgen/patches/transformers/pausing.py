@@ -49,6 +49,7 @@ class Begun:
     def finish(self) -> Any:
         """Return what `generate` returns, once the loop is over."""
         output = self.output()
+        self.model.hand_back()
         note(self.model.report())
         _engine.hit(self.name, (*self.model.plan.left_off, *self.left_off))
         return output

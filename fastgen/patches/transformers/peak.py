@@ -36,6 +36,7 @@ from fastgen.patches.transformers.cache import SharedCache
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import known, runs_code_of_others
+from fastgen.patches.transformers.given import IS_GIVEN, is_given
 from fastgen.patches.transformers.prepared import MIXIN, Prepared
 from fastgen.patches.transformers.restored import METHODS
 from fastgen.patches.transformers.shared import SharedStepper
@@ -58,6 +59,8 @@ def peak_bytes(bare: Any, prepared: Prepared, plan: Plan, kwargs: dict[str, Any]
     config = prepared.config
     if not plan.shared:
         raise NotPredicted("the cache is transformers' own")
+    if is_given(prepared.kwargs.get("past_key_values")):
+        raise NotPredicted(IS_GIVEN)
     if bare.device.type != "cpu":
         raise NotPredicted(f"only on a CPU, not on {bare.device.type}")
     if plan.method in METHODS:

@@ -4,6 +4,7 @@ transformers' own `generate` prepares the call, on a copy of the model object th
 but whose decoding loops hand back what they are given, and whose encoder hands back a stand-in.
 """
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.decoding.plan import Unsupported
 from fastgen.patches import _engine
-from fastgen.patches.transformers import restored, restored_loops
+from fastgen.patches.transformers import beam_streamer, restored, restored_loops
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import check_model, rows_of
 
@@ -72,7 +73,7 @@ def arguments_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         if kwargs.get(name) is not None:
             kwargs[name] = copy.copy(kwargs[name])
     if kwargs.get("streamer") is not None:
-        kwargs["streamer"] = _Silent()
+        kwargs["streamer"] = beam_streamer.BeamStreamer(_Silent())
     return kwargs
 
 
@@ -82,6 +83,12 @@ def _probe(model: Any, generation_config: Any) -> Any:
     def get_encoder(_: Any, *args: Any, **kwargs: Any) -> _Encoder:
         return _Encoder(model.get_encoder(*args, **kwargs))
 
+    def validate(_: Any, mode: Any, config: Any, mode_kwargs: dict[str, Any]) -> None:
+        mode = restored.MODES.get(mode, mode)
+        with contextlib.suppress(Unsupported):  # then transformers says what it refuses
+            mode_kwargs = beam_streamer.accepted(model, mode, config, mode_kwargs)
+        model._validate_generation_mode(mode, config, mode_kwargs)
+
     kind = cast(Any, type(model))
     methods: dict[str, Any] = {
         name: _loop(name) for name in GENERATION_MODES_MAPPING.values() if name in _LOOPS or not _is_repository(name)
@@ -89,9 +96,9 @@ def _probe(model: Any, generation_config: Any) -> Any:
     methods |= {
         "__module__": kind.__module__,
         "get_encoder": get_encoder,
+        "_validate_generation_mode": validate,
         "load_custom_generate": _load_custom_generate,
         "_get_deprecated_gen_repo": _repository,
-        "_validate_generation_mode": _validate,
         # What would compute images' features, extend the prompt by generating, and allocate a static cache's memory.
         "_prepare_multimodal_encoder_kwargs_for_generation": _without_images,
         "heal_tokens": _as_they_are,
@@ -141,10 +148,6 @@ for _mode, _loop_mode in restored.MODES.items():  # by names of their own, as no
 
 def _repository(self: Any, mode: Any, *args: Any) -> str | None:
     return None if mode in restored.MODES else MIXIN._get_deprecated_gen_repo(self, mode, *args)
-
-
-def _validate(self: Any, mode: Any, *args: Any) -> None:
-    MIXIN._validate_generation_mode(self, restored.MODES.get(mode, mode), *args)
 
 
 def _load_custom_generate(self: Any, repository: str, *args: Any, **kwargs: Any) -> Any:

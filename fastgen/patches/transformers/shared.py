@@ -24,6 +24,7 @@ from fastgen.patches.transformers.decide import (
     refused,
 )
 from fastgen.patches.transformers.fused import FusedDecoder
+from fastgen.patches.transformers.given import is_given
 from fastgen.patches.transformers.report import CallReport
 from fastgen.patches.transformers.stepper import Stepper
 
@@ -65,6 +66,11 @@ class SharedStepper(Stepper):
     @property
     def past_key_values(self) -> Any:
         return super().past_key_values if self.cache is None else self.cache.as_stock()
+
+    def hand_back(self) -> None:
+        returned = self.config.return_dict_in_generate  # which has done so
+        if self.cache is not None and is_given(self.cache.stock) and not returned:
+            self.cache.as_stock()
 
     def prefill(self) -> Tensor:
         assert self.cache is not None

@@ -76,6 +76,9 @@ class Stepper:
         self._rows = rows.shape[0]
         self.keep_cache(sentences, rows)
 
+    def hand_back(self) -> None:
+        """Leave a cache that the caller gave as the toolkit's loop leaves it, once that is over: as it is, here."""
+
     def report(self) -> CallReport:
         """What this call did; to be asked when it has ended."""
         times = [began for _, began in self._began] + [time.perf_counter()]
