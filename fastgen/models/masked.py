@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastgen.models.linear import Product
-from fastgen.models.step import Context, DecoderStep, NormLike, RelativeBias, Rotary, Surroundings, turned_once
+from fastgen.models.positions import Bias, Rotary
+from fastgen.models.step import Context, DecoderStep, NormLike, Surroundings, turned_once
 from fastgen.ops.beam_attention import beam_attention
 
 
@@ -86,7 +87,7 @@ class Asking:
         return turned_once(self.context.rotations, rotary, self.position, x)
 
     def over_text(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: RelativeBias | None, scale: float,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
         assert bias is None  # of no model that asks with masks
