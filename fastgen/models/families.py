@@ -12,12 +12,14 @@ class Family:
         encoder_decoder: whether it decodes from an encoder's output.
         activated: names, in one module, of a linear layer and of the activation function that alone reads its output.
         output_bias: names of the model's head and of the bias that alone is added to its output.
+        segments: whether its own `generate` calls transformers' for one segment of its input after the other.
     """
 
     name: str
     encoder_decoder: bool
     activated: tuple[tuple[str, str], ...] = ()
     output_bias: tuple[str, str] | None = None
+    segments: bool = False
 
 
 _BART, _T5, _LLAMA = (("fc1", "activation_fn"),), (("wi", "act"), ("wi_0", "act")), (("gate_proj", "act_fn"),)
@@ -41,6 +43,7 @@ FAMILIES = {
         Family("opt", encoder_decoder=False, activated=_BART),
         Family("phi", encoder_decoder=False, activated=_BART),
         Family("phi3", encoder_decoder=False),
+        Family("whisper", encoder_decoder=True, activated=_BART, segments=True),
     )
 }  # fmt: skip
 

@@ -45,6 +45,9 @@ class Layout:
         scale: says what is multiplied with before the head.
         softcap: says what caps the logits; None for nothing.
         own_inputs: whether the model prepares its inputs in a way of its own, which makes no difference here.
+        scaled: whether token embeddings are multiplied with the decoder's `embed_scale`, where it has one.
+        counted: whether positions count the tokens that the mask of a decoder's prompt shows.
+        source_masked: whether the mask that the model is given is that of the source.
     """
 
     decoder: str
@@ -74,6 +77,9 @@ class Layout:
     scale: Callable[[Any], float] = lambda _: 1.0
     softcap: Callable[[Any], float | None] = lambda _: None
     own_inputs: bool = False
+    scaled: bool = True
+    counted: bool = False
+    source_masked: bool = True
 
 
 def _offset(positions: Any) -> int:
@@ -159,6 +165,9 @@ LAYOUTS = {
     "phi3": replace(
         _LLAMA, text=Attention("self_attn", "input_layernorm", ("qkv_proj",), "o_proj"), wide="mlp.gate_up_proj",
         gated="mlp.gate_up_proj", activation="mlp.activation_fn", own_inputs=True,
+    ),
+    "whisper": replace(
+        _BART, head="proj_out", bias=None, own_inputs=True, scaled=False, counted=True, source_masked=False
     ),
     "fairseq": Layout("decoder", "decoder.output_projection", norm_first="normalize_before", first=_behind_padding),
 }  # fmt: skip

@@ -219,7 +219,8 @@ class _Reader:
         if not isinstance(tokens, nn.Embedding) or tokens.max_norm is not None:
             raise NotFused(f"a {_name(tokens)} in place of an embedding")
         self.read.add(tokens)
-        scale = 1.0 if layout.norm_tokens else getattr(tokens, "embed_scale", getattr(decoder, "embed_scale", 1.0))
+        plain = layout.norm_tokens or not layout.scaled
+        scale = 1.0 if plain else getattr(tokens, "embed_scale", getattr(decoder, "embed_scale", 1.0))
         scale = float(scale.to(tokens.weight.dtype) if isinstance(scale, Tensor) else scale)
         normed = self.norm(decoder._modules.get(layout.embedding_norm))
         self.facts.append(scale)

@@ -86,11 +86,13 @@ class FusedDecoder:
         self.longest = self.prefix + cache.longest
         self.ready = bool(outcome(step))  # else the next step is made both ways
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
+        layout = LAYOUTS[model.config.model_type]
         names = ("decoder_attention_mask", "attention_mask") if self.encoder_decoder else ("attention_mask", "")
         text, source = (kwargs.get(name) for name in names)
+        source = source if layout.source_masked else None
         self.prefix_mask = None if text is None else _additive(text[:: cache.beams, : self.prefix], step.dtype)
         self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)
-        self.first = self._first(kwargs.get("position_ids"))
+        self.first = self._first(_counted(text, self.prefix) if layout.counted else kwargs.get("position_ids"))
         self.replay = Replay(step, cache.text, cache.longest, wide=True) if graph.wanted(cache.text[0].keys) else None
 
     def __call__(self, ids: Tensor) -> Tensor:
@@ -159,6 +161,11 @@ class FusedDecoder:
         visible = visible[:, None].to(self.step.dtype)
         shared = visible.new_zeros(1) if prefix is None else prefix
         return torch.cat([shared.expand(*visible.shape[:3], self.prefix), visible], 3)
+
+
+def _counted(mask: Tensor | None, prefix: int) -> Tensor | None:
+    """The position (R, 1) of what follows a prompt, by its mask (R, L), true where visible; None for no mask."""
+    return None if mask is None else mask[:, :prefix].sum(1, keepdim=True)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor | None:
