@@ -20,7 +20,7 @@ def _inputs(family: str, model: Any, sentences: int = 4, length: int = 11) -> di
 
 
 def test_every_family_has_a_model() -> None:
-    assert set(zoo.FAMILIES | zoo.SPEECH) == set(FAMILIES)
+    assert set(zoo.FAMILIES | zoo.STREAMS | zoo.SPEECH) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -93,6 +93,18 @@ DECODERS: dict[str, Callable[[], Any]] = {
     "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**_without("head_dim"))),
 }  # fmt: skip
 
+STREAMS: dict[str, Callable[[], Any]] = {
+    "prophetnet": lambda: tf.ProphetNetForConditionalGeneration(
+        tf.ProphetNetConfig(
+            vocab_size=VOCABULARY, hidden_size=16, encoder_ffn_dim=24, decoder_ffn_dim=24, num_encoder_layers=3,
+            num_decoder_layers=2, num_encoder_attention_heads=2, num_decoder_attention_heads=2, init_std=1.0,
+            max_position_embeddings=64, num_buckets=6, relative_max_distance=10, ngram=3, pad_token_id=PAD,
+            bos_token_id=1, eos_token_id=EOS, decoder_start_token_id=START,
+        )
+    ),
+}  # fmt: skip
+"""Families whose decoder has several streams, and attention of its own."""
+
 SPEECH: dict[str, Callable[[], Any]] = {
     "whisper": lambda: _with_speech_tokens(tf.WhisperForConditionalGeneration(tf.WhisperConfig(**_WHISPER))),
 }
@@ -136,7 +148,7 @@ FAMILIES = ENCODER_DECODERS | DECODERS
 def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
     """Return a tiny model of a family, ready to generate."""
     torch.manual_seed(seed)
-    return (FAMILIES | SPEECH)[family]().to(dtype).eval()
+    return (FAMILIES | STREAMS | SPEECH)[family]().to(dtype).eval()
 
 
 def alone(model: Any) -> Any:

@@ -204,6 +204,16 @@ class LayerKV:
         write_slots_(*self.room, keys, values, self.slots)
         self.note_step()
 
+    def with_passing(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values with one token of every beam behind them, (B*M, Hkv, 1, D), that is not kept.
+
+        The next token that is written overwrites it.
+        """
+        self.make_room()
+        write_slots_(*self.room, keys, values, self.slots)
+        whole, more = self.room, self.slots + self.beams
+        return whole[0][:, :, :more], whole[1][:, :, :more]
+
     def make_room(self) -> None:
         """Make room for one more token of every beam; where there is none, keys and values move."""
         assert self._keys is not None

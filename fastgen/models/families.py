@@ -12,6 +12,8 @@ class Family:
         encoder_decoder: whether it decodes from an encoder's output.
         activated: names, in one module, of a linear layer and of the activation function that alone reads its output.
         output_bias: names of the model's head and of the bias that alone is added to its output.
+        own_attention: whether its attention is its own code, which reads no cache that beams share. Then decode steps
+            from the weights do, and where there are none, nothing is shared.
         segments: whether its own `generate` calls transformers' for one segment of its input after the other.
     """
 
@@ -19,6 +21,7 @@ class Family:
     encoder_decoder: bool
     activated: tuple[tuple[str, str], ...] = ()
     output_bias: tuple[str, str] | None = None
+    own_attention: bool = False
     segments: bool = False
 
 
@@ -43,6 +46,9 @@ FAMILIES = {
         Family("opt", encoder_decoder=False, activated=_BART),
         Family("phi", encoder_decoder=False, activated=_BART),
         Family("phi3", encoder_decoder=False),
+        Family(
+            "prophetnet", encoder_decoder=True, activated=(("intermediate", "activation_fn"),), own_attention=True
+        ),
         Family("whisper", encoder_decoder=True, activated=_BART, segments=True),
     )
 }  # fmt: skip

@@ -13,6 +13,8 @@ class Attention:
         by heads first.
     own_norm: of the sublayer's output, before the sum, a path from the layer; None where there is none.
     softcap, rotation: attributes of `module`: the cap of its scores, and which of several rotations is its.
+    by_root: whether scores are divided by the root of a head's size, where `module` has no factor for them.
+    nearness: of what makes of a query its bias by distance, with the predicting stream of ProphetNet; None for none.
     """
 
     module: str
@@ -23,6 +25,8 @@ class Attention:
     own_norm: str | None = None
     softcap: str | None = None
     rotation: str | None = None
+    by_root: bool = False
+    nearness: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Layout:
         own_inputs: whether the model prepares its inputs in a way of its own, which makes no difference here.
         scaled: whether token embeddings are multiplied with the decoder's `embed_scale`, where it has one.
         counted: whether positions count the tokens that the mask of a decoder's prompt shows.
+        streams: embeddings of the predicting streams, whose last one is the first stream's; None for no streams.
+        prompt_masked: whether steps look at the mask of a decoder's prompt.
         source_masked: whether the mask that the model is given is that of the source.
     """
 
@@ -79,6 +85,8 @@ class Layout:
     own_inputs: bool = False
     scaled: bool = True
     counted: bool = False
+    streams: str | None = None
+    prompt_masked: bool = True
     source_masked: bool = True
 
 
@@ -131,6 +139,8 @@ _GEMMA2 = replace(
     softcap=lambda model: model.config.final_logit_softcapping,
 )
 
+_PROPHETNET = Attention("self_attn", "self_attn_layer_norm", ("query_proj", "key_proj", "value_proj"), by_root=True)
+
 LAYOUTS = {
     "bart": replace(_BART, norm_first=False, first=_offset),
     "blenderbot": _BART,
@@ -165,6 +175,14 @@ LAYOUTS = {
     "phi3": replace(
         _LLAMA, text=Attention("self_attn", "input_layernorm", ("qkv_proj",), "o_proj"), wide="mlp.gate_up_proj",
         gated="mlp.gate_up_proj", activation="mlp.activation_fn", own_inputs=True,
+    ),
+    "prophetnet": Layout(
+        "prophetnet.decoder", tokens="word_embeddings", positions="position_embeddings",
+        embedding_norm="embeddings_layer_norm", norm_first=False, first=_behind_padding, streams="ngram_embeddings",
+        text=replace(_PROPHETNET, nearness="relative_pos_embeddings"),
+        source=replace(_PROPHETNET, module="cross_attn", norm="cross_attn_layer_norm"),
+        wide="feed_forward.intermediate", activation="feed_forward.activation_fn", narrow="feed_forward.output",
+        feed_norm="feed_forward_layer_norm", prompt_masked=False,
     ),
     "whisper": replace(
         _BART, head="proj_out", bias=None, own_inputs=True, scaled=False, counted=True, source_masked=False

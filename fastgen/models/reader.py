@@ -31,6 +31,7 @@ from fastgen.models.step import (
     TextAttention,
     unnormed,
 )
+from fastgen.models.streams import STREAMS, StreamAttention, StreamEmbedding
 
 
 class NotFused(Exception):
@@ -75,6 +76,7 @@ class _Reader:
         self.facts: list[object] = [repr(vars(model.config)) if hasattr(model, "config") else "", self.dtype, device]
         self.bias: RelativeBias | None = None
         self.rotations: dict[str | None, Rotary] = {}
+        self.near: tuple[tuple[int, int], Tensor] | None = None
 
     def step(self) -> DecoderStep:
         layout, decoder = self.layout, self.decoder
@@ -102,6 +104,7 @@ class _Reader:
             bias=_bias(self.model, layout.bias),
             scale=layout.scale(self.model),
             softcap=layout.softcap(self.model),
+            streams=1 if layout.streams is None else STREAMS,
             facts=(norm_first, parallel, *self.facts),
         )
         self.check_rest()
@@ -155,9 +158,14 @@ class _Reader:
         query_norm, key_norm = (self.norm(module._modules.get(name)) for name in ("q_norm", "k_norm"))
         for part in parts:
             self.product(part)
-        scale = float(getattr(module, "scaling", 1.0))
+        scale = _scale(module, names, dims)
         softcap = None if names.softcap is None else getattr(module, names.softcap)
         self.facts += (dims, scale, softcap)
+        if names.nearness is not None:
+            return StreamAttention(
+                tuple(product(part) for part in parts), heads, dims, scale,
+                nearness=self.product(_at(module, names.nearness)), buckets=self.buckets(module),
+            )  # fmt: skip
         return TextAttention(
             products(parts), heads, dims, scale, query_norm, key_norm, self.relative(module),
             self.rotary(module, names.rotation), softcap, names.by_head,
@@ -166,9 +174,21 @@ class _Reader:
     def over_source(self, module: Any, names: Attention) -> SourceAttention:
         dims, query = getattr(module, self.layout.dims), _at(module, names.parts[0])
         self.read.update(_at(module, name) for name in names.parts[1:])  # they have made the keys and values
-        scale = float(getattr(module, "scaling", 1.0))
+        scale = _scale(module, names, dims)
         self.facts += (dims, scale)
         return SourceAttention(self.product(query), query.out_features // dims, dims, scale)
+
+    def buckets(self, module: Any) -> Tensor:
+        """The bucket of each distance, (L,) int64, by the toolkit's own function."""
+        limits = module.num_buckets, module.relative_max_distance
+        self.facts += limits
+        if self.near is None:
+            find = vars(sys.modules[type(module).__module__])["compute_relative_buckets"]
+            device = module.out_proj.weight.device
+            self.near = limits, find(*limits, -torch.arange(self.longest + 1, device=device)).long()
+        if self.near[0] != limits:
+            raise NotFused(f"buckets of distances of its layers is {[self.near[0], limits]}")
+        return self.near[1]
 
     def relative(self, module: Any) -> RelativeBias | None:
         """The bias by distance: a module's own, else that of the first layer."""
@@ -235,6 +255,14 @@ class _Reader:
             raise NotFused(f"positions in {table.dtype} on {table.device}")
         padding = positions.padding_idx if layout.pads else None
         self.facts += (first, padding)
+        if layout.streams is not None:
+            streams = _at(decoder, layout.streams)
+            self.read.add(streams)
+            if positions.padding_idx != 0:
+                raise NotFused(f"streams whose positions begin at {first}")
+            return StreamEmbedding(
+                tokens.weight, scale, table, first, norm=normed, stream=streams.weight[-1]
+            )  # its first stream takes the embedding before the first one, which is the last
         return Embedding(tokens.weight, scale, table, first, padding, padding or 0, normed, layout.norm_tokens)
 
     def rotary(self, attention: Any, kind: str | None) -> Rotary | None:
@@ -311,6 +339,11 @@ def _by_distance(attention: Any, longest: int) -> Tensor:
 def _name(thing: object) -> str:
     """A thing's class and the package it is of."""
     return f"{type(thing).__module__.partition('.')[0]}.{type(thing).__name__}"
+
+
+def _scale(module: Any, names: Attention, dims: int) -> float:
+    """The factor of an attention module's scores."""
+    return dims**-0.5 if names.by_root else float(getattr(module, "scaling", 1.0))
 
 
 def _is_there(module: nn.Module, path: str) -> bool:

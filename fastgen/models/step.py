@@ -95,12 +95,22 @@ class Context:
 
     def text_mask_with(self, bias: "RelativeBias | None") -> Tensor | None:
         """The mask of the text plus a bias, made once for all layers that have it."""
+        mask = self.text_mask
         if bias is None:
-            return self.text_mask
-        if id(bias) not in self.biased:
-            found = bias.over(self)
-            self.biased[id(bias)] = found if self.text_mask is None else found + self.text_mask
-        return self.biased[id(bias)]
+            return mask
+        return self.once(bias, lambda: bias.over(self) if mask is None else bias.over(self) + mask)
+
+    def once(self, of: object, make: Callable[[], Tensor]) -> Tensor:
+        """What is made of something that layers have in common, made once for all of them."""
+        return self.biased[id(of)] if id(of) in self.biased else self.biased.setdefault(id(of), make())
+
+    def distance(self) -> Tensor:
+        """How far the tokens of the prefix and of the slots lie behind the newest one, (1 or B, N) int64."""
+        kept, steps = self.text[0], self.times
+        if steps is None:
+            steps = (torch.arange(kept.keys.shape[2] - self.prefix, device=kept.keys.device) // kept.beams)[None]
+        prefix = torch.arange(self.prefix, device=steps.device).expand(steps.shape[0], -1)
+        return self.length - 1 - torch.cat([prefix, steps + self.prefix], 1)
 
     def rotation(self, rotary: "Rotary", x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the newest token's position, made once for all layers; x: of their dtype and device."""
@@ -154,15 +164,7 @@ class RelativeBias:
 
     def over(self, context: Context) -> Tensor:
         """Return (1 or B, H, 1, N) over the prefix and the slots of a context."""
-        slots = context.text[0].keys.shape[2] - context.prefix
-        device = self.by_distance.device
-        steps = context.times
-        if steps is None:
-            beams = context.text[0].beams
-            steps = torch.arange(slots, device=device).div(beams, rounding_mode="floor")[None]
-        prefix = torch.arange(context.prefix, device=device).expand(steps.shape[0], -1)
-        distance = context.length - 1 - torch.cat([prefix, steps + context.prefix], 1)
-        distance = distance.clamp_(0, self.by_distance.shape[1] - 1)  # of slots that are not filled yet, too
+        distance = context.distance().clamp_(0, self.by_distance.shape[1] - 1)  # of slots that are not filled yet, too
         found = self.by_distance.index_select(1, distance.flatten())
         return found.view(-1, *distance.shape).transpose(0, 1)[:, :, None]
 
@@ -359,6 +361,7 @@ class DecoderStep:
         bias: (V,), added to the logits; None for none.
         scale: of what the head reads.
         softcap: of the logits; None for none.
+        streams: rows of each row of the batch, of which the head reads the last (`models.streams`).
         facts: what it was made from beside weights, the model's config among it: equal where nothing has changed.
     """
 
@@ -370,13 +373,14 @@ class DecoderStep:
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    streams: int = 1
     facts: tuple[object, ...] = ()
 
     @property
     def layers(self) -> tuple[int, int]:
         """How many attend to the text, and to a source."""
-        kinds: list[type] = [type(sublayer.mix) for sublayer in self.sublayers]
-        return kinds.count(TextAttention), kinds.count(SourceAttention)
+        mixes = [sublayer.mix for sublayer in self.sublayers]
+        return sum(isinstance(m, TextAttention) for m in mixes), sum(isinstance(m, SourceAttention) for m in mixes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -389,6 +393,7 @@ class DecoderStep:
         for sublayer in self.sublayers:
             x, total = sublayer(x, stream, context)
             stream = x if self.first is None else total
+        x = x[self.streams - 1 :: self.streams].contiguous()  # itself, where there is one stream
         logits = self.head.apply(x if self.scale == 1.0 else x * self.scale)
         if self.bias is not None:
             logits.add_(self.bias)

@@ -239,6 +239,8 @@ def planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Pla
         raise ValueError(f"big-little decoding of {type(call.model).__name__}: {unsupported.reason}") from None
     if step is None:
         raise _not_fused(call.model, "; ".join(plan.left_off))
+    if step.streams > 1:
+        raise _not_fused(call.model, "they have several streams")
     return replace(plan, graphs=False), step  # drafts are of all lengths, and no pass over them is captured
 
 

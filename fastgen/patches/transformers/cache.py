@@ -1,5 +1,6 @@
 """transformers' cache classes over the keys and values of `decoding.cache`."""
 
+import copy
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -96,7 +97,7 @@ class SharedCache:
         """Bytes that transformers' own cache would use by now: every row of the call holds all that it may see."""
         return sum(
             kv.nbytes // (self.sentences * kv.slots) * held(layer, kv.length) * self._stock_rows
-            for layers, part in self._beside_stock
+            for layers, part in self._beside(self.stock)
             for kv, layer in zip(layers, part.layers, strict=False)
         )
 
@@ -139,18 +140,20 @@ class SharedCache:
         for layer in self.text:
             layer.undo_steps()
 
-    def as_stock(self) -> Cache:
-        """Return what transformers' own loop would hold by now: the stock cache, filled with what each row sees."""
+    def as_stock(self, copied: bool = False) -> Cache:
+        """Return what transformers' own loop would hold by now: the stock cache, filled with what each row sees.
+
+        copied: fill a copy of it, so that this can be asked again.
+        """
         parts: list[Cache] = []
-        for layers, part in self._beside_stock:
+        for layers, part in self._beside(copy.deepcopy(self.stock) if copied else self.stock):
             for index, kv in enumerate(layers):
                 part.update(*kv.of_beams(self._slots(kv.steps)), index)
             parts.append(part)
         return parts[0] if len(parts) == 1 else EncoderDecoderCache(*parts)
 
-    @property
-    def _beside_stock(self) -> list[tuple[list[LayerKV], Any]]:
-        return list(zip((self.text, self.source), parts_of(self.stock), strict=False))
+    def _beside(self, stock: Cache) -> list[tuple[list[LayerKV], Any]]:
+        return list(zip((self.text, self.source), parts_of(stock), strict=False))
 
     def _slots(self, steps: int) -> Tensor:
         """(B, M, T): the slots of each beam's tokens."""

@@ -49,7 +49,11 @@ def decide(
         try:
             step = fused.step(model, config, kwargs, _longest(model, input_ids, config, kwargs))
         except NotFused as reason_not:
-            left_off.append(by_modules(reason_not))
+            shared = beams == 1 or not own_attention(model)
+            left_off.append(by_modules(reason_not) if shared else not_fused_alone(reason_not))
+    captured = step is not None and step.streams == 1 and graph.wanted(input_ids)
+    if step is not None and step.streams > 1 and graph.wanted(input_ids):
+        left_off.append("decode steps are not captured as CUDA graphs: they have several streams")
     samples = beams if loop == "sample" else 1
     if (reason := _reason_not_to_drop(input_ids, processors, criteria, config, kwargs, samples)) is not None:
         left_off.append(f"finished sentences stay in the batch: {reason}")
@@ -61,7 +65,7 @@ def decide(
         shared=shared,
         drop=reason is None,
         fused=step is not None,
-        graphs=step is not None and graph.wanted(input_ids) and config.max_length - input_ids.shape[1] > replay.WORTH,
+        graphs=captured and config.max_length - input_ids.shape[1] > replay.WORTH,
         left_off=tuple(left_off),
     )
     return plan, step
@@ -76,9 +80,20 @@ def computes_alone(model: Any) -> str:
     return f"{type(model).__name__} computes with the cache in a way of its own"
 
 
+def own_attention(model: Any) -> bool:
+    """Whether a model's attention reads no cache that beams share."""
+    family = family_of(model.config.model_type)
+    return family is not None and family.own_attention
+
+
 def not_shared(reason: str) -> str:
     """How a plan says that its keys and values are not in the shared cache."""
     return f"keys and values are not shared: {reason}"
+
+
+def not_fused_alone(reason: object) -> str:
+    """How a plan says that nothing is shared by a model of its own attention, as its steps are not made otherwise."""
+    return not_shared(f"its attention is its own, and decode steps are not made from the weights: {reason}")
 
 
 def _check_call(model: Any, loop: Literal["beam", "sample"], config: Any, kwargs: dict[str, Any]) -> None:

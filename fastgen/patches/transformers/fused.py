@@ -89,11 +89,12 @@ class FusedDecoder:
         layout = LAYOUTS[model.config.model_type]
         names = ("decoder_attention_mask", "attention_mask") if self.encoder_decoder else ("attention_mask", "")
         text, source = (kwargs.get(name) for name in names)
-        source = source if layout.source_masked else None
+        text, source = text if layout.prompt_masked else None, source if layout.source_masked else None
         self.prefix_mask = None if text is None else _additive(text[:: cache.beams, : self.prefix], step.dtype)
         self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)
         self.first = self._first(_counted(text, self.prefix) if layout.counted else kwargs.get("position_ids"))
-        self.replay = Replay(step, cache.text, cache.longest, wide=True) if graph.wanted(cache.text[0].keys) else None
+        captured = step.streams == 1 and graph.wanted(cache.text[0].keys)
+        self.replay = Replay(step, cache.text, cache.longest, wide=True) if captured else None
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return logits (R, V) fp32 of what follows ids (R, L), of which the cache holds all but the newest."""

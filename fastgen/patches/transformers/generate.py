@@ -145,7 +145,7 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
     except Unsupported as unsupported:
         _engine.fallback(name, unsupported.reason)
         return stock()
-    pauses, reason = pausing.decide(call.model, plan, call.stopping_criteria)
+    pauses, reason = pausing.decide(call.model, plan, step, call.stopping_criteria)
     with _engine.running(plan):
         model = call.stepper(plan, step)
         decoding = decoding_of(loop, call, model)

@@ -16,7 +16,7 @@ from fastgen.models.reader import NotFused
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import SharedCache
-from fastgen.patches.transformers.decide import computes_alone, not_shared, refused
+from fastgen.patches.transformers.decide import computes_alone, not_fused_alone, not_shared, own_attention, refused
 from fastgen.patches.transformers.fused import FusedDecoder
 from fastgen.patches.transformers.report import CallReport
 from fastgen.patches.transformers.stepper import Stepper
@@ -148,11 +148,36 @@ class SharedStepper(Stepper):
             return self._of_module(self.cache, ids, given, first)
         tried = self.fused
         found = trial(lambda: tried(ids), self.cache.text)
+        if self.cache.hands_out_tickets and own_attention(self.model):
+            return self._beside(self.cache, tried, found, ids, given)
         outputs = self._of_module(self.cache, ids, given, first)
         reason = verdict(tried.step, found, outputs.logits[:, -1])
         tried.ready = reason is None
         if reason is not None and self.plan.fused:
             self._leave_fused(reason)
+        return outputs
+
+    def _beside(
+        self, cache: SharedCache, tried: FusedDecoder, found: Tensor | None, ids: Tensor, given: dict[str, Any]
+    ) -> Any:
+        """The outputs of the model's own forward, which cannot read the shared cache, over one of the toolkit's.
+
+        If what was found from the weights agrees, it stays written. Else the call goes on with the toolkit's cache.
+        """
+        shared = self.kwargs
+        self.kwargs = given | {"past_key_values": cache.as_stock(copied=True)}
+        outputs = super()._forward(ids)
+        reason = verdict(tried.step, found, outputs.logits[:, -1])
+        if reason is not None:
+            self._peak = cache.peak_nbytes
+            self.cache = self.fused = None
+            left_off = (not_fused_alone(reason), *self.plan.left_off)
+            self.plan = replace(self.plan, shared=False, fused=False, graphs=False, left_off=left_off)
+            return outputs
+        tried.ready = True
+        for layer in cache.text:
+            layer.note_step()
+        self.kwargs, outputs.past_key_values = shared, cache.past_key_values
         return outputs
 
     def _leave_fused(self, reason: str) -> None:
