@@ -14,6 +14,7 @@ from tests import zoo
 from tests.parity import Result, assert_same, fallbacks
 
 END = 59
+CASES = [(1, torch.float64), (4, torch.float64), (5, torch.float64), (1, torch.float32), (5, torch.float32)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 
 
@@ -59,8 +60,7 @@ SHORT: dict[str, dict[str, Any]] = {
 }
 
 
-@DTYPES
-@pytest.mark.parametrize("beams", [1, 4, 5])
+@pytest.mark.parametrize(("beams", "dtype"), CASES, ids=str)
 @pytest.mark.parametrize("options", SHORT.values(), ids=SHORT)
 def test_one_segment(options: dict[str, Any], beams: int, dtype: torch.dtype, reports: list[CallReport]) -> None:
     model = zoo.build("whisper", dtype)
