@@ -12,8 +12,8 @@ import fastgen
 from fastgen import config
 from fastgen.models import proof
 from fastgen.models.layouts import LAYOUTS
-from fastgen.models.proof import OTHERWISE
-from fastgen.patches.transformers.decide import not_fused_alone
+from fastgen.models.proof import OTHERWISE, by_modules
+from fastgen.patches.transformers.decide import MODULES_CANNOT, not_shared
 from fastgen.patches.transformers.report import CallReport, last_call
 from tests import zoo
 from tests.parity import assert_same, fallbacks, left_off, same
@@ -135,13 +135,14 @@ def test_without_steps_from_the_weights_nothing_is_shared(monkeypatch: pytest.Mo
     kwargs = _batch(model) | {"num_beams": 3, "max_new_tokens": 9}
     states = {"output_hidden_states": True, "return_dict_in_generate": True}
     assert assert_same(model, kwargs | states).error is None
-    assert not_fused_alone("hidden states or attentions are returned") in _report(shared=False).plan.left_off
+    reasons = not_shared(MODULES_CANNOT), by_modules("hidden states or attentions are returned")
+    assert _report(shared=False).plan.left_off == reasons
     monkeypatch.setenv("FASTGEN_STEP", "module")
     config.reload()
-    reason = not_fused_alone("FASTGEN_STEP=module")
-    assert fastgen.explain(model, **kwargs).plan.left_off == (reason,)
+    reasons = not_shared(MODULES_CANNOT), by_modules("FASTGEN_STEP=module")
+    assert fastgen.explain(model, **kwargs).plan.left_off == reasons
     assert assert_same(model, kwargs).error is None
-    assert reason in _report(shared=False).plan.left_off
+    assert _report(shared=False).plan.left_off == reasons
     monkeypatch.undo()
     config.reload()
 
@@ -155,7 +156,7 @@ def test_another_decoder_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fastgen.explain(model, **kwargs).plan.shared
     for _ in range(2):
         assert assert_same(model, kwargs).error is None
-        assert not_fused_alone(OTHERWISE) in _report(shared=False).plan.left_off
+        assert _report(shared=False).plan.left_off == (not_shared(MODULES_CANNOT), by_modules(OTHERWISE))
 
 
 def test_padding_that_is_not_0() -> None:
@@ -199,7 +200,7 @@ def test_batches_of_a_stream_run_one_after_the_other() -> None:
     options = {"num_beams": 3, "max_new_tokens": 12, "eos_token_id": list(range(2, 20))}
     before = left_off()
     ours = list(fastgen.generate_stream(model, texts, max_tokens=30, **options))
-    assert any("decode steps have several streams" in reason for reason in left_off() - before)
+    assert any("each step runs 2 tokens of a text" in reason for reason in left_off() - before)
     with fastgen.disabled():
         alone = [model.generate(text[None], **options)[0] for text in texts]
     for mine, theirs in zip(ours, alone, strict=True):
@@ -208,5 +209,5 @@ def test_batches_of_a_stream_run_one_after_the_other() -> None:
 
 def test_it_drafts_nothing() -> None:
     model = zoo.build("prophetnet", torch.float32)
-    with pytest.raises(ValueError, match="they have several streams"):
+    with pytest.raises(ValueError, match="each step runs 2 tokens of a text"):
         model.generate(**_batch(model), assistant_early_exit=1, fallback_threshold=0.5, rollback_threshold=2.0)

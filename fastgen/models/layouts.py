@@ -68,7 +68,7 @@ class Layout:
         bias: that of the logits, a buffer of the model's; None where there is none.
         scale: says what is multiplied with before the head.
         softcap: says what caps the logits; None for nothing.
-        embed_scale: the attribute that token embeddings are multiplied with, of their module or the decoder; "" for none.
+        embed_scale: the attribute that token embeddings are multiplied with, of their module or the decoder; "": none.
         multiplier: the attribute of a layer that what a sublayer puts out is multiplied with, in place of its own norm.
         alibi: makes the bias of attention scores, (H, L), of a decoder, for L positions; None for none.
         by_position: whether that is by the position of a key, and not by its distance.
@@ -368,42 +368,3 @@ def layout_of(config: Any) -> Layout | None:
     """The record of a transformers model, by its config; None where there is none."""
     layout, by_config = LAYOUTS.get(config.model_type), _BY_CONFIG.get(config.model_type)
     return layout if layout is None or by_config is None else by_config(layout, config)
-
-
-def _encoder(decoder: Layout) -> Layout:
-    """The record of the encoder beside a decoder."""
-    return replace(decoder, decoder="", head="", source=None, bias=None, norm_tokens=False)
-
-
-_T5_ENCODER = replace(
-    _encoder(_T5),
-    wide="layer.1.DenseReluDense.wi",
-    gated="layer.1.DenseReluDense.wi_1",
-    wide_gated="layer.1.DenseReluDense.wi_0",
-    activation="layer.1.DenseReluDense.act",
-    narrow="layer.1.DenseReluDense.wo",
-    feed_norm="layer.1.layer_norm",
-)
-_BERT = Layout(
-    "", head="", layers="layer", tokens="",
-    text=Attention(
-        "attention", "attention.output.LayerNorm", ("self.query", "self.key", "self.value"), "output.dense", core="self"
-    ),
-    source=None, wide="intermediate.dense", activation="intermediate.intermediate_act_fn", narrow="output.dense",
-    feed_norm="output.LayerNorm", norm_first=False, dims="attention_head_size",
-)  # fmt: skip
-
-ENCODERS = {
-    **{
-        name: _encoder(layout)
-        for name, layout in LAYOUTS.items()
-        if layout.source is not None and layout.text is _BART.text and name not in ("fairseq", "fsmt", "led", "mvp")
-    },
-    **dict.fromkeys(("t5", "mt5", "umt5"), _T5_ENCODER),
-    **dict.fromkeys(("bert", "camembert", "electra", "roberta", "xlm-roberta"), _BERT),
-    "distilbert": replace(
-        _BERT, text=Attention("attention", "sa_layer_norm", ("q_lin", "k_lin", "v_lin"), "out_lin"), wide="ffn.lin1",
-        activation="ffn.activation", narrow="ffn.lin2", feed_norm="output_layer_norm",
-    ),
-}  # fmt: skip
-"""Encoders by the `model_type` of a transformers model's config."""

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.decoding.plan import Unsupported
 from fastgen.models.families import family_of
-from fastgen.models.reader import is_toolkits
+from fastgen.models.parts import is_toolkits
 from fastgen.patches import _engine
 from fastgen.patches.transformers import beam_streamer, restored, restored_loops
 from fastgen.patches.transformers.call import Call
