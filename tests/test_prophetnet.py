@@ -135,8 +135,8 @@ def test_without_steps_from_the_weights_nothing_is_shared(monkeypatch: pytest.Mo
     kwargs = _batch(model) | {"num_beams": 3, "max_new_tokens": 9}
     states = {"output_hidden_states": True, "return_dict_in_generate": True}
     assert assert_same(model, kwargs | states).error is None
-    reasons = not_shared(MODULES_CANNOT), by_modules("hidden states or attentions are returned")
-    assert _report(shared=False).plan.left_off == reasons
+    reasons = {not_shared(MODULES_CANNOT), by_modules("hidden states or attentions are returned")}
+    assert reasons <= set(_report(shared=False).plan.left_off)
     monkeypatch.setenv("FASTGEN_STEP", "module")
     config.reload()
     reasons = not_shared(MODULES_CANNOT), by_modules("FASTGEN_STEP=module")
@@ -156,7 +156,7 @@ def test_another_decoder_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fastgen.explain(model, **kwargs).plan.shared
     for _ in range(2):
         assert assert_same(model, kwargs).error is None
-        assert _report(shared=False).plan.left_off == (not_shared(MODULES_CANNOT), by_modules(OTHERWISE))
+        assert {not_shared(MODULES_CANNOT), by_modules(OTHERWISE)} <= set(_report(shared=False).plan.left_off)
 
 
 def test_padding_that_is_not_0() -> None:

@@ -128,6 +128,11 @@ class Layout:
     counted: bool = False
     masks_source: bool = True
 
+    @property
+    def source_in_text(self) -> bool:
+        """Whether the source is the beginning of the text, as that of a UniLM is."""
+        return self.source is None and self.mask is not None
+
 
 def _offset(positions: Any) -> int:
     return positions.offset

@@ -232,7 +232,7 @@ def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | t
     prompt, source = prepared.input_ids, 0
     if model.config.is_encoder_decoder:
         source = prepared.kwargs["encoder_outputs"][0].shape[1]
-        if (layout := LAYOUTS.get(model.config.model_type)) is not None and layout.mask is not None:
+        if (layout := LAYOUTS.get(model.config.model_type)) is not None and layout.source_in_text:
             source -= 1  # the text is that of source and target, and its start token is not run
     elif prepared.kwargs.get("inputs_embeds") is not None:
         prompt = prepared.kwargs["inputs_embeds"]

@@ -65,7 +65,7 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     layout = layout_of(model.config)
     if layout is None:
         raise NotFused(f"there is no record of model type {model.config.model_type!r}")
-    if (layout.source is not None or layout.mask is not None) != bool(model.config.is_encoder_decoder):
+    if (layout.source is not None or layout.source_in_text) != bool(model.config.is_encoder_decoder):
         raise NotFused("a decoder without its encoder")
     for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
         method: Any = getattr(cast(Any, type(model)), name)
@@ -74,7 +74,7 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
             raise NotFused(f"{type(model).__name__} has its own {name}")
     if model.config._attn_implementation not in _ATTENTION:
         raise NotFused(f"attention implementation {model.config._attn_implementation!r}")
-    if layout.mask is not None and layout.source is None:  # the source is part of the text
+    if layout.source_in_text:
         longest += kwargs["encoder_outputs"][0].shape[1]
     found = step_of(model, layout, longest)
     mask = kwargs.get("attention_mask")
@@ -107,8 +107,7 @@ class FusedDecoder:
         text = text if layout.masks_text else None
         source = source if layout.masks_source else None
         positions = kwargs.get("position_ids")
-        if source is not None and not cache.source:
-            # The source is the beginning of the text, and may be padded at any side.
+        if source is not None and layout.source_in_text:  # which may be padded at any side
             text = torch.nn.functional.pad(source, (0, self.prefix - source.shape[1]), value=1)
             source, positions = None, text.sum(1, keepdim=True)
         elif text is not None and text.shape[1] <= self.prefix:
