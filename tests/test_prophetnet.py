@@ -17,6 +17,7 @@ from fastgen.patches.transformers.decide import MODULES_CANNOT, not_shared
 from fastgen.patches.transformers.report import CallReport, last_call
 from tests import zoo
 from tests.parity import assert_same, fallbacks, left_off, same
+from tests.recorder import Graphs
 
 FIELDS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 METHODS: dict[str, dict[str, Any]] = {
@@ -96,6 +97,19 @@ def test_same_without_a_cache(beams: int, monkeypatch: pytest.MonkeyPatch) -> No
         plain = model.generate(**kwargs, use_cache=False)
     same(ours.sequences, plain.sequences)
     same(ours.logits, plain.logits)
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("beams", [1, 3])
+def test_replayed(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the predicting stream's keys lie, and how far all others are, is read on the device."""
+    graphs, model = Graphs(monkeypatch), zoo.build("prophetnet")
+    kwargs = _batch(model) | FIELDS | {"num_beams": beams, "max_new_tokens": 20}
+    model.generate(**kwargs)  # the first step of the first call is made both ways
+    replays = graphs.replays
+    assert assert_same(model, kwargs).error is None
+    assert _report().plan.graphs
+    assert graphs.replays - replays >= 8
 
 
 @pytest.mark.usefixtures("exact")

@@ -1,6 +1,5 @@
 """Whisper: its own `generate` comes to transformers' loops for every segment of sound and every attempt at it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["
 
 
 @pytest.fixture
-def reports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CallReport]]:
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[CallReport]:
     """What fastgen's loops did, one report for each."""
     found: list[CallReport] = []
     monkeypatch.setattr(pausing, "note", found.append)
