@@ -150,7 +150,7 @@ def test_declined(what: str, beams: int) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("family", ["fsmt", "led"])
+@pytest.mark.parametrize("family", [pytest.param("fsmt", marks=needs_counting), "led"])
 def test_a_prompt_with_padding(family: str, beams: int) -> None:
     """Their modules look at its mask in the prompt alone, and not behind it."""
     model = zoo.build(family)
