@@ -3,7 +3,7 @@
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,10 @@ def get_encoder(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     encoder = original(self, *args, **kwargs)
     if _generating.get() is not self or not isinstance(encoder, nn.Module) or hasattr(self, "hf_device_map"):
         return encoder
-    config = cast(Any, encoder).config
-    return _Source(encoder) if config.model_type in ENCODERS else encoder
+    if self.device.type != "cpu":  # where a look at the mask would be waited for
+        return encoder
+    config = getattr(encoder, "config", None)  # FSMT's has none
+    return _Source(encoder) if getattr(config, "model_type", None) in ENCODERS else encoder
 
 
 class _Source:
