@@ -84,10 +84,14 @@ def same(ours: Any, stock: Any, where: str = "output", tolerance: float = 1e-9) 
             )
         else:
             assert torch.equal(ours, stock), f"{where}: {ours.tolist()} instead of {stock.tolist()}"
-    elif isinstance(stock, tuple):
+    elif isinstance(stock, tuple | list):
         assert len(ours) == len(stock), f"{where}: {len(ours)} entries instead of {len(stock)}"
         for index, (mine, theirs) in enumerate(zip(ours, stock, strict=True)):
             same(mine, theirs, f"{where}[{index}]", tolerance)
+    elif isinstance(stock, dict):
+        assert ours.keys() == stock.keys(), where
+        for name in stock:
+            same(ours[name], stock[name], f"{where}[{name!r}]", tolerance)
     elif hasattr(stock, "layers") or hasattr(stock, "self_attention_cache"):
         assert type(ours) is type(stock), where
         same(_layers(ours), _layers(stock), where, tolerance)

@@ -129,11 +129,6 @@ DECLINED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"attention_mask": torch.tensor([[1] * 7, [1] * 5 + [0] * 2, [0, 1, 1, 0, 1, 1, 1]])},
         "padding that is not on the left",
     ),
-    "a mask of the text": (
-        lambda: zoo.build("led", torch.float32),
-        {"decoder_attention_mask": torch.ones(3, 1, dtype=torch.int64)},
-        "the model gets decoder_attention_mask",
-    ),
     "too long": (
         lambda: zoo.build("gpt_neo", torch.float32),
         {"input_ids": torch.randint(4, 90, (3, 121)), "attention_mask": torch.ones(3, 121, dtype=torch.int64)},
@@ -152,6 +147,19 @@ def test_declined(what: str, beams: int) -> None:
     left_off = _same(model, kwargs, tolerance=1e-4).plan.left_off
     assert by_modules(reason) in left_off
     assert (not_shared(MODULES_CANNOT) in left_off) == (beams > 1)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("family", [pytest.param("fsmt", marks=needs_counting), "led"])
+def test_a_prompt_with_padding(family: str, beams: int) -> None:
+    """Their modules look at its mask in the prompt alone, and not behind it."""
+    model = zoo.build(family)
+    prompt, mask = torch.tensor([[3, 5, 6, 7], [3, 9, 4, 8], [3, 20, 21, 22]]), torch.ones(3, 4, dtype=torch.int64)
+    mask[1, :2] = mask[2, :1] = 0
+    kwargs = zoo.batch(model, 3, 7) | {"decoder_input_ids": prompt, "decoder_attention_mask": mask} | FIELDS
+    for _ in range(2):  # the first step of the first call is made both ways
+        plan = _same(model, kwargs | {"num_beams": beams, "max_new_tokens": 8}).plan
+        assert (plan.shared, plan.fused) == (True, True)
 
 
 def test_a_model_that_computes_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

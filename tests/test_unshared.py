@@ -299,14 +299,7 @@ def test_found_out_when_sentences_have_left(family: str) -> None:
 
 
 def test_unproven_models_are_left_alone() -> None:
-    shape: dict[str, Any] = {"vocab_size": 96, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
-    model = tf.WhisperForConditionalGeneration(
-        tf.WhisperConfig(
-            **shape, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
-            num_mel_bins=8, max_source_positions=10, max_target_positions=30, pad_token_id=0, bos_token_id=1,
-            eos_token_id=2, decoder_start_token_id=3, suppress_tokens=None, begin_suppress_tokens=None,
-        )
-    ).eval()  # fmt: skip
-    before = fallbacks().get("model type 'whisper' is not proven yet", 0)
-    assert assert_same(model, {"input_features": torch.randn(2, 8, 20), "num_beams": 2, "max_new_tokens": 6})
-    assert fallbacks()["model type 'whisper' is not proven yet"] > before
+    model = tf.MvpForConditionalGeneration(tf.MvpConfig(**zoo._ENCODER_DECODER)).eval()
+    before = fallbacks().get("model type 'mvp' is not proven yet", 0)
+    assert assert_same(model, zoo.batch(model, 2, 9) | {"num_beams": 2, "max_new_tokens": 6}).error is None
+    assert fallbacks()["model type 'mvp' is not proven yet"] > before

@@ -109,6 +109,49 @@ DECODERS: dict[str, Callable[[], Any]] = {
     "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**_without("head_dim"))),
 }  # fmt: skip
 
+STREAMS: dict[str, Callable[[], Any]] = {
+    "prophetnet": lambda: tf.ProphetNetForConditionalGeneration(
+        tf.ProphetNetConfig(
+            vocab_size=VOCABULARY, hidden_size=16, encoder_ffn_dim=24, decoder_ffn_dim=24, num_encoder_layers=3,
+            num_decoder_layers=2, num_encoder_attention_heads=2, num_decoder_attention_heads=2, init_std=1.0,
+            max_position_embeddings=64, num_buckets=6, relative_max_distance=10, ngram=3, pad_token_id=PAD,
+            bos_token_id=1, eos_token_id=EOS, decoder_start_token_id=START,
+        )
+    ),
+}  # fmt: skip
+"""Families whose decoder has several streams, and attention of its own."""
+
+SPEECH: dict[str, Callable[[], Any]] = {
+    "whisper": lambda: _with_speech_tokens(tf.WhisperForConditionalGeneration(tf.WhisperConfig(**_WHISPER))),
+}
+"""Families that read the features of sounds, not tokens."""
+
+FRAMES, MELS = 20, 8
+"""Frames of a segment of sound, and features of a frame."""
+
+TIMES = 73
+"""The first of the tokens that stand for times, up to the end of the vocabulary of `SPEECH`."""
+
+_WHISPER: dict[str, Any] = {
+    "vocab_size": 84, "d_model": 16, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "num_mel_bins": MELS,
+    "max_source_positions": FRAMES // 2, "max_target_positions": 48, "init_std": 1.0, "pad_token_id": 59,
+    "bos_token_id": 59, "eos_token_id": 59, "decoder_start_token_id": 60, "median_filter_width": 3,
+}  # fmt: skip
+
+
+def _with_speech_tokens(model: Any) -> Any:
+    settings: dict[str, Any] = {
+        "lang_to_id": {"<|en|>": 61, "<|de|>": 62, "<|fr|>": 63}, "task_to_id": {"transcribe": 64, "translate": 65},
+        "is_multilingual": True, "prev_sot_token_id": 66, "no_timestamps_token_id": TIMES - 1, "max_length": 20,
+        "max_initial_timestamp_index": 4, "suppress_tokens": [1, 2, 60, 61, 62, 63, 64, 65, 66],
+        "begin_suppress_tokens": [4, 59], "alignment_heads": [[0, 0], [1, 1]],
+    }  # fmt: skip
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
 OWN_ATTENTION = "tests_own"
 """The name of an attention implementation that no library knows."""
 
@@ -199,7 +242,7 @@ MORE: dict[str, Callable[[], Any]] = {
 def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
     """Return a tiny model of a family, ready to generate."""
     torch.manual_seed(seed)
-    return (FAMILIES | MORE)[family]().to(dtype).eval()
+    return (FAMILIES | STREAMS | SPEECH | MORE)[family]().to(dtype).eval()
 
 
 def alone(model: Any) -> Any:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastgen.models.linear import Product
-from fastgen.models.step import Embedding, NormLike, Sublayer
+from fastgen.models.norm import NormLike
+from fastgen.models.step import Embedding, Sublayer
 
 Padding = Literal["run", "alike", "none", "first"]
 """What is made of padding: each position of it; one, which stands for all of its sentence; nothing; and nothing either,

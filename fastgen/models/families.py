@@ -14,6 +14,7 @@ class Family:
         own_attention: whether its modules compute attention themselves, and not by transformers' attention functions:
             several rows share keys and values only where decode steps come from the weights.
         output_bias: names of the model's head and of the bias that alone is added to its output.
+        segments: whether its own `generate` calls transformers' for one segment of its input after the other.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Family:
     activated: tuple[tuple[str, str], ...] = ()
     output_bias: tuple[str, str] | None = None
     own_attention: bool = False
+    segments: bool = False
 
 
 _BART, _T5, _LLAMA = (("fc1", "activation_fn"),), (("wi", "act"), ("wi_0", "act")), (("gate_proj", "act_fn"),)
@@ -69,6 +71,10 @@ FAMILIES = {
             "unilm", encoder_decoder=True,
             activated=(("dense", "intermediate_act_fn"), ("dense", "transform_act_fn")),
         ),
+        Family(
+            "prophetnet", encoder_decoder=True, activated=(("intermediate", "activation_fn"),), own_attention=True
+        ),
+        Family("whisper", encoder_decoder=True, activated=_BART, segments=True),
     )
 }  # fmt: skip
 

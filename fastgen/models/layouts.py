@@ -25,6 +25,7 @@ class Attention:
     scale: says the factor of the scores.
     seen: of `module`: a table (1, 1, P, P) of what each position sees, where it is not all that comes before.
     core: what of `module` knows the size of a head and the scale of the scores; empty for `module` itself.
+    nearness: of what makes of a query its bias by distance (`models.streams`); None for none.
     """
 
     module: str
@@ -43,6 +44,7 @@ class Attention:
     scale: Callable[[Any], float] = lambda module: getattr(module, "scaling", 1.0)
     seen: str | None = None
     core: str = ""
+    nearness: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,17 +68,20 @@ class Layout:
         bias: that of the logits, a buffer of the model's; None where there is none.
         scale: says what is multiplied with before the head.
         softcap: says what caps the logits; None for nothing.
-        embed_scale: the attribute that token embeddings are multiplied with, of their module or of the decoder.
+        embed_scale: the attribute that token embeddings are multiplied with, of their module or the decoder; "": none.
         multiplier: the attribute of a layer that what a sublayer puts out is multiplied with, in place of its own norm.
         alibi: makes the bias of attention scores, (H, L), of a decoder, for L positions; None for none.
         by_position: whether that is by the position of a key, and not by its distance.
         positions_of: the attribute of the model's config that says how many positions there are, where no table does.
         never: attributes of a layer, or paths from it, that must not be set: no step does what they ask for.
-        masks_text: whether steps look at the mask of the text at all.
+        masks_text: whether steps look at the mask of an encoder-decoder's prompt, as the prompt's own run does.
         own_inputs: whether the model prepares its inputs in a way of its own, which makes no difference here.
         mask: says which token asks (`models.masked`); None where each step predicts from its newest tokens.
         transform, transform_activation, transform_norm: a layer before the head, paths from the model.
         types: a table whose row of `target_type` is added to all embeddings.
+        streams: embeddings of predicting streams (`models.streams`), whose last one is that of what asks.
+        counted: whether positions count the tokens that the mask of a decoder's prompt shows.
+        masks_source: whether the mask that the model is given is that of the source.
     """
 
     decoder: str
@@ -119,6 +124,14 @@ class Layout:
     transform_norm: str = ""
     types: str | None = None
     target_type: Callable[[Any], int] = lambda _: 0
+    streams: str | None = None
+    counted: bool = False
+    masks_source: bool = True
+
+    @property
+    def source_in_text(self) -> bool:
+        """Whether the source is the beginning of the text, as that of a UniLM is."""
+        return self.source is None and self.mask is not None
 
 
 def _offset(positions: Any) -> int:
@@ -224,6 +237,11 @@ def _falcon(layout: Layout, config: Any) -> Layout:
     return layout
 
 
+_PROPHETNET = Attention(
+    "self_attn", "self_attn_layer_norm", ("query_proj", "key_proj", "value_proj"),
+    scale=lambda module: module.head_dim**-0.5, nearness="relative_pos_embeddings",
+)  # fmt: skip
+
 LAYOUTS = {
     "bart": replace(_BART, norm_first=False, first=_offset),
     "blenderbot": _BART,
@@ -327,6 +345,17 @@ LAYOUTS = {
         transform_norm="cls.predictions.transform.LayerNorm", types="embeddings.token_type_embeddings",
         target_type=lambda model: model.config.target_type_id,
     ),
+    "prophetnet": Layout(
+        "prophetnet.decoder", tokens="word_embeddings", positions="position_embeddings",
+        embedding_norm="embeddings_layer_norm", text=_PROPHETNET,
+        source=replace(_PROPHETNET, module="cross_attn", norm="cross_attn_layer_norm", nearness=None),
+        wide="feed_forward.intermediate", activation="feed_forward.activation_fn", narrow="feed_forward.output",
+        feed_norm="feed_forward_layer_norm", norm_first=False, first=_behind_padding, masks_text=False,
+        mask=lambda _: -1, streams="ngram_embeddings",
+    ),
+    "whisper": replace(
+        _BART, head="proj_out", bias=None, embed_scale="", own_inputs=True, counted=True, masks_source=False
+    ),
     "fairseq": Layout("decoder", "decoder.output_projection", norm_first="normalize_before", first=_behind_padding),
 }  # fmt: skip
 """By the `model_type` of a transformers model's config, or the toolkit."""
@@ -344,42 +373,3 @@ def layout_of(config: Any) -> Layout | None:
     """The record of a transformers model, by its config; None where there is none."""
     layout, by_config = LAYOUTS.get(config.model_type), _BY_CONFIG.get(config.model_type)
     return layout if layout is None or by_config is None else by_config(layout, config)
-
-
-def _encoder(decoder: Layout) -> Layout:
-    """The record of the encoder beside a decoder."""
-    return replace(decoder, decoder="", head="", source=None, bias=None, norm_tokens=False)
-
-
-_T5_ENCODER = replace(
-    _encoder(_T5),
-    wide="layer.1.DenseReluDense.wi",
-    gated="layer.1.DenseReluDense.wi_1",
-    wide_gated="layer.1.DenseReluDense.wi_0",
-    activation="layer.1.DenseReluDense.act",
-    narrow="layer.1.DenseReluDense.wo",
-    feed_norm="layer.1.layer_norm",
-)
-_BERT = Layout(
-    "", head="", layers="layer", tokens="",
-    text=Attention(
-        "attention", "attention.output.LayerNorm", ("self.query", "self.key", "self.value"), "output.dense", core="self"
-    ),
-    source=None, wide="intermediate.dense", activation="intermediate.intermediate_act_fn", narrow="output.dense",
-    feed_norm="output.LayerNorm", norm_first=False, dims="attention_head_size",
-)  # fmt: skip
-
-ENCODERS = {
-    **{
-        name: _encoder(layout)
-        for name, layout in LAYOUTS.items()
-        if layout.source is not None and layout.text is _BART.text and name not in ("fairseq", "fsmt", "led", "mvp")
-    },
-    **dict.fromkeys(("t5", "mt5", "umt5"), _T5_ENCODER),
-    **dict.fromkeys(("bert", "camembert", "electra", "roberta", "xlm-roberta"), _BERT),
-    "distilbert": replace(
-        _BERT, text=Attention("attention", "sa_layer_norm", ("q_lin", "k_lin", "v_lin"), "out_lin"), wide="ffn.lin1",
-        activation="ffn.activation", narrow="ffn.lin2", feed_norm="output_layer_norm",
-    ),
-}  # fmt: skip
-"""Encoders by the `model_type` of a transformers model's config."""

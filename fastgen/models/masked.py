@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastgen.models.linear import Product
-from fastgen.models.positions import Bias, Rotary
-from fastgen.models.step import Context, DecoderStep, NormLike, Surroundings, turned_once
+from fastgen.models.norm import NormLike
+from fastgen.models.positions import Bias, Rotary, turned_once
+from fastgen.models.step import Context, DecoderStep, Surroundings
 from fastgen.ops.beam_attention import beam_attention
 
 
@@ -83,6 +84,14 @@ class Asking:
         at = torch.arange(m, device=own.device) + self.context.seen
         return both.index_copy(-1, at, own).flatten(2, 3)
 
+    @property
+    def distances(self) -> Tensor:
+        """(1 or B, 2 * M, N) int64, from tokens and masks to each slot; less than 0 to those that none of them sees."""
+        beams, found = self.context.text[0].beams, self.context.distances()
+        if self.context.seen is None:  # else keys and values have all their room already
+            found = F.pad(found, (0, beams), value=-1)
+        return torch.stack([found, found + 1], 1).repeat_interleave(beams, 1)
+
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
         return turned_once(self.context.rotations, rotary, self.position, x)
 
@@ -91,12 +100,22 @@ class Asking:
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
         assert bias is None  # of no model that asks with masks
+        keys, values = self.append(layer, key, value)
+        return self.attend(query, keys, values, self.mask, scale, softcap)
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep key and value (R, H, D) of tokens and masks; return those of the text with them, (B, H, N, D)."""
         kept: Any = self.context.text[layer]
-        keys, values = kept.append_asking(key[:, :, None], value[:, :, None])
+        return kept.append_asking(key[:, :, None], value[:, :, None])
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
+        """Return what query (R, H, D) finds there, (R, H * D); mask: additive, (1 or B, 1 or H, 2 * M, N)."""
         rows = query.shape[0]
         query = query.view(self.context.sentences, -1, *query.shape[1:])
         seen = None if self.context.seen is None else self.context.seen + self.context.text[0].beams
-        return beam_attention(query, keys, values, self.mask, scale, softcap, seen).reshape(rows, -1)
+        return beam_attention(query, keys, values, mask, scale, softcap, seen).reshape(rows, -1)
 
     def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
         return self.context.over_source(layer, query, scale)

@@ -1,14 +1,70 @@
-"""RMSNorm modules of a live model through `ops.norm`: one pass where transformers' own make four to six."""
+"""Norms: what a decode step from the weights has of them, and RMSNorm modules of a live model through `ops.norm`.
+
+The latter make one pass where transformers' own make four to six.
+"""
 
 import copy
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fastgen.models.instance import Routed, untouched
 from fastgen.ops.norm import norm, norm_reference
+
+
+class NormLike(Protocol):
+    """A norm of the sum of two tensors (..., C)."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The normed sum, and the sum."""
+        ...
+
+
+def unnormed(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """In place of a norm: the sum, and the sum."""
+    total = x if residual is None else x + residual
+    return total, total
+
+
+@dataclass(frozen=True)
+class OwnNorm:
+    """A norm by its module's own forward."""
+
+    module: nn.Module
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return type(self.module).forward(self.module, total), total
+
+
+@dataclass(frozen=True)
+class Times:
+    """In place of a norm of a sublayer's output: a number times it."""
+
+    factor: float
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return total * self.factor, total
+
+
+@dataclass(frozen=True)
+class Norm:
+    """LayerNorm, or RMSNorm; parameters as `ops.norm` has them."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    rms: bool = False
+    offset: float = 0.0
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The normed sum, and the sum."""
+        return norm(x, self.weight, self.bias, self.eps, residual, rms=self.rms, offset=self.offset)
+
 
 _EPS = ("variance_epsilon", "eps")  # names of the attribute that transformers' classes have
 

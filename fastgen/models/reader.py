@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.models import activation
-from fastgen.models import norm as norms
 from fastgen.models.layouts import Attention, Layout
 from fastgen.models.linear import Product, is_linear, product, products
 from fastgen.models.masked import MaskedStep, Prediction
+from fastgen.models.norm import Norm, NormLike, OwnNorm, Times, rms_norm, unnormed
 from fastgen.models.parts import NotFused, at, check_unread, is_there, name_of, part_or_none
 from fastgen.models.positions import Bias, Rotary, RotationTable
 from fastgen.models.proof import OTHERWISE, outcome
@@ -24,15 +24,11 @@ from fastgen.models.step import (
     DecoderStep,
     Embedding,
     FeedForward,
-    Norm,
-    NormLike,
-    OwnNorm,
     SourceAttention,
     Sublayer,
     TextAttention,
-    Times,
-    unnormed,
 )
+from fastgen.models.streams import StreamAttention, StreamEmbedding
 
 
 def step_of(model: nn.Module, layout: Layout, longest: int) -> DecoderStep:
@@ -77,6 +73,7 @@ class Reader:
         self.windows: list[Bias] = []
         self.tables: list[RotationTable] = []
         self.rotations: dict[str | None, Rotary] = {}
+        self.near: tuple[tuple[int, int], Tensor] | None = None
 
     def step(self) -> DecoderStep:
         layout = self.layout
@@ -209,6 +206,10 @@ class Reader:
         softcap = None if names.softcap is None else getattr(module, names.softcap)
         blocks, spread = names.blocks(module), names.spread is not None and bool(getattr(module, names.spread))
         self.facts += (dims, scale, softcap, blocks, spread)
+        if names.nearness is not None:
+            nearness, buckets = self.product(at(module, names.nearness)), self.buckets(module)
+            read = tuple(self.product(part) for part in parts)
+            return StreamAttention(read, heads, dims, scale, nearness=nearness, buckets=buckets)
         return TextAttention(
             self.products(parts), heads, dims, scale, query_norm, key_norm, self.biased(module, names.seen),
             self.rotary(module, names), softcap, blocks, names.values_first, spread, names.neighbours,
@@ -227,6 +228,18 @@ class Reader:
         scale = float(names.scale(module))
         self.facts += (dims, scale)
         return SourceAttention(self.product(query), query.out_features // dims, dims, scale)
+
+    def buckets(self, module: Any) -> Tensor:
+        """The bucket of each distance, (L,) int64, by the toolkit's own function."""
+        limits = module.num_buckets, module.relative_max_distance
+        self.facts += limits
+        if self.near is None:
+            find = vars(sys.modules[type(module).__module__])["compute_relative_buckets"]
+            device = module.out_proj.weight.device
+            self.near = limits, find(*limits, -torch.arange(self.longest + 1, device=device)).long()
+        if self.near[0] != limits:
+            raise NotFused(f"buckets of distances of its layers is {[self.near[0], limits]}")
+        return self.near[1]
 
     def biased(self, module: Any, seen: str | None) -> Bias | None:
         """The bias of scores by where a key stands: a module's own, else that of the first layer, or of all."""
@@ -275,7 +288,7 @@ class Reader:
         if type(module).__name__ in _OWN_NORMS:
             self.facts.append(module.variance_epsilon)
             return OwnNorm(module)
-        found = norms.rms_norm(module)
+        found = rms_norm(module)
         if found is None:
             raise NotFused(f"a {name_of(module)} in place of a norm")
         self.facts += (found.eps, found.offset)
@@ -318,6 +331,13 @@ class Reader:
             types = at(decoder, layout.types)
             self.read.add(types)
             table = table + types.weight[layout.target_type(self.model)]
+        if layout.streams is not None:
+            streams = at(decoder, layout.streams)
+            self.read.add(streams)
+            if positions.padding_idx != 0:
+                raise NotFused(f"streams whose positions begin at {first}")
+            # Its first stream takes the embedding before the first one, which is the last.
+            return StreamEmbedding(tokens.weight, scale, table, first, norm=normed, stream=streams.weight[-1])
         return Embedding(tokens.weight, scale, table, first, padding, row, normed, layout.norm_tokens)
 
     def rotary(self, attention: Any, names: Attention) -> Rotary | None:

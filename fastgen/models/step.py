@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastgen.models.linear import Product
+from fastgen.models.norm import NormLike, unnormed
 from fastgen.models.positions import Bias, Rotary, rotated, turned_once
 from fastgen.ops.activation import fused_activation
 from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weights
-from fastgen.ops.norm import norm
 
 
 class KeysAndValues(Protocol):
@@ -97,11 +97,11 @@ class Context:
             position = self.position
             if isinstance(position, Tensor):  # the beams of a sentence are at the same one
                 position = position.view(1 if len(position) == 1 else self.sentences, -1)[:, :1, None]
-            found = bias.at(self._distances()[:, None], position)
+            found = bias.at(self.distances()[:, None], position)
             self.biased[id(bias)] = found if self.text_mask is None else found + self.text_mask
         return self.biased[id(bias)]
 
-    def _distances(self) -> Tensor:
+    def distances(self) -> Tensor:
         """(1 or B, N) int64, from the newest token to each slot; less than 0 to those that are not filled yet."""
         keys = self.text[0].keys
         steps = self.times
@@ -133,57 +133,6 @@ class Context:
         mixed, weights = beam_attention_with_weights(*given)
         self.weights = weights.flatten(0, 1)
         return mixed.reshape(rows, -1)
-
-
-class NormLike(Protocol):
-    """A norm of the sum of two tensors (..., C)."""
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The normed sum, and the sum."""
-        ...
-
-
-def unnormed(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """In place of a norm: the sum, and the sum."""
-    total = x if residual is None else x + residual
-    return total, total
-
-
-@dataclass(frozen=True)
-class OwnNorm:
-    """A norm by its module's own forward."""
-
-    module: nn.Module
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        total = x if residual is None else x + residual
-        return type(self.module).forward(self.module, total), total
-
-
-@dataclass(frozen=True)
-class Times:
-    """In place of a norm of a sublayer's output: a number times it."""
-
-    factor: float
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        total = x if residual is None else x + residual
-        return total * self.factor, total
-
-
-@dataclass(frozen=True)
-class Norm:
-    """LayerNorm, or RMSNorm; parameters as `ops.norm` has them."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    rms: bool = False
-    offset: float = 0.0
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The normed sum, and the sum."""
-        return norm(x, self.weight, self.bias, self.eps, residual, rms=self.rms, offset=self.offset)
 
 
 @dataclass(frozen=True)
@@ -366,8 +315,8 @@ class DecoderStep:
     @property
     def layers(self) -> tuple[int, int]:
         """How many attend to the text, and to a source."""
-        kinds: list[type] = [type(sublayer.mix) for sublayer in self.sublayers]
-        return kinds.count(TextAttention), kinds.count(SourceAttention)
+        mixes = [sublayer.mix for sublayer in self.sublayers]
+        return sum(isinstance(m, TextAttention) for m in mixes), sum(isinstance(m, SourceAttention) for m in mixes)
 
     @property
     def dtype(self) -> torch.dtype:

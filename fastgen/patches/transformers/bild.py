@@ -370,6 +370,9 @@ def inputs_of_small(asked: Asked) -> Mapping[str, Any]:
 
 
 def _check_small(model: Any) -> None:
+    family = family_of(model.config.model_type)
+    if family is not None and family.segments:
+        raise ValueError(f"{type(model).__name__} has a generate of its own, which does not come to the decoding loop")
     try:
         check_model(model)
     except Unsupported as unsupported:

@@ -155,6 +155,8 @@ def _configs(model: Any) -> tuple[Any, ...]:
 def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any], beams: int) -> str | None:
     if not config.use_cache:
         return "use_cache=False"
+    if kwargs.get("encoder_outputs") is not None and not model.config.is_encoder_decoder:
+        return "encoder outputs are given to a decoder"
     cache = kwargs.get("past_key_values")
     if (reason := _of_another_kind(cache)) is not None:
         return reason

@@ -20,7 +20,7 @@ _ROWWISE = (
     lp.NoRepeatNGramLogitsProcessor, lp.SequenceBiasLogitsProcessor, lp.NoBadWordsLogitsProcessor,
     lp.ForcedBOSTokenLogitsProcessor, lp.ForcedEOSTokenLogitsProcessor, lp.InfNanRemoveLogitsProcessor,
     lp.ExponentialDecayLengthPenalty, lp.LogitNormalization, lp.SuppressTokensAtBeginLogitsProcessor,
-    lp.SuppressTokensLogitsProcessor,
+    lp.SuppressTokensLogitsProcessor, lp.WhisperTimeStampLogitsProcessor,
 )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from transformers.utils import output_capturing
 
 from fastgen.models import linear
 from fastgen.models.encoder import Encoder, Padding, Sentences, arranged, may_pay, pays, weights_of, whole
+from fastgen.models.encoder_layouts import ENCODERS
 from fastgen.models.encoder_reader import encoder_of
-from fastgen.models.layouts import ENCODERS
 from fastgen.models.parts import NotFused
 from fastgen.models.proof import outcome, verdict
 from fastgen.patches import _engine

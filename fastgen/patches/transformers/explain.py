@@ -20,7 +20,13 @@ from fastgen.patches.transformers.cache import held, parts_of
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide, held_before
 from fastgen.patches.transformers.peak import NotPredicted, peak_bytes
-from fastgen.patches.transformers.prepared import Prepared, arguments_of, prepare, without_wrappers
+from fastgen.patches.transformers.prepared import (
+    Prepared,
+    arguments_of,
+    generates_segments,
+    prepare,
+    without_wrappers,
+)
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,8 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
         return Explanation(type(bare).__name__, None, unsupported.reason, None, None, None, linears)
     ours, stock = _kv_bytes(bare, prepared, plan)
     notes = (*plan.left_off, note) if note else plan.left_off
+    if generates_segments(bare):
+        notes = ("this is the first segment's first attempt: each of them comes to a loop by itself", *notes)
     try:
         peak = peak_bytes(bare, prepared, plan, arguments_of(model, generate_kwargs) | {"streamer": None})
     except NotPredicted as reason:
@@ -224,7 +232,7 @@ def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | t
     prompt, source = prepared.input_ids, 0
     if model.config.is_encoder_decoder:
         source = prepared.kwargs["encoder_outputs"][0].shape[1]
-        if (layout := LAYOUTS.get(model.config.model_type)) is not None and layout.mask is not None:
+        if (layout := LAYOUTS.get(model.config.model_type)) is not None and layout.source_in_text:
             source -= 1  # the text is that of source and target, and its start token is not run
     elif prepared.kwargs.get("inputs_embeds") is not None:
         prompt = prepared.kwargs["inputs_embeds"]

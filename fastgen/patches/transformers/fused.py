@@ -65,7 +65,7 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     layout = layout_of(model.config)
     if layout is None:
         raise NotFused(f"there is no record of model type {model.config.model_type!r}")
-    if (layout.source is not None or layout.mask is not None) != bool(model.config.is_encoder_decoder):
+    if (layout.source is not None or layout.source_in_text) != bool(model.config.is_encoder_decoder):
         raise NotFused("a decoder without its encoder")
     for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
         method: Any = getattr(cast(Any, type(model)), name)
@@ -74,9 +74,7 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
             raise NotFused(f"{type(model).__name__} has its own {name}")
     if model.config._attn_implementation not in _ATTENTION:
         raise NotFused(f"attention implementation {model.config._attn_implementation!r}")
-    if not layout.masks_text and kwargs.get("decoder_attention_mask") is not None:
-        raise NotFused("the model gets decoder_attention_mask")
-    if layout.mask is not None:  # the source is part of the text
+    if layout.source_in_text:
         longest += kwargs["encoder_outputs"][0].shape[1]
     found = step_of(model, layout, longest)
     mask = kwargs.get("attention_mask")
@@ -102,11 +100,14 @@ class FusedDecoder:
         self.longest = self.prefix + cache.longest
         self.ready = bool(outcome(step))  # else the next step is made both ways
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
+        layout = layout_of(model.config)
+        assert layout is not None  # or there is no step
         names = ("decoder_attention_mask", "attention_mask") if self.encoder_decoder else ("attention_mask", "")
         text, source = (kwargs.get(name) for name in names)
+        text = text if layout.masks_text else None
+        source = source if layout.masks_source else None
         positions = kwargs.get("position_ids")
-        if step.tokens > 1 and source is not None:
-            # The source is the beginning of the text, and may be padded at any side.
+        if source is not None and layout.source_in_text:  # which may be padded at any side
             text = torch.nn.functional.pad(source, (0, self.prefix - source.shape[1]), value=1)
             source, positions = None, text.sum(1, keepdim=True)
         elif text is not None and text.shape[1] <= self.prefix:
@@ -114,7 +115,7 @@ class FusedDecoder:
         self.prefix_mask = None if text is None else _additive(text[:: cache.beams, : self.prefix], step.dtype)
         self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)
         counted = None if text is None else text[:, : self.prefix].sum(1, keepdim=True)
-        self.first = self._first(counted if step.counts_padding else positions)
+        self.first = self._first(counted if layout.counted or step.counts_padding else positions)
         self.seeing = bool(kwargs.get("output_hidden_states"))  # whether `hidden` is looked at
         self.hidden: Tensor | None = None  # (R, C), what the head has read last
         replayed = graph.wanted(cache.text[0].keys) and not self.seeing

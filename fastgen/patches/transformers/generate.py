@@ -169,7 +169,7 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
             raise ValueError(f"{method} of {type(call.model).__name__}: {unsupported.reason}") from None
         _engine.fallback(name, unsupported.reason)
         return stock()
-    pauses, reason = pausing.decide(call.model, plan, call.stopping_criteria)
+    pauses, reason = pausing.decide(call.model, plan, step, call.stopping_criteria)
     with _engine.running(plan):
         model = wide.stepper(plan, step) if method is None else restored_loops.stepper(wide, plan, step)
         decoding = decoding_of(loop, call, model)

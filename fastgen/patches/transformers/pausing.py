@@ -11,6 +11,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from fastgen.decoding.cohorts import Search, left_empty
 from fastgen.decoding.plan import Plan
+from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
 from fastgen.patches.transformers import restored
 from fastgen.patches.transformers.report import note
@@ -82,18 +83,20 @@ def refuse(model: Any, reason: str) -> None:
         request.refused = request.refused or reason
 
 
-def decide(model: Any, plan: Plan, criteria: Sequence[Any]) -> tuple[bool, str | None]:
+def decide(model: Any, plan: Plan, step: DecoderStep | None, criteria: Sequence[Any]) -> tuple[bool, str | None]:
     """Whether a loop pauses; if it was asked to and does not, what to count."""
     request = _request.get()
     if request is None or request.model is not model:
         return False, None
-    reason = request.refused or _reason_not_to_pause(request, plan, criteria)
+    reason = request.refused or _reason_not_to_pause(request, plan, step, criteria)
     return reason is None, None if reason is None else left_empty(reason)
 
 
-def _reason_not_to_pause(request: Request, plan: Plan, criteria: Sequence[Any]) -> str | None:
-    if not plan.fused:
+def _reason_not_to_pause(request: Request, plan: Plan, step: DecoderStep | None, criteria: Sequence[Any]) -> str | None:
+    if step is None or not plan.fused:
         return "decode steps are not made from the weights"
+    if step.tokens > 1:
+        return f"each step runs {step.tokens} tokens of a text"
     if not plan.drop:
         return "finished sentences stay in the batch"
     if any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria):

@@ -37,7 +37,7 @@ from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import known, runs_code_of_others
 from fastgen.patches.transformers.given import IS_GIVEN, is_given
-from fastgen.patches.transformers.prepared import MIXIN, Prepared
+from fastgen.patches.transformers.prepared import MIXIN, Prepared, generates_segments
 from fastgen.patches.transformers.restored import METHODS
 from fastgen.patches.transformers.shared import SharedStepper
 
@@ -57,6 +57,8 @@ def peak_bytes(bare: Any, prepared: Prepared, plan: Plan, kwargs: dict[str, Any]
         NotPredicted: with the reason.
     """
     config = prepared.config
+    if generates_segments(bare):
+        raise NotPredicted(f"{type(bare).__name__} has a generate of its own")
     if not plan.shared:
         raise NotPredicted("the cache is transformers' own")
     if is_given(prepared.kwargs.get("past_key_values")):

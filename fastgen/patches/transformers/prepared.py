@@ -1,7 +1,8 @@
 """What `generate` hands to its decoding loop, found without running the model.
 
 transformers' own `generate` prepares the call, on a copy of the model object that shares everything with the model,
-but whose decoding loops hand back what they are given, and whose encoder hands back a stand-in.
+but whose decoding loops hand back what they are given, and whose encoder hands back a stand-in. Where a `generate`
+comes to its loop several times, the first one counts.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMi
 from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.decoding.plan import Unsupported
+from fastgen.models.families import family_of
+from fastgen.models.parts import is_toolkits
 from fastgen.patches import _engine
 from fastgen.patches.transformers import beam_streamer, restored, restored_loops
 from fastgen.patches.transformers.call import Call
@@ -54,14 +57,30 @@ def prepare(bare: Any, model: Any, kwargs: dict[str, Any]) -> Prepared:
         Unsupported: it would not come to a loop that is patched.
     """
     check_model(bare)
-    if cast(Any, type(bare)).generate is not MIXIN.generate:
+    generate = cast(Any, type(bare)).generate
+    if generate is not MIXIN.generate and not generates_segments(bare):
         raise Unsupported(f"{type(bare).__name__} has a generate of its own")
     if kwargs.get("custom_generate") is not None:
         raise Unsupported("custom_generate is given")
     if kwargs.get("cache_implementation") == "paged":
         raise Unsupported("cache_implementation='paged'")
-    with _engine.disabled():
-        return MIXIN.generate(_probe(bare, model.generation_config), **arguments_of(model, kwargs))
+    attention = bare.config._attn_implementation
+    try:
+        with _engine.disabled():
+            generate(_probe(bare, model.generation_config), **arguments_of(model, kwargs))
+    except _Reached as reached:
+        return reached.prepared
+    finally:  # which a generate of a model's own may have set, for a call that is not to run
+        if bare.config._attn_implementation != attention:
+            bare.config._attn_implementation = attention
+    raise Unsupported(f"the generate of {type(bare).__name__} comes to no loop")
+
+
+def generates_segments(bare: Any) -> bool:
+    """Whether a model's own `generate`, which is transformers', calls that of all models for each segment."""
+    family = family_of(bare.config.model_type)
+    generate = cast(Any, type(bare)).generate
+    return family is not None and family.segments and generate is not MIXIN.generate and is_toolkits(generate)
 
 
 def arguments_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -97,6 +116,7 @@ def _probe(model: Any, generation_config: Any) -> Any:
         "__module__": kind.__module__,
         "get_encoder": get_encoder,
         "_validate_generation_mode": validate,
+        "detect_language": _any_language,
         "load_custom_generate": _load_custom_generate,
         "_get_deprecated_gen_repo": _repository,
         # What would compute images' features, extend the prompt by generating, and allocate a static cache's memory.
@@ -113,7 +133,14 @@ def _is_repository(method: str) -> bool:
     return "/" in method
 
 
-def _loop(name: str) -> Callable[..., Prepared]:
+class _Reached(Exception):
+    """A loop has been come to."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+
+
+def _loop(name: str) -> Callable[..., NoReturn]:
     """Return what takes the place of a loop."""
 
     def prepared(
@@ -125,7 +152,7 @@ def _loop(name: str) -> Callable[..., Prepared]:
         synced_gpus: bool = False,
         streamer: Any = None,
         **kwargs: Any,
-    ) -> Prepared:
+    ) -> NoReturn:
         if name not in _LOOPS:
             raise Unsupported(f"{name} is not patched")
         restored.check(generation_config)
@@ -134,7 +161,9 @@ def _loop(name: str) -> Callable[..., Prepared]:
             wide = restored_loops.widened(Call(self, input_ids, *given))
             input_ids, kwargs = wide.input_ids, wide.model_kwargs
         kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
-        return Prepared(_LOOPS[name], input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+        raise _Reached(
+            Prepared(_LOOPS[name], input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+        )
 
     return prepared
 
@@ -164,6 +193,13 @@ def _without_images(self: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
     return model_kwargs
 
 
+def _any_language(self: Any, generation_config: Any, **inputs: Any) -> Tensor:
+    """A language for each text, without looking at it."""
+    given: Any = next(value for value in inputs.values() if value is not None and not isinstance(value, int))
+    rows = len(given if isinstance(given, Tensor) else given[0])
+    return torch.full((rows,), next(iter(generation_config.lang_to_id.values())))
+
+
 def _as_they_are(self: Any, input_ids: Tensor, *args: Any) -> Tensor:
     return input_ids
 
@@ -184,10 +220,15 @@ class _Encoder:
     """Stands in for an encoder: outputs of the right length that take no memory."""
 
     def __init__(self, encoder: Any) -> None:
+        self.encoder = encoder
         self.forward = encoder.forward  # for its signature
         self._hf_hook = SimpleNamespace()  # for accelerate, which leaves a mark there
 
     def __call__(self, **inputs: Any) -> BaseModelOutput:
-        given = next(inputs[name] for name in ("inputs_embeds", "input_ids") if inputs.get(name) is not None)
-        hidden = torch.empty(*given.shape[:2], 1, device="meta")
+        names = ("input_features", "inputs_embeds", "input_ids")
+        name = next(name for name in names if inputs.get(name) is not None)
+        rows, length = inputs[name].shape[:2]
+        if name == "input_features":  # of speech, of which all segments are of one length
+            length = self.encoder.config.max_source_positions
+        hidden = torch.empty(rows, length, 1, device="meta")
         return BaseModelOutput(last_hidden_state=cast(Any, hidden))

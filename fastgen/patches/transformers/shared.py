@@ -119,7 +119,7 @@ class SharedStepper(Stepper):
 
     @property
     def joinable(self) -> bool:
-        return self.fused is not None and self.fused.ready and self.fused.step.tokens == 1
+        return self.fused is not None and self.fused.ready
 
     @property
     def decoders(self) -> list[DecoderStep]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.models.encoder import Encoder, Sentences, arranged, pays, weights_of
+from fastgen.models.encoder_layouts import ENCODERS
 from fastgen.models.encoder_reader import encoder_of
-from fastgen.models.layouts import ENCODERS
 from fastgen.models.parts import NotFused
 from fastgen.models.proof import outcome
 from fastgen.ops.dispatch import uncounted

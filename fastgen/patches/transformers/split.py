@@ -18,7 +18,7 @@ from fastgen.patches.transformers import awaited, pausing
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import fill_of
 from fastgen.patches.transformers.first_tokens import of_sentences
-from fastgen.patches.transformers.prepared import Prepared, prepare, without_wrappers
+from fastgen.patches.transformers.prepared import Prepared, generates_segments, prepare, without_wrappers
 from fastgen.patches.transformers.restored import method_of
 from fastgen.patches.transformers.scored import Scored
 
@@ -63,6 +63,8 @@ def _separable(model: Any, kwargs: dict[str, Any]) -> Prepared | None:
     """The prepared call, if its sentences can be generated apart; None where somebody could tell, or there is one."""
     try:
         bare = without_wrappers(model)
+        if generates_segments(bare):  # this is one segment, which its own generate has prepared
+            return None
         prepared = prepare(bare, model, dict(kwargs))
         plan, _ = decide(
             bare, prepared.loop, prepared.input_ids, prepared.logits_processor, prepared.stopping_criteria,
