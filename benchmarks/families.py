@@ -64,6 +64,8 @@ def build(name: str, tiny: bool = False) -> Any:
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
+    import fastgen.unilm  # noqa: F401  (which makes its family known)
+
     kind = CONFIG_MAPPING[name]
     known = inspect.signature(kind).parameters
     values = {word: size for size, words in _SIZES.items() for word in words if word in known}
