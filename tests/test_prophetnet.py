@@ -173,6 +173,14 @@ def test_another_decoder_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {not_shared(MODULES_CANNOT), by_modules(OTHERWISE)} <= set(_report(shared=False).plan.left_off)
 
 
+def test_contrastive_search_looks_at_the_main_stream() -> None:
+    model = zoo.build("prophetnet")
+    kwargs = _batch(model, 1, "none") | {"max_new_tokens": 9}
+    model.generate(**kwargs, top_k=4, penalty_alpha=0.6)
+    reason = by_modules("contrastive search looks at tokens, and the head at what asks behind them")
+    assert {reason, not_shared(MODULES_CANNOT)} <= set(_report(shared=False).plan.left_off)
+
+
 def test_padding_that_is_not_0() -> None:
     """With which transformers' own positions and buckets do not fit, and it raises."""
     settings = zoo.build("prophetnet").config.to_dict() | {"pad_token_id": 1}

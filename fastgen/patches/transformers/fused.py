@@ -18,6 +18,7 @@ from fastgen.models.reader import step_of
 from fastgen.models.replay import Replay
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.cache import SharedCache, parts_of
+from fastgen.patches.transformers.restored import method_of
 
 # Arguments of a model's forward that its decode steps can do without, or that are looked at here; and of a loop.
 _ARGUMENTS = {
@@ -77,6 +78,8 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     if layout.source_in_text:
         longest += kwargs["encoder_outputs"][0].shape[1]
     found = step_of(model, layout, longest)
+    if found.tokens > 1 and method_of(generation_config) == "contrastive search":
+        raise NotFused("contrastive search looks at tokens, and the head at what asks behind them")
     mask = kwargs.get("attention_mask")
     if found.counts_padding and mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise NotFused("padding that is not on the left")
