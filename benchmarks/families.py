@@ -52,7 +52,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 64},
     "gptj": {"rotary_dim": 32},
     "mpt": {"use_cache": True},
-    **{name: {"decoder_start_token_id": 0} for name in ("mt5", "t5", "umt5")},
+    **{key: {"decoder_start_token_id": 0} for key in ("mt5", "t5", "umt5")},
     "unilm": {"mask_token_id": 4},
     "whisper": {"max_source_positions": 128, "max_target_positions": 128, "suppress_tokens": None,
                 "begin_suppress_tokens": None},

@@ -308,7 +308,7 @@ def test_the_trainer_predicts_the_same(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("family", zoo.ENCODER_DECODERS)
+@pytest.mark.parametrize("family", sorted(zoo.ENCODER_DECODERS.keys() - {"unilm"}))  # whose encoder embeds, no more
 def test_generate_encodes_no_padding(family: str, padding: str) -> None:
     model = zoo.build(family)
     call: dict[str, Any] = zoo.batch(model, 4, 9, padding) | {"max_new_tokens": 5, "num_beams": 2}

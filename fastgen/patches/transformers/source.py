@@ -12,9 +12,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from fastgen.models.encoder import Encoder, Sentences, arranged, pays, weights_of
 from fastgen.models.encoder_layouts import ENCODERS
 from fastgen.models.encoder_reader import encoder_of
-from fastgen.models.footprint import is_planned
 from fastgen.models.parts import NotFused
 from fastgen.models.proof import outcome
+from fastgen.ops.dispatch import uncounted
 from fastgen.patches import _engine
 from fastgen.patches.transformers.bild_call import said
 from fastgen.patches.transformers.encoder import LITTLE, Slower, check, lengths_of, prove
@@ -65,9 +65,10 @@ class _Source:
             check(self.encoder, ids, (), {name: value for name, value in kwargs.items() if name != "return_dict"})
             found = _encode(self.encoder, ids, visible)
         except (NotFused, Slower) as reason:
-            _engine.left_alone(NAME, f"padding is encoded: {reason}")
+            if not uncounted.get():
+                _engine.left_alone(NAME, f"padding is encoded: {reason}")
             return self.encoder(**given)
-        if not is_planned(found):
+        if not uncounted.get():
             _engine.hit(NAME)
         return BaseModelOutput(last_hidden_state=found)  # pyright: ignore[reportArgumentType]
 
