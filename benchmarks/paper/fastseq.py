@@ -30,7 +30,7 @@ _REDUCED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class _Plain:
-    """A family's model with the random weights that it gives itself; the values of its config, and the tiny version's."""
+    """A family's model with the random weights that it gives itself: values of its config, and the tiny one's."""
 
     family: str
     values: dict[str, Any]
@@ -75,7 +75,8 @@ def _bart(decoder_layers: int) -> Shape:
     return replace(shape, values=shape.values | {"decoder_layers": decoder_layers})
 
 
-# Model; the paper's samples per second without and with FastSeq, and its ratio as printed; the shape; source, and tokens that are generated.
+# Model; the paper's samples per second without and with FastSeq, and their ratio as printed; the shape; tokens of the
+# source, and of the output.
 _MODELS: tuple[tuple[str, float, float, str, Any, int, int, dict[str, Any]], ...] = (
     ("BART 12L-12L-1024", 2.4, 18.4, "7.7x", _bart(12), 1022, 64, _BLOCKED),
     ("DistilBART 12L-6L-1024", 3.4, 18.5, "5.4x", _bart(6), 1022, 64, _BLOCKED),
