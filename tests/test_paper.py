@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import fairseq_command, plot
+from benchmarks import fairseq_command, families, plot
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import amun, fastseq
 from docs.hooks import tables
+from fastgen.models.families import FAMILIES
 
 IN_ONE_PROCESS = [name for name in command.TABLES if not name.startswith(("bild", "fastseq_table2"))]
 
@@ -126,6 +127,33 @@ def test_a_pair_s_table_rests_on_its_results(
     flops, moved = (672 * 100 + 208 * 90) / 67_200, (672 * 40 + 208 * 90) / 67_200
     shown = next(row for row in found["bild_figure8"]["result"]["rows"] if row[0] == "aligned, as good")
     assert shown[1:4] == [f"{flops:.2f}", f"{moved:.2f}", f"{flops / moved:.2f}"]
+
+
+def test_every_family_has_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in FAMILIES:
+        assert families.build(name, tiny=True).config.model_type == name
+    words = [
+        "--family",
+        "bloom",
+        "unilm",
+        "whisper",
+        "--scale",
+        "tiny",
+        "--rounds",
+        "1",
+        "--out",
+        str(tmp_path / "cpu"),
+    ]
+    assert families.main(words) == 0
+    found = json.loads((tmp_path / "cpu/families.json").read_text("utf-8"))["result"]
+    assert {name: list(calls) for name, calls in found.items()} == {key: list(families.CALLS) for key in words[1:4]}
+    for calls in found.values():
+        for call, one in calls.items():
+            loop = "transformers.beam_search" if "beams" in call else "transformers.sample"
+            assert one["hits"][loop] > 0
+            assert one["fallbacks"] == {}
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.families_speed().count("| `whisper` |") == 1
 
 
 @pytest.fixture

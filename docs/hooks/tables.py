@@ -150,6 +150,21 @@ def memory() -> str:
     return table(("model", "where", "toolkit", "fastgen", "results"), rows)
 
 
+def families_speed() -> str:
+    """Ratios of every family's calls, of all results files."""
+    rows: list[tuple[str, ...]] = []
+    calls: tuple[str, ...] = ()
+    for _, data in _results("families"):
+        for name, of_family in data["result"].items():
+            calls = tuple(of_family)
+            rows.append((f"`{name}`", _where(data), *(_ratio(found) for found in of_family.values())))
+    return table(("family", "where", *calls), rows)
+
+
+def _ratio(found: dict[str, Any]) -> str:
+    return f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]" if found["equal"] else "outputs differ"
+
+
 def paper() -> str:
     """The papers' tables and figures, as measured on each hardware."""
     parts: list[str] = []
@@ -213,6 +228,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "api": api,
     "commands": commands,
     "families": families,
+    "families-speed": families_speed,
     "memory": memory,
     "never-worse": never_worse,
     "paper": paper,
