@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 RESULTS = ROOT / "benchmarks" / "results"
 MEGA = 2**20
+NOT_YET = "There are no results yet."
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -158,7 +159,7 @@ def families_speed() -> str:
         for name, of_family in data["result"].items():
             calls = tuple(of_family)
             rows.append((f"`{name}`", _where(data), *(_ratio(found) for found in of_family.values())))
-    return table(("family", "where", *calls), rows)
+    return table(("family", "where", *calls), rows) if rows else NOT_YET
 
 
 def _ratio(found: dict[str, Any]) -> str:
@@ -178,7 +179,7 @@ def paper() -> str:
         parts.append(table(result["columns"], result["rows"]) if result["equal"] else differ)
         if result["curve"] is not None:
             parts.append(f"![{data['title']}](plots/{file.parts[-3]}-{data['case']}.svg)")
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or NOT_YET
 
 
 def _results(*kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:
