@@ -212,15 +212,10 @@ class _OwnBeams(tf.GPT2LMHeadModel):
         raise AssertionError("ran")
 
 
-def _unproven() -> Any:
-    shape: dict[str, Any] = {"vocab_size": zoo.VOCABULARY, "hidden_size": 16, "n_layer": 1, "n_head": 2}
-    return tf.BloomForCausalLM(tf.BloomConfig(**shape, pad_token_id=0))
-
-
 @pytest.mark.parametrize(
     ("build", "options", "reason"),
     [
-        (_unproven, {}, "model type 'bloom' is not proven yet"),
+        (zoo.unproven, {}, "model type 'gpt_bigcode' is not proven yet"),
         (lambda: _OwnBeams(zoo.build("gpt2").config), {}, "_OwnBeams has a beam search of its own"),
         (lambda: zoo.build("gpt2"), {"synced_gpus": True}, "synced_gpus=True"),
     ],

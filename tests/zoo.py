@@ -245,6 +245,14 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any
     return (FAMILIES | STREAMS | SPEECH | MORE)[family]().to(dtype).eval()
 
 
+def unproven(dtype: torch.dtype = torch.float32) -> Any:
+    """Return a tiny model of a family that has no record."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": 128, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    tokens: dict[str, Any] = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS}
+    return tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**shape, **tokens)).to(dtype).eval()
+
+
 def alone(model: Any) -> Any:
     """Make a model compute all attention by itself, as one whose forward somebody changed may do; return it."""
     kind = type(model)
