@@ -246,7 +246,8 @@ def test_status_sums_what_is_counted() -> None:
             zoo.call([large], zoo.batch(3, 6, seed=seed), {"beam_size": 1, "max_len_b": 6})
     after = fastgen.status().bild
     assert drafting.counts["tokens"] > 0
-    assert {name: after[name] - before.get(name, 0) for name in after} == dict(drafting.counts)
+    more = {name: after[name] - before.get(name, 0) for name in after}  # those of drafted beams among them
+    assert {name: count for name, count in more.items() if count} == {n: c for n, c in drafting.counts.items() if c}
     assert list(drafting.counts) == list(Counts.__dataclass_fields__)
     assert zoo.hits() == hits + 2
     assert str(drafting).startswith(f"Big-little decoding: {drafting.counts['tokens']} tokens, ")
