@@ -148,17 +148,28 @@ def test_scores_of_decoders(family: str) -> None:
         assert (found.tokens, found.total) == (len(text) - 1, pytest.approx(float(wanted.sum()), abs=1e-9))
 
 
-@pytest.mark.parametrize("family", zoo.ENCODER_DECODERS)
+@pytest.mark.parametrize("family", sorted(zoo.ENCODER_DECODERS.keys() - {"unilm"}))
 def test_scores_of_encoder_decoders(family: str) -> None:
     model = zoo.build(family)
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias.normal_()
     texts, sources = _texts(5, 9, 2), _texts(8, 3, 6)
+    if not _is_causal(model, sources[0]):
+        pytest.skip(f"a decoder of {family} sees what comes, in transformers {transformers.__version__}")
     for text, source, found in zip(texts, sources, fastgen.score(model, texts, sources), strict=True):
         with torch.no_grad(), fastgen.disabled():
             logits = model(input_ids=source[None], labels=text[None]).logits[0].double()
         wanted = logits.log_softmax(-1).gather(1, text[:, None])[:, 0]
         torch.testing.assert_close(found.log_probs, wanted, atol=1e-9, rtol=1e-9)
+
+
+def _is_causal(model: Any, source: Tensor) -> bool:
+    with torch.no_grad(), fastgen.disabled():
+        first, other = (
+            model(input_ids=source[None], decoder_input_ids=torch.tensor([[3, 8, last]])).logits[0, 0]
+            for last in (9, 10)
+        )
+    return torch.equal(first, other)
 
 
 def test_windows_of_a_long_text() -> None:

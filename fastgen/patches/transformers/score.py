@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgen.models.families import family_of
-from fastgen.models.layouts import LAYOUTS, Layout
+from fastgen.models.layouts import LAYOUTS, Layout, layout_of
 from fastgen.models.proof import agree
 from fastgen.models.routes import routed
 from fastgen.ops.token_scores import token_scores
@@ -164,7 +164,7 @@ class _Head:
 
     def __init__(self, model: Any) -> None:
         self.model: Any = model
-        self.layout: Layout | None = LAYOUTS.get(model.config.model_type)
+        self.layout: Layout | None = layout_of(model.config)
         self.proven = False
 
     def hidden(self, **inputs: Tensor) -> Tensor:
@@ -204,8 +204,9 @@ class _Head:
             ValueError: they differ, or there is no record of the family.
         """
         model = self.model
-        if self.layout is None:
-            raise ValueError(f"model type {model.config.model_type!r} is none of {', '.join(sorted(LAYOUTS))}")
+        if self.layout is None or self.layout.mask is not None:
+            known = sorted(name for name, layout in LAYOUTS.items() if layout.mask is None)
+            raise ValueError(f"model type {model.config.model_type!r} is none of {', '.join(known)}")
         own = model(**inputs, use_cache=False).logits[0]
         if agree(self._logits(self._states(**inputs)[0]), own) is not True:
             raise ValueError(f"{type(model).__name__} makes its logits otherwise than others of its family")
