@@ -155,7 +155,7 @@ def test_scores_of_encoder_decoders(family: str) -> None:
         model.final_logits_bias.normal_()
     texts, sources = _texts(5, 9, 2), _texts(8, 3, 6)
     if not _is_causal(model, sources[0]):
-        pytest.skip(f"a decoder of {family} sees what comes, in transformers {transformers.__version__}")
+        pytest.skip(f"a decoder of {family} sees what comes, in transformers {tf.__version__}")
     for text, source, found in zip(texts, sources, fastgen.score(model, texts, sources), strict=True):
         with torch.no_grad(), fastgen.disabled():
             logits = model(input_ids=source[None], labels=text[None]).logits[0].double()
