@@ -666,7 +666,9 @@ def test_exceptions(stage: str, beams: int) -> None:
         assert hits() == served
     finally:
         fastgen.enable()
-    assert {row.state for row in fastgen.status().rows if row.name.startswith("transformers.")} == {"applied"}
+    states = {row.state for row in fastgen.status().rows if row.name.startswith("transformers.")}
+    assert "applied" in states
+    assert states <= {"applied", "pending"}, "pending are those of modules that nobody has imported"
     assert torch.equal(_check(model, **inputs, **options), wanted)
     assert fallbacks() == before
     _check_at_rest(model)
