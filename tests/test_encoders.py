@@ -8,11 +8,13 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastgen
 from fastgen.models import encoder as encoders
 from fastgen.models.encoder import pays
+from fastgen.patches.transformers import encoder
 from tests import zoo
 from tests.parity import assert_same, same
 
@@ -172,7 +174,7 @@ def test_a_changed_model_runs_its_own_layers(change: Callable[[Any], None], reas
         ({"output_attentions": True}, "hidden states or attentions are returned"),
         (
             {"attention_mask": torch.ones(6, 1, 17, 17).tril().bool()},
-            "an attention mask that differs between positions",
+            "an attention mask of its own",  # which is added here
         ),
         ({"attention_mask": torch.zeros(6, 17)}, "a sentence of padding alone"),
     ],
@@ -180,7 +182,8 @@ def test_a_changed_model_runs_its_own_layers(change: Callable[[Any], None], reas
 def test_a_call_that_asks_for_more_runs_the_models_own_layers(more: dict[str, Any], reason: str) -> None:
     model = zoo.encoder("Bert", "ForSequenceClassification", attn_implementation="eager")
     _both(model, _batch() | more)
-    assert reason in _row("encoder.bert").fallbacks
+    counted = _row("encoder.bert").left_off if "returned" in reason else _row("encoder.bert").fallbacks
+    assert reason in counted
     same(_both(model, _batch()), _both(model, _batch()))
 
 
@@ -188,7 +191,7 @@ def test_gradients_and_training_are_left_alone() -> None:
     model = zoo.encoder("Bert", "ForSequenceClassification")
     hits = _row("encoder.bert").hits
     model(**_batch()).logits.sum().backward()
-    assert "gradients are wanted" in _row("encoder.bert").fallbacks
+    assert "gradients are wanted" in _row("encoder.bert").left_off
     counted = sum(_row("encoder.bert").fallbacks.values())
     gradients = []
     for _ in range(2):
@@ -351,3 +354,56 @@ def test_generate_encodes_padding_where_it_is_seen() -> None:
     assert _row("source").left_off["padding is encoded: padding between tokens"]
     assert_same(zoo.build("bart"), call)
     assert _row("source").hits == hits + 1
+
+
+def test_an_encoder_of_bert_s_kind_beside_a_decoder() -> None:
+    """Whose record is of the layers alone: `generate` of the pair runs it as it is."""
+    options: dict[str, Any] = zoo._ENCODER | {"bos_token_id": 1, "eos_token_id": 2}
+    decoder = tf.RobertaConfig(**options, is_decoder=True, add_cross_attention=True)
+    torch.manual_seed(0)
+    model = tf.EncoderDecoderModel(
+        encoder=tf.RobertaModel(tf.RobertaConfig(**options)), decoder=tf.RobertaForCausalLM(decoder)
+    ).eval()
+    call = zoo.batch(model, 3, 9, "right") | {"num_beams": 2, "max_new_tokens": 4}
+    call |= {"decoder_start_token_id": 1, "pad_token_id": 0}
+    with fastgen.disabled():
+        wanted = model.generate(**call)
+    assert torch.equal(model.generate(**call), wanted)
+
+
+def _wide(attention: str = "eager") -> Any:
+    """An encoder whose calls are worth to be made faster."""
+    sizes = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072, "attn_implementation": attention}
+    return zoo.encoder("Bert", dtype=torch.float32, **sizes)
+
+
+def test_transforms_of_torch_func_and_forward_differentiation_see_the_models_own_layers() -> None:
+    model, inputs = _wide(), torch.randn(2, 4, 16, 768)
+
+    def encode(embeds: Tensor) -> Tensor:
+        return model(inputs_embeds=embeds).last_hidden_state
+
+    with torch.no_grad():
+        found = torch.func.vmap(encode)(inputs)
+        with fastgen.disabled():
+            torch.testing.assert_close(found, torch.func.vmap(encode)(inputs))
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(inputs[0], torch.ones_like(inputs[0]))
+            assert forward_ad.unpack_dual(encode(dual)).tangent is not None
+
+
+def test_a_mask_of_integers_is_added() -> None:
+    mask = torch.zeros(8, 1, 1, 16, dtype=torch.int64)
+    mask[:, :, :, 12:] = -10_000
+    _both(_wide(), {"input_ids": torch.randint(3, 60, (8, 16)), "attention_mask": mask})
+
+
+def test_a_forward_that_somebody_put_there_before_is_theirs() -> None:
+    model = _wide()
+
+    def forward(self: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return encoder.BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_states * 2)
+
+    found = encoder.encode(forward, model.encoder, torch.ones(8, 16, 768))
+    assert bool((found.last_hidden_state == 2).all())
+    assert _row("encoder.bert").fallbacks["a forward that is not transformers'"] > 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from transformers import GenerationConfig, LogitsProcessorList, TextStreamer
 from transformers.generation import logits_process as lp
 
@@ -15,6 +16,7 @@ import fastgen
 from fastgen import config as switches
 from fastgen.constraints import DisjunctiveConstraint, PhrasalConstraint, Progress
 from tests import restored_oracle as oracle
+from tests import zoo
 from tests.parity import fallbacks, left_off
 from tests.recorded import models
 from tests.zoo import DECODERS, ENCODER_DECODERS, EOS, PAD, alone, batch, build
@@ -222,7 +224,6 @@ def test_progress(text: list[int]) -> None:
             "num_beams=4 .* num_beam_groups=3",
         ),
         ({"num_beams": 4, "num_beam_groups": 2}, ValueError, r"diversity_penalty=0\.0"),
-        ({"num_beams": 4, "diversity_penalty": 0.5}, ValueError, r"diversity_penalty=0\.5 .* num_beam_groups is 1"),
         (DIVERSE | {"do_sample": True}, ValueError, "do_sample=True"),
         (DIVERSE | {"streamer": TextStreamer(None)}, ValueError, "streamer"),
         ({"force_words_ids": [[5]]}, ValueError, "num_beams is 1"),
@@ -315,3 +316,51 @@ def test_a_stream_and_its_scores(method: str) -> None:
         else:
             of_tokens = model.compute_transition_scores(alone_.sequences, alone_.scores, normalize_logits=True)
             torch.testing.assert_close(scores, of_tokens.sum(1).to(scores.dtype), atol=1e-5, rtol=0)
+
+
+def test_what_is_no_call_of_these_methods_is_transformers_own() -> None:
+    """A penalty without groups, and a loop that the caller gives: both as without fastgen."""
+    model = zoo.build("bart", torch.float32)
+    call = zoo.batch(model, 2, 6) | {"num_beams": 4, "max_new_tokens": 5}
+    with fastgen.disabled():
+        wanted = model.generate(**call, diversity_penalty=0.5)
+    assert torch.equal(model.generate(**call, diversity_penalty=0.5), wanted)
+
+    def own(model: Any, *args: Any, **kwargs: Any) -> str:
+        return "own"
+
+    hits = fastgen.status()["transformers.generation_mode"].hits
+    asked = {"num_beam_groups": 2, "diversity_penalty": 0.0, "constraints": [object()]}
+    assert model.generate(**call, **asked, custom_generate=own) == "own"
+    assert fastgen.status()["transformers.generation_mode"].hits == hits
+
+
+class _OwnSample(tf.GPT2LMHeadModel):
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("ran as greedy search")
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "said"),
+    [
+        (lambda: _mamba(), DIVERSE, "diverse beam search of MambaForCausalLM"),
+        (lambda: _mamba(), {"penalty_alpha": 0.6, "top_k": 4}, "contrastive search of MambaForCausalLM"),
+        (lambda: zoo.build("unilm"), {"penalty_alpha": 0.6, "top_k": 4}, "UniLMForConditionalGeneration returns none"),
+        (
+            lambda: zoo.build("gpt2"),
+            {"penalty_alpha": 0.6, "top_k": 4, "cache_implementation": "static"},
+            "cache_implementation='static'",
+        ),
+        (lambda: _OwnSample(zoo.build("gpt2").config).eval(), {"penalty_alpha": 0.6, "top_k": 4}, "trust_remote_code"),
+    ],
+    ids=["states", "states seen", "no hidden states", "static", "own loop"],
+)
+def test_models_that_cannot_decode_so(build: Any, options: dict[str, Any], said: str) -> None:
+    model = build()
+    with pytest.raises(ValueError, match=said):
+        model.generate(**zoo.batch(model, 2, 6, "none") | options, max_new_tokens=4)
+
+
+def _mamba() -> Any:
+    sizes = {"vocab_size": zoo.VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    return tf.MambaForCausalLM(tf.MambaConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)).eval()

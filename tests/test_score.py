@@ -229,3 +229,24 @@ def test_models_that_cannot_score() -> None:
     other.lm_head.register_forward_hook(lambda module, args, y: y * 2 if y.dim() == 3 else y)
     with pytest.raises(ValueError, match="otherwise"):
         fastgen.score(other, [[4, 5]])
+
+
+@pytest.mark.parametrize("items", [None, 30])
+def test_any_label_may_be_the_one_that_is_ignored(items: int | None) -> None:
+    logits, labels = torch.randn(1, 40, 50_000), torch.randint(0, 4, (1, 40))
+    given = {"ignore_index": 0, "num_items_in_batch": items}
+    loss = LOSS_MAPPING["ForCausalLM"]
+    hits = fastgen.status()["transformers.loss"].hits
+    with torch.no_grad():
+        found = loss(logits, labels, 50_000, **given)
+        with fastgen.disabled():
+            wanted = loss(logits, labels, 50_000, **given)
+    assert fastgen.status()["transformers.loss"].hits == hits + 1
+    assert torch.equal(found, wanted)
+    assert bool(wanted > 0)
+
+
+def test_a_stride_beyond_a_model_s_positions() -> None:
+    model = zoo.build("gpt2")
+    with pytest.raises(ValueError, match="stride=256: from 1 to below 256"):
+        fastgen.score(model, _texts(300), stride=256)

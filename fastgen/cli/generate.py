@@ -313,6 +313,8 @@ def _said(stored: dict[str, Any]) -> dict[str, Any]:
 def _has_encoder(folder: Path) -> bool:
     from transformers import AutoConfig
 
+    import fastgen.unilm  # noqa: F401 so that its folders are known
+
     try:
         return bool(AutoConfig.from_pretrained(folder, local_files_only=True).is_encoder_decoder)
     except (OSError, ValueError) as error:

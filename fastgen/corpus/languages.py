@@ -56,6 +56,11 @@ class Names:
             raise Unknown(f"{name!r} is no language of {self.folder}")
         return self.token(tokens.get(name, name))
 
+    def code(self, name: str) -> str:
+        """What the tokenizer calls a language, by that or by its token."""
+        tokens: dict[str, str] = getattr(self.tokenizer, "lang_code_to_token", {})
+        return next((code for code, token in tokens.items() if token == name), name)
+
     def check_languages(self, each: str | None = None) -> None:
         """Raise CommandError where the tokenizer knows no languages, or outputs cannot have one each.
 

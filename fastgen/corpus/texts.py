@@ -186,7 +186,7 @@ class TextGenerator:
             self.generation["forced_bos_token_id"] = _known("--forced-bos-token", names.token, options.forced_bos_token)
         if options.source_lang is not None:
             _known("--source-lang", names.language, options.source_lang)
-            self.tokenizer.src_lang = options.source_lang
+            self.tokenizer.src_lang = names.code(options.source_lang)
         if options.target_lang is not None:
             name = "decoder_start_token_id" if names.begins_with_language else "forced_bos_token_id"
             self.generation[name] = _known("--target-lang", names.language, options.target_lang)

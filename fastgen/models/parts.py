@@ -59,6 +59,8 @@ def check_unread(model: nn.Module, paths: Sequence[str], read: Container[nn.Modu
             raise NotFused(f"a hook on a {kind}")
         if module.training:
             raise NotFused(f"a {kind} is in training mode")
+        if module._compiled_call_impl is not None:
+            raise NotFused(f"a {kind} is compiled")
         known = runs_its_class(module) or isinstance(module.__dict__["forward"], Routed)
         if not known or not is_toolkits(type(module).forward):
             raise NotFused(f"a forward of its own of a {kind}")

@@ -227,8 +227,9 @@ def hit(name: str, left_off: Iterable[str] = ()) -> None:
 def left_alone(name: str, reason: str) -> None:
     """Count a call that is left to the original because that is the faster way: no fallback, and no hit."""
     entry = _entry(name)
-    with _lock:
-        entry.left_off[reason] += 1
+    if not asking():
+        with _lock:
+            entry.left_off[reason] += 1
 
 
 def fallback(name: str, reason: str) -> None:

@@ -83,10 +83,15 @@ def _reason_not_to_know(model: Any, method: Method | None) -> str | None:
     try:
         check_model(model)
     except Unsupported as unsupported:
-        if method is None or hasattr(model, "_reorder_cache"):
+        if method is None or hasattr(model, "_reorder_cache") or _has_states(model):
             raise
         return unsupported.reason
     return None
+
+
+def _has_states(model: Any) -> bool:
+    """Whether a model keeps anything but keys and values, which nobody here could put in another order."""
+    return getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache()
 
 
 MODULES_CANNOT = "the model's own modules compute attention by themselves"
@@ -164,6 +169,11 @@ def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dic
         if has_own_attention(model):
             return given.IS_GIVEN
         if (reason := given.reason_not_to_share(model, cache, len(input_ids), beams)) is not None:
+            return reason
+        if (
+            beams == 1
+            and (reason := given.reason_not_to_copy(cache, config.max_length - input_ids.shape[1])) is not None
+        ):
             return reason
     longest = _longest(model, input_ids, config, kwargs)
     for part in _configs(model):

@@ -8,10 +8,11 @@ tokens, and so does `generate` of an encoder-decoder model.
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
 from transformers.utils import output_capturing
 
@@ -19,14 +20,23 @@ from fastgen.models import linear
 from fastgen.models.encoder import Encoder, Padding, Sentences, arranged, may_pay, pays, weights_of, whole
 from fastgen.models.encoder_layouts import ENCODERS
 from fastgen.models.encoder_reader import encoder_of
-from fastgen.models.parts import NotFused
+from fastgen.models.parts import NotFused, is_toolkits
 from fastgen.models.proof import outcome, verdict
+from fastgen.ops.dispatch import uncounted
 from fastgen.patches import _engine
 
 _Original = Callable[..., Any]
 
-reading: ContextVar[Callable[[nn.Module], Padding] | None] = ContextVar("fastgen_reading", default=None)
-"""Says what an encoder may make of padding, by what is read of its output in this context."""
+
+class Reading(NamedTuple):
+    """What an encoder may make of padding, by what is read of its output; name: of the patch that knows."""
+
+    padding: Callable[[nn.Module], Padding]
+    name: str
+
+
+reading: ContextVar[Reading | None] = ContextVar("fastgen_reading", default=None)
+"""What is read of an encoder's output in this context, where somebody knows."""
 
 _ATTENTION = ("eager", "sdpa")
 _WITHOUT_EFFECT = ("position_ids", "num_items_in_batch")
@@ -34,43 +44,56 @@ LITTLE = "too little to gain: its layers run as they are"
 _OUTPUTS = {"distilbert": BaseModelOutput}
 
 
-def family_of_code(original: _Original) -> str:
-    """The name of a family's folder in transformers, by one of its methods."""
-    return original.__module__.split(".")[-2]
+def family_of(module: nn.Module) -> str:
+    """The name of the folder in transformers that a module's class, or one it is made from, lies in."""
+    kinds = (kind.__module__.split(".") for kind in type(module).__mro__)
+    return next(path[2] for path in kinds if path[:2] == ["transformers", "models"])
+
+
+def is_transformed() -> bool:
+    """Whether a tracer, forward differentiation or one of torch.func's transforms looks on."""
+    within = cast(Any, torch)._C._functorch.peek_interpreter_stack() is not None
+    return within or cast(Any, torch.jit).is_tracing() or cast(Any, forward_ad)._current_level >= 0
 
 
 def encode(
     original: _Original, self: Any, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """The layers of BERT's encoder and of those like it."""
-    if self.training:  # which is not fastgen's business, and no fallback
+    if self.training or is_transformed():  # which is not fastgen's business, and no fallback
         return original(self, hidden_states, attention_mask, *args, **kwargs)
-    family, asked = family_of_code(original), reading.get()
+    family, asked = family_of(self), reading.get()
     try:
         with _engine.running("encoder"):
             check_size(hidden_states, asked is not None or attention_mask is not None)
             check(self, hidden_states, args, kwargs)
-            padding = "run" if asked is None else asked(self)
+            if not is_toolkits(original):
+                raise NotFused("a forward that is not transformers'")
+            padding = "run" if asked is None else asked.padding(self)
             found = _encode(original, self, family, hidden_states, attention_mask, padding)
     except (NotFused, Slower) as reason:
-        count = _engine.fallback if isinstance(reason, NotFused) else _engine.left_alone
-        count(f"transformers.encoder.{family}", str(reason))
+        count = _engine.fallback if type(reason) is NotFused else _engine.left_alone
+        if not uncounted.get():
+            count(f"transformers.encoder.{family}", str(reason))
         return original(self, hidden_states, attention_mask, *args, **kwargs)
-    _engine.hit(f"transformers.encoder.{family}")
+    if not uncounted.get():
+        _engine.hit(f"transformers.encoder.{family}")
+        if asked is not None and padding != "run":
+            _engine.hit(asked.name)
     return _OUTPUTS.get(family, BaseModelOutputWithPastAndCrossAttentions)(last_hidden_state=cast(Any, found))
 
 
 def check(encoder: Any, given: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise NotFused where a call of an encoder asks for more than its output, or cannot run here."""
-    config = next(module.config for module in encoder.modules() if hasattr(module, "config"))
-    if cast(Any, torch.jit).is_tracing() or type(given) not in (Tensor, nn.Parameter):
-        raise NotFused("the forward is traced")
+    config = _config(encoder)
+    if type(given) not in (Tensor, nn.Parameter):
+        raise NotForUs("a tensor of a class of its own")
     if torch.is_grad_enabled():
-        raise NotFused("gradients are wanted")
+        raise NotForUs("gradients are wanted")
     if given.device.type != "cpu":
-        raise NotFused("not on a CPU")
+        raise NotForUs("not on a CPU")
     if output_capturing._active_collector.get():  # pyright: ignore[reportPrivateUsage]
-        raise NotFused("hidden states or attentions are returned")
+        raise NotForUs("hidden states or attentions are returned")
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise NotFused("it is a decoder")
     if config._attn_implementation not in _ATTENTION:
@@ -90,6 +113,8 @@ def _encode(original: _Original, encoder: Any, family: str, hidden: Tensor, mask
         Slower: it would not be faster.
     """
     shape = hidden.shape[0], hidden.shape[1]
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and _config(encoder)._attn_implementation == "eager":
+        raise NotFused("an attention mask of its own")  # it would be added
     visible = visible_of(mask, *shape)
     if padding == "run" and visible is not None and _alike(hidden, visible):
         padding = "alike"
@@ -100,11 +125,21 @@ def _encode(original: _Original, encoder: Any, family: str, hidden: Tensor, mask
         own = original(encoder, hidden[one], mask if mask is None else mask[one]).last_hidden_state
         found = run(layers, hidden[one], sentences_of(None if visible is None else visible[one], (1, shape[1]), "run"))
         prove(layers, found[0], own[0])
+        if len(hidden) == 1:
+            return own
     return run(layers, hidden, sentences_of(visible, shape, padding))
 
 
 class Slower(Exception):
     """An encoder's own forward is the faster way."""
+
+
+class NotForUs(NotFused):
+    """A call of a kind that nothing is made faster of here: it is left alone, and is no fallback."""
+
+
+def _config(encoder: nn.Module) -> Any:
+    return next(cast(Any, module).config for module in encoder.modules() if hasattr(module, "config"))
 
 
 def check_size(hidden: Tensor, padded: bool) -> None:
@@ -159,6 +194,8 @@ def visible_of(mask: Any, sentences: int, length: int) -> Tensor | None:
     seen = mask[:, 0, 0]
     if mask.shape[2] > 1 and mask.stride(2) and not torch.equal(mask[:, 0], seen[:, None].expand_as(mask[:, 0])):
         raise NotFused("an attention mask that differs between positions")
+    if not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise NotFused("an attention mask of its own")
     if mask.dtype != torch.bool:
         visible = seen == 0
         if not bool((visible | (seen == torch.finfo(mask.dtype).min)).all()):
@@ -185,9 +222,9 @@ def _alike(hidden: Tensor, visible: Tensor) -> bool:
 
 
 @contextmanager
-def read_as(padding: Callable[[nn.Module], Padding]) -> Generator[None]:
-    """Within it, `padding` says of an encoder what it may make of padding."""
-    token = reading.set(padding)
+def read_as(padding: Callable[[nn.Module], Padding], name: str) -> Generator[None]:
+    """Within it, `padding` says of an encoder what it may make of padding; name: of the patch that counts it."""
+    token = reading.set(Reading(padding, name))
     try:
         yield
     finally:

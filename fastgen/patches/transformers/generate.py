@@ -88,7 +88,8 @@ def _as_asked(options: Options | None, original: _Original, self: Any, *args: An
 
 def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     family = family_of(getattr(self.config, "model_type", ""))
-    with _engine.running("generate"), source.unread_padding(self, kwargs), routed(self, family) as layers:
+    around = source.unread_padding(self, kwargs), restored.calling(self, kwargs)
+    with _engine.running("generate"), around[0], around[1], routed(self, family) as layers:
         if layers:
             _engine.hit("transformers.generate")
         return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))

@@ -12,6 +12,13 @@ from transformers import EncoderDecoderCache
 from fastgen.patches.transformers.cache import parts_of
 
 IS_GIVEN = "past_key_values is given"
+WORTH = 128
+"""Tokens of a given cache for each new one at most: more cost more to copy, there and back, than steps save.
+
+GPT-2 of 8 layers of 512 and a cache of 1,896 tokens, one thread: 4 new tokens take 1.1 times as long over our cache as
+over transformers' own, 16 take 0.88 times as long.
+"""
+
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-14}  # of equal rows, beside the largest number
 
 
@@ -43,6 +50,14 @@ def reason_not_to_share(model: Any, cache: Any, rows: int, beams: int) -> str | 
     if beams > 1 and bool(torch.stack([_differs(state, beams) for state in states]).any()):
         return f"{IS_GIVEN}, and differs between rows of a sentence"
     return None
+
+
+def reason_not_to_copy(cache: Any, new_tokens: int) -> str | None:
+    """Why a given cache of one row per sentence is not copied into ours, if it would cost more than it gains."""
+    held = int(cache.get_seq_length())
+    if held <= WORTH * new_tokens:
+        return None
+    return f"{IS_GIVEN}, of {held} tokens for {new_tokens} new ones at most"
 
 
 def _differs(state: Tensor, beams: int) -> Tensor:

@@ -1,7 +1,7 @@
 """transformers' loss of language models where no gradients are wanted: without the log-probabilities of all tokens."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from fastgen.ops.token_scores import CHUNK, token_scores
 from fastgen.patches import _engine
+from fastgen.patches.transformers.encoder import is_transformed
 
 NAME = "transformers.loss"
 
@@ -17,7 +18,7 @@ def causal(
     original: Callable[..., Tensor], /, logits: Tensor, labels: Any, vocab_size: int, *args: Any, **kwargs: Any
 ) -> Tensor:
     """`ForCausalLMLoss`, to the bit: its own sum runs over the one log-probability that each label needs."""
-    if type(logits) is not Tensor or logits.requires_grad or cast(Any, torch.jit).is_tracing():
+    if type(logits) is not Tensor or logits.requires_grad or is_transformed():
         return original(logits, labels, vocab_size, *args, **kwargs)  # training, which is not fastgen's business
     shifted, ignored = kwargs.get("shift_labels"), kwargs.get("ignore_index", -100)
     reason = _reason_off(logits, labels, vocab_size, shifted, ignored, args)
@@ -30,9 +31,9 @@ def causal(
     wanted = flat != ignored
     # In fp32, whatever the logits are, as transformers computes it.
     scores = token_scores(logits.reshape(-1, vocab_size), flat.where(wanted, 0), torch.float32)
-    targets = torch.zeros_like(flat).where(wanted, ignored)
+    targets = torch.zeros_like(flat).where(wanted, -100)
     reduction = "mean" if items is None else "sum"
-    loss = F.nll_loss(scores[:, None], targets, ignore_index=ignored, reduction=reduction)
+    loss = F.nll_loss(scores[:, None], targets, ignore_index=-100, reduction=reduction)
     _engine.hit(NAME)
     return loss if items is None else loss / items
 

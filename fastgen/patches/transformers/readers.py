@@ -11,7 +11,9 @@ from fastgen.models.encoder import Padding
 from fastgen.models.instance import untouched
 from fastgen.models.parts import NotFused, is_toolkits
 from fastgen.patches import _engine
-from fastgen.patches.transformers.encoder import family_of_code, read_as
+from fastgen.patches.transformers.encoder import family_of, read_as
+
+TAGGER = "transformers.tagger"
 
 _READERS = {
     "bert": "BertPooler",
@@ -27,26 +29,26 @@ def classify(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
     """The forward of a sentence classifier, of whose encoder it reads each sentence's first position alone."""
     if self.training:
         return original(self, *args, **kwargs)
-    with read_as(partial(_first, self, family_of_code(original))):
+    family = family_of(self)
+    name = f"transformers.classifier.{family}"
+    with read_as(partial(_first, self, original, family, name), name):
         return original(self, *args, **kwargs)
 
 
-def _first(model: Any, family: str, encoder: nn.Module) -> Padding:
-    name = f"transformers.classifier.{family}"
+def _first(model: Any, forward: Callable[..., Any], family: str, name: str, encoder: nn.Module) -> Padding:
     try:
+        if not is_toolkits(forward):
+            raise NotFused(f"a forward of its own of a {type(model).__name__}")
         own = _read_first(model, family)
     except NotFused as reason:
         _engine.fallback(name, str(reason))
         return "run"
-    if own is not encoder:
-        return "run"
-    _engine.hit(name)
-    return "first"
+    return "first" if own is encoder else "run"
 
 
 def tag(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of the pipeline of token classification, which drops what the model says of padding."""
-    with read_as(partial(_tokens, self)):
+    with read_as(partial(_tokens, self), TAGGER):
         return original(self, *args, **kwargs)
 
 
@@ -64,9 +66,8 @@ def _tokens(pipeline: Any, encoder: nn.Module) -> Padding:
             raise NotFused("an encoder that is not the model's")
         _check_own([model, base, encoder, model.classifier])
     except NotFused as reason:
-        _engine.fallback("transformers.tagger", str(reason))
+        _engine.fallback(TAGGER, str(reason))
         return "run"
-    _engine.hit("transformers.tagger")
     return "none"
 
 

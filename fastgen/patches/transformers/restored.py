@@ -4,10 +4,13 @@ Diverse and constrained beam search were last in 4.56, contrastive search in 4.5
 options, and wants to load code from its Hub for them.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, cast
 
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerationMixin
 
 from fastgen.constraints import constraints_of
 from fastgen.patches import _engine
@@ -32,16 +35,37 @@ MODES = {mode: _LOOPS[method][0] for mode, method in _METHODS.items()}
 """The modes of these methods, and those that take their places on the way to a loop."""
 
 
+_OF_MODE = {GenerationMode.BEAM_SEARCH: "_beam_search", GenerationMode.GREEDY_SEARCH: "_sample"}
+
+_calling: ContextVar[Any] = ContextVar("fastgen_calling", default=None)
+"""The model whose `generate` runs in this context, by loops of transformers' kind."""
+
+
+@contextmanager
+def calling(model: Any, kwargs: Mapping[str, Any]) -> Generator[None]:
+    """A call of `generate`; one that is given a loop of its own has that one look at its options."""
+    token = _calling.set(model if kwargs.get("custom_generate") is None else None)
+    try:
+        yield
+    finally:
+        _calling.reset(token)
+
+
 def generation_mode(original: Callable[..., GenerationMode], self: Any, *args: Any, **kwargs: Any) -> GenerationMode:
     """`GenerationConfig.get_generation_mode` inside of `generate`: one of a loop where fastgen's runs.
 
     Raises:
         ValueError: options that do not go together, as they raised it where transformers had these methods.
     """
-    mode = original(self, *args, **kwargs)
+    mode, model = original(self, *args, **kwargs), _calling.get()
+    if model is None:
+        return mode
     check(self)
     if mode not in _METHODS or not _engine.is_applied(_LOOPS[_METHODS[mode]][1]):
         return mode
+    loop = _OF_MODE[_LOOPS[_METHODS[mode]][0]]
+    if getattr(cast(Any, type(model)), loop) is not getattr(GenerationMixin, loop):
+        return mode  # a loop of its own would run another method
     _engine.hit("transformers.generation_mode")
     return MODES[mode]
 
@@ -70,11 +94,9 @@ def check(config: Any) -> None:
         for name, value, wanted in (("do_sample", config.do_sample, False), ("num_beam_groups", groups, 1)):
             if (value or wanted) != wanted:
                 raise ValueError(f"constraints and force_words_ids do not go with {name}={value}")
-    elif beams > 1 and (groups != 1 or penalty != 0.0):
+    elif beams > 1 and groups > 1:
         if config.do_sample:
             raise ValueError(f"num_beam_groups={groups}: diverse beam search does not go with do_sample=True")
-        if groups < 2:
-            raise ValueError(f"diversity_penalty={penalty} is of groups of beams, and num_beam_groups is {groups}")
         if beams % groups:
             raise ValueError(f"num_beams={beams} cannot be divided by num_beam_groups={groups}")
         if not penalty > 0.0:

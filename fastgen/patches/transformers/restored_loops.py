@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 from transformers.generation import utils as gu
 
 from fastgen.constraints import Constraint, constraints_of
@@ -16,6 +17,7 @@ from fastgen.decoding.diverse_beams import DiverseBeamSearch
 from fastgen.decoding.plan import Plan
 from fastgen.decoding.pooled_beams import PooledBeams
 from fastgen.decoding.pools import Hypothesis, Ranking
+from fastgen.models.layouts import layout_of
 from fastgen.models.step import DecoderStep
 from fastgen.patches.transformers.cache import parts_of
 from fastgen.patches.transformers.call import Call
@@ -33,6 +35,13 @@ def widened(call: Call) -> Call:
         ValueError: it asks for what contrastive search here has not; with the value.
     """
     config, cache = call.config, call.model_kwargs.get("past_key_values")
+    kind, layout = type(call.model).__name__, layout_of(call.model.config)
+    if layout is not None and layout.source_in_text:
+        raise ValueError(f"contrastive search looks at hidden states, and a {kind} returns none")
+    if config.cache_implementation not in (None, "dynamic"):
+        raise ValueError(
+            f"contrastive search runs one token more than cache_implementation={config.cache_implementation!r} holds"
+        )
     if getattr(cache, "_is_user_defined", False):
         raise ValueError("contrastive search looks at all of the prompt, and past_key_values is given")
     if config.prefill_chunk_size is not None:
@@ -165,7 +174,8 @@ def _of_contrastive(call: Call, model: Stepper, search: ContrastiveSearch) -> An
     found = fields(call, model, search.trace)
     cache = found["past_key_values"]
     rows = len(search.ids) * search.candidates
-    if any(layer.is_sliding for layer in parts_of(cache)[0].layers):  # which does not give back what has slid out
+    layers = [layer for part in parts_of(cache) for layer in part.layers]
+    if not layers or any(type(layer) is not DynamicLayer for layer in layers):  # such as one that has slid
         found["past_key_values"] = None
     else:
         cache.batch_select_indices(torch.arange(0, rows, search.candidates, device=call.model.device))

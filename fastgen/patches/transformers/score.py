@@ -62,6 +62,8 @@ def score(
     given = None if sources is None else [_ids(source) for source in sources]
     _check(model, ids, given, max_length, stride, max_tokens)
     longest = max_length or getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if stride is not None and longest is not None and stride >= longest:
+        raise ValueError(f"stride={stride}: from 1 to below {longest}, as many as there can be, or tokens are left out")
     windows = [window for number, text in enumerate(ids) for window in _windows(number, len(text), longest, stride)]
     if given is not None and len(windows) > len(ids):
         raise ValueError(f"a target of {max(map(len, ids))} tokens, where {longest} is the most there can be")

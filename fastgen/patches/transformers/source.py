@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from fastgen.models.encoder import Encoder, Sentences, arranged, pays, weights_of
 from fastgen.models.encoder_layouts import ENCODERS
 from fastgen.models.encoder_reader import encoder_of
-from fastgen.models.parts import NotFused
+from fastgen.models.parts import NotFused, part_or_none
 from fastgen.models.proof import outcome
 from fastgen.ops.dispatch import uncounted
 from fastgen.patches import _engine
@@ -20,6 +20,9 @@ from fastgen.patches.transformers.bild_call import said
 from fastgen.patches.transformers.encoder import LITTLE, Slower, check, lengths_of, prove
 
 NAME = "transformers.source"
+
+_WITHOUT_EFFECT = ("return_dict", "labels")
+"""Arguments that an encoder is handed, and does not look at."""
 
 _generating: ContextVar[Any] = ContextVar("fastgen_generating", default=None)
 """The model whose `generate` runs in this context, and returns nothing that is made of padding."""
@@ -42,8 +45,10 @@ def get_encoder(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return encoder
     if self.device.type != "cpu":  # where a look at the mask would be waited for
         return encoder
-    config = getattr(encoder, "config", None)  # FSMT's has none
-    return _Source(encoder) if getattr(config, "model_type", None) in ENCODERS else encoder
+    layout = ENCODERS.get(getattr(getattr(encoder, "config", None), "model_type", None) or "")  # FSMT's has no config
+    parts = (layout.layers, layout.tokens) if layout is not None else ()
+    found = [part_or_none(encoder, path) for path in parts if path]
+    return _Source(encoder) if len(found) == 2 and None not in found else encoder
 
 
 class _Source:
@@ -62,7 +67,7 @@ class _Source:
         if ids is None or visible is None or visible.shape != ids.shape or bool(visible.all()):
             return self.encoder(**given)  # there is no padding to leave out
         try:
-            check(self.encoder, ids, (), {name: value for name, value in kwargs.items() if name != "return_dict"})
+            check(self.encoder, ids, (), {name: value for name, value in kwargs.items() if name not in _WITHOUT_EFFECT})
             found = _encode(self.encoder, ids, visible)
         except (NotFused, Slower) as reason:
             if not uncounted.get():
