@@ -110,7 +110,8 @@ def unpatched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Example], R
 
 
 def _sum(status: dict[str, Any], what: str) -> dict[str, int]:
-    return {reason: count for row in status["rows"] for reason, count in row[what].items()}
+    rows = [row for row in status["rows"] if row["name"] != "transformers.source"]  # by how much padding there is
+    return {reason: count for row in rows for reason, count in row[what].items()}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
