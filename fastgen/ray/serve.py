@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 import threading
@@ -85,9 +86,11 @@ def start(
 def stop(connection: Connection, application: str = APPLICATION) -> None:
     """End what `start` started, and nothing else that runs on the cluster."""
     from ray import serve
+    from ray.exceptions import RayActorError
 
     if connection.alone:
-        serve.shutdown()
+        with contextlib.suppress(RayActorError):  # its controller may be gone before it has answered
+            serve.shutdown()
     else:
         serve.delete(application)
     connection.close()
