@@ -607,8 +607,9 @@ class Ending(Lines):
     ("stage", "blocks"), [("source", 2), ("encode", 0), ("decode", 0), ("sink", 2), ("interrupt", 2), ("stream", 0)]
 )
 def test_an_exception_of_any_stage_ends_the_run(
-    text: Path, tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch, stage: str, blocks: int
-) -> None:
+    text: Path, tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
+    stage: str, blocks: int,
+) -> None:  # fmt: skip
     asked = job_of(MODEL, text, tmp_path / "out", block=BLOCK)
     error: type[BaseException] = Broken
     failing = asked
@@ -619,6 +620,7 @@ def test_an_exception_of_any_stage_ends_the_run(
             failing = replace(asked, sink=Failing(error=Broken))
         elif stage == "interrupt":
             error = KeyboardInterrupt
+            _hear_interrupts(request)
             patched.setattr(TextGenerator, "generate", _interrupted(TextGenerator.generate))
             failing = replace(asked, source=Ending(text, waits=True))  # nor does a source keep it from ending
         else:
@@ -628,6 +630,12 @@ def test_an_exception_of_any_stage_ends_the_run(
     assert len(journal.read(Part(tmp_path / "out")).entries) == blocks, "what was made before it is safe"
     job.run(asked)
     assert (tmp_path / "out").read_bytes() == whole
+
+
+def _hear_interrupts(request: pytest.FixtureRequest) -> None:
+    """Let SIGINT raise KeyboardInterrupt, also where the tests run in the background, and a shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
 
 def _interrupted(generate: Callable[..., Any]) -> Callable[..., Any]:
