@@ -313,7 +313,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert "serving en-es" in ready, log.read_text()[-3000:]
     yield f"http://127.0.0.1:{port}"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(90) == 0
 
 
 def test_server(server: str, alone: list[str]) -> None:
