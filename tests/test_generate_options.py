@@ -18,7 +18,7 @@ from tokenizers import models as tokenizer_models
 import fastgen
 from fastgen.cli import generate, generation, main
 from fastgen.corpus.job import Job
-from fastgen.corpus.texts import Options, Output, TextGenerator
+from fastgen.corpus.texts import Options, Output, Source, TextGenerator
 from fastgen.decoding.plan import Unsupported
 
 LINES = ["One.", "The second line", "and a third, longer one", "4", "the fifth of them all"]
@@ -47,10 +47,10 @@ def tokenizer_of(limit: int = 256) -> Any:
     )
 
 
-def marian(seed: int) -> Any:
+def marian(seed: int, layers: int = 1) -> Any:
     torch.manual_seed(seed)
     config = tf.MarianConfig(
-        vocab_size=len(tokenizer_of()), d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        vocab_size=len(tokenizer_of()), d_model=16, encoder_layers=1, decoder_layers=layers, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=256, init_std=0.5,
         pad_token_id=0, bos_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None,
         task_specific_params={"sum": {"prefix": "sum: ", "num_beams": 2, "max_new_tokens": 5, "dropout": 0.1}},
@@ -183,6 +183,35 @@ def test_a_small_model_drafts(folders: Path, text: Path, tmp_path: Path, words: 
     assert generation.pop("max_new_tokens") == 8
     assert generation == ({"rollback_threshold": 0.0} if "--rollback-threshold" in words else {"lossless": True})
     assert asked[0].options.assistant == folders / "small"
+
+
+def test_lower_layers_draft(text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    marian(0, layers=2).save_pretrained(tmp_path / "model")
+    tokenizer_of().save_pretrained(tmp_path / "model")
+    assert main(command(tmp_path / "model", text, tmp_path / "alone.txt", *NEW)) == 0
+    assert main(command(tmp_path / "model", text, tmp_path / "out.txt", *NEW, "--assistant-early-exit", "1")) == 0
+    assert (tmp_path / "out.txt").read_text() == (tmp_path / "alone.txt").read_text()
+    assert asked[-1].options.generation == {"max_new_tokens": 8, "assistant_early_exit": 1, "lossless": True}
+    assert "one by one" not in caplog.text
+
+
+def test_another_on_error_goes_on_with_lines_of_text(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.txt").write_text("a\nb\n\nc\n")
+    words = command(folders / "model", tmp_path / "in.txt", tmp_path / "out.txt", *NEW, "--block", "2")
+    assert main(words) == 2
+    assert "record 3: there is no text. The blocks before it are safe" in capsys.readouterr().err
+    assert main([*words, "--on-error", "empty"]) == 0
+    assert len((tmp_path / "out.txt").read_text().split("\n")) == 5
+
+
+def test_what_a_tokenizer_puts_behind_a_text_is_not_cut_off(folders: Path) -> None:
+    generator = TextGenerator(Options(folders / "model", {"max_new_tokens": 4}, truncate=True, max_source_tokens=6))
+    end, language, unknown = generator.tokenizer.eos_token_id, 7, generator.tokenizer.unk_token_id
+    generator._special |= {language}
+    found = [generator._source("x", ids, 6) for ids in ([*range(8, 20), end, language], [*range(8, 20), unknown])]
+    assert [one.ids for one in found if isinstance(one, Source)] == [[8, 9, 10, 11, end, language], [*range(8, 14)]]
 
 
 def test_a_small_model_of_another_tokenizer(

@@ -57,8 +57,7 @@ def test_family(family: str, method: str, graphs: Graphs) -> None:
         assert graphs.replays - replays >= 8
 
 
-@pytest.mark.parametrize("family", ["bart", "t5", "llama"])
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(("family", "beams"), [("bart", 1), ("bart", 3), ("t5", 3), ("llama", 3)])
 def test_kernels(family: str, beams: int, setting: Callable[[str, str], None], graphs: Graphs) -> None:
     """The kernels read on the device, too, what changes from step to step."""
     setting("FASTGEN_OPS", "triton")

@@ -1,10 +1,13 @@
 """Every proven family gives what transformers alone gives, on the options people combine."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 import fastgen
 from fastgen.models.families import FAMILIES
@@ -187,6 +190,100 @@ def test_users_own(family: str, beams: int) -> None:
     kwargs = _inputs(family, model) | {"num_beams": beams, "max_new_tokens": 14}
     assert_same(model, kwargs | {"logits_processor": LogitsProcessorList([_Favour()])})
     assert_same(model, kwargs | {"stopping_criteria": StoppingCriteriaList([_Even()])})
+
+
+class _Number(StoppingCriteria):
+    """A user's criterion that says one thing for all rows, in one of several ways."""
+
+    def __init__(self, way: Callable[[torch.Tensor], Any]) -> None:
+        self.way = way
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        return self.way(input_ids[0, -1] % 4 == 0)
+
+
+@pytest.mark.parametrize("way", [bool, lambda found: found, lambda found: found[None]], ids=["bool", "one", "row"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_criterion_that_answers_for_all_rows(way: Callable[[torch.Tensor], Any], beams: int) -> None:
+    model = zoo.build("bart")
+    kwargs = _inputs("bart", model) | {"num_beams": beams, "max_new_tokens": 14}
+    assert assert_same(model, kwargs | {"stopping_criteria": [_Number(way)]}).error is None
+
+
+@pytest.mark.parametrize("family", ["t5", "bloom", "gptj", "gpt2"])
+@pytest.mark.parametrize("length", [4, 40])
+def test_a_users_own_length(family: str, length: int) -> None:
+    """It goes before the one that the other options give."""
+    model = zoo.build(family)
+    kwargs = _inputs(family, model) | {"max_new_tokens": 6, "eos_token_id": None}
+    prompt = 1 if model.config.is_encoder_decoder else 11
+    kwargs["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(prompt + length)])
+    assert assert_same(model, kwargs).error is None
+    assert model.generate(**kwargs).shape[1] == prompt + length
+
+
+class _Reads(tf.BartForConditionalGeneration):
+    """A user's model whose logits depend on all that the encoder made."""
+
+    def forward(self, *args: Any, encoder_outputs: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, encoder_outputs=encoder_outputs, **kwargs)
+        output.logits = output.logits + encoder_outputs[0].mean(1, keepdim=True).sum(-1, keepdim=True) * torch.linspace(
+            0, 1, output.logits.shape[-1], dtype=output.logits.dtype
+        )
+        return output
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_model_that_reads_what_the_encoder_made(beams: int) -> None:
+    torch.manual_seed(0)
+    model = _Reads(zoo.build("bart").config).eval().double()
+    kwargs = _inputs("bart", model) | {"num_beams": beams, "max_new_tokens": 9}
+    assert assert_same(model, kwargs).error is None
+
+
+def test_encoder_outputs_as_a_tuple() -> None:
+    model = zoo.build("bart")
+    inputs = _inputs("bart", model)
+    with torch.no_grad():
+        hidden = model.get_encoder()(**inputs)[0]
+    for _ in range(2):
+        assert assert_same(model, inputs | {"encoder_outputs": (hidden,), "max_new_tokens": 6}).error is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_another_default_dtype(dtype: torch.dtype, beams: int) -> None:
+    """What somebody has set for new tensors is neither the model's nor the search's."""
+    model = zoo.build("bart", torch.float32)
+    kwargs = _inputs("bart", model) | {"num_beams": beams, "max_new_tokens": 9, "repetition_penalty": 1.2}
+    kwargs |= {"return_dict_in_generate": True, "output_scores": True}
+    expected = model.generate(**kwargs)
+    torch.set_default_dtype(dtype)
+    try:
+        found = model.generate(**kwargs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found.sequences, expected.sequences)
+    if beams > 1:
+        assert found.sequences_scores.dtype == torch.float32
+        assert torch.equal(found.sequences_scores, expected.sequences_scores)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_another_default_device(beams: int) -> None:
+    model = zoo.build("bart")
+    kwargs = _inputs("bart", model) | {"num_beams": beams, "max_new_tokens": 9}
+    expected = model.generate(**kwargs)
+    with torch.device("meta"):
+        assert torch.equal(model.generate(**kwargs), expected)
+
+
+def test_one_new_token_needs_no_step() -> None:
+    model = zoo.build("gpt2")
+    kwargs = _inputs("gpt2", model) | {"num_beams": 3, "max_new_tokens": 1}
+    plan = fastgen.explain(model, **kwargs).plan
+    assert (plan.shared, plan.fused, plan.left_off) == (True, False, ())
+    assert assert_same(model, kwargs).error is None
 
 
 class _Heard(TextStreamer):

@@ -19,6 +19,7 @@ from tests import restored_oracle as oracle
 from tests import zoo
 from tests.parity import fallbacks, left_off
 from tests.recorded import models
+from tests.recorder import Graphs
 from tests.zoo import DECODERS, ENCODER_DECODERS, EOS, PAD, alone, batch, build
 
 DIVERSE = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.5}
@@ -260,6 +261,26 @@ def test_it_is_explained_counted_and_undone(name: str, options: dict[str, Any]) 
         model.generate(**inputs, **options, max_new_tokens=4)
 
 
+@pytest.mark.parametrize(("name", "options"), NAMES.items())
+def test_models_that_nobody_has_proven_are_explained_as_they_run(name: str, options: dict[str, Any]) -> None:
+    model, wanted = zoo.unproven(), {**options, "max_new_tokens": 4}
+    inputs = zoo.batch(model, 2, 5, "none")
+    explained, seen = fastgen.explain(model, **inputs, **wanted), left_off()
+    assert explained.plan is not None, explained.reason
+    assert (explained.plan.method, explained.plan.shared) == (name, False)
+    model.generate(**inputs, **wanted)
+    assert set(explained.plan.left_off) == set(left_off() - seen)
+
+
+def test_the_steps_of_contrastive_search_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    Graphs(monkeypatch)
+    model = build("gpt2")
+    explained = fastgen.explain(model, **batch(model, 2, 5), **CONTRASTIVE, max_new_tokens=20)
+    assert explained.plan is not None
+    assert not explained.plan.graphs
+    assert any("head reads" in reason for reason in explained.plan.left_off)
+
+
 def test_parity_mode_has_nothing_to_compare_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTGEN_PARITY", "1")
     switches.reload()
@@ -344,16 +365,23 @@ class _OwnSample(tf.GPT2LMHeadModel):
     ("build", "options", "said"),
     [
         (lambda: _mamba(), DIVERSE, "diverse beam search of MambaForCausalLM"),
-        (lambda: _mamba(), {"penalty_alpha": 0.6, "top_k": 4}, "contrastive search of MambaForCausalLM"),
+        (lambda: _mamba(), {"penalty_alpha": 0.6, "top_k": 4}, "MambaForCausalLM has no cache"),
         (lambda: zoo.build("unilm"), {"penalty_alpha": 0.6, "top_k": 4}, "UniLMForConditionalGeneration returns none"),
         (
             lambda: zoo.build("gpt2"),
             {"penalty_alpha": 0.6, "top_k": 4, "cache_implementation": "static"},
             "cache_implementation='static'",
         ),
+        (
+            lambda: tf.OpenAIGPTLMHeadModel(
+                tf.OpenAIGPTConfig(vocab_size=zoo.VOCABULARY, n_embd=16, n_layer=1, n_head=2)
+            ).eval(),
+            {"penalty_alpha": 0.6, "top_k": 4, "pad_token_id": 0},
+            "OpenAIGPTLMHeadModel has no cache",
+        ),
         (lambda: _OwnSample(zoo.build("gpt2").config).eval(), {"penalty_alpha": 0.6, "top_k": 4}, "trust_remote_code"),
     ],
-    ids=["states", "states seen", "no hidden states", "static", "own loop"],
+    ids=["states", "states seen", "no hidden states", "static", "no cache", "own loop"],
 )
 def test_models_that_cannot_decode_so(build: Any, options: dict[str, Any], said: str) -> None:
     model = build()

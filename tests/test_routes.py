@@ -248,6 +248,16 @@ def test_routes_of_no_rows(net: Net) -> None:
 
 
 @needs_onednn
+@pytest.mark.parametrize("change", [lambda net: net.to(torch.bfloat16), lambda net: net.to("meta")])
+def test_routes_forget_weights_that_have_left(net: Net, change: Callable[[nn.Module], Any]) -> None:
+    _routed_run(net)
+    assert linears.packed_bytes()
+    change(net)
+    with routes.routed(net):
+        assert not linears.packed_bytes()
+
+
+@needs_onednn
 def test_routes_nested(net: Net) -> None:
     wanted = _run(net)
     with routes.routed(net) as outer:

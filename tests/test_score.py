@@ -32,6 +32,21 @@ class _Largest(TorchDispatchMode):
         return result
 
 
+def test_scores_where_fastgen_is_off() -> None:
+    model = zoo.build("gpt2")
+    texts = [zoo.batch(model, 1, 7, "none")["input_ids"][0]]
+    (expected,) = fastgen.score(model, texts)
+    with fastgen.disabled():
+        (found,) = fastgen.score(model, texts)
+    torch.testing.assert_close(found.log_probs, expected.log_probs, equal_nan=True)
+    fastgen.disable()
+    try:
+        (found,) = fastgen.score(model, texts)
+    finally:
+        fastgen.enable()
+    torch.testing.assert_close(found.log_probs, expected.log_probs, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 97), (70, 32_128)])
 def test_token_scores(shape: tuple[int, int], dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 
 import fastgen
 from fastgen.patches.transformers import generate as loops
@@ -118,6 +119,32 @@ def _scores_of_transformers(model: Any, sentence: list[int], options: dict[str, 
     chosen = [scores.log_softmax(-1)[0, token] for scores, token in zip(found.scores, tokens, strict=True)]
     torch.testing.assert_close(torch.stack(chosen), each[0])
     return torch.stack(chosen).double().sum().reshape(1)
+
+
+class _Asks(LogitsProcessor):
+    """A user's processor that has the same model generate."""
+
+    def __init__(self, model: Any, inputs: dict[str, Any]) -> None:
+        self.model, self.inputs, self.found = model, inputs, list[Any]()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.found.append(self.model.generate(**self.inputs, max_new_tokens=4))
+        return scores
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_call_within_a_stream_is_asked_for_nothing(beams: int) -> None:
+    """Neither for scores, nor whether somebody waits for its sentences."""
+    model = zoo.build("bart")
+    inputs = zoo.batch(model, 5, 6)
+    expected = model.generate(**inputs, max_new_tokens=4)
+    asks = _Asks(model, inputs)
+    sentences = [row.tolist() for row in zoo.batch(model, 2, 5, "none")["input_ids"]]
+    options: dict[str, Any] = {"num_beams": beams, "max_new_tokens": 3, "logits_processor": [asks]}
+    made = fastgen.generate_stream(model, sentences, scores=True, wanted=lambda number: True, **options)
+    assert len(list(made)) == 2
+    assert asks.found
+    assert all(isinstance(one, torch.Tensor) and torch.equal(one, expected) for one in asks.found)
 
 
 @pytest.mark.parametrize("options", SCORED)

@@ -256,7 +256,7 @@ def test_found_out_at_the_first_step(family: str, method: str, fields: str) -> N
     said, served, before = left_off().get(what, 0), hits(), fallbacks()
     assert assert_same(model, kwargs).error is None
     assert (left_off()[what], hits(), fallbacks()) == (said + 1, served + 1, before)
-    assert type(model) in decide.refused
+    assert model in decide.refused
     assert what in fastgen.explain(model, **kwargs).notes
     _check_unshared(model, kwargs, decide.computes_alone(model))
 
@@ -290,11 +290,32 @@ def test_found_out_when_sentences_have_left(family: str) -> None:
     kwargs["eos_token_id"] = sorted({int(token) for token in first[:3]} | set(range(4, 70, 2)))
     zoo.alone(model)
     assert assert_same(model, kwargs).error is None
-    assert type(model) in decide.refused
+    assert model in decide.refused
     call = last_call()
     assert call is not None
     assert call.steps[0][0] < call.plan.rows
     assert_same(model, copy.copy(kwargs))
+
+
+@pytest.mark.usefixtures("forget_refused")
+def test_what_one_model_does_is_not_held_against_others_of_its_class() -> None:
+    model, other = zoo.build("bart"), zoo.build("bart")
+    zoo.alone(model)
+    kwargs = zoo.batch(model, 4, 11) | METHODS["beams"] | {"max_new_tokens": 12}
+    model.generate(**kwargs)
+    assert not fastgen.explain(model, **kwargs).plan.shared
+    assert fastgen.explain(other, **kwargs).plan.shared
+
+
+def test_a_config_without_a_vocabulary_s_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As somebody's own model may have it: it is left alone, and does not fail."""
+    model = zoo.unproven()
+    kwargs = zoo.batch(model, 2, 6, "none") | {"max_new_tokens": 4}
+    expected = _stock(model, **kwargs)
+    del model.config.vocab_size
+    monkeypatch.delattr(type(model.config), "vocab_size")  # its default
+    assert not hasattr(model.config, "vocab_size")
+    assert torch.equal(model.generate(**kwargs), expected)
 
 
 def test_unproven_models_are_left_alone() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastgen.decoding.cache import Ancestry
 from fastgen.decoding.leaving import Wanted, closed_up, may_leave
-from fastgen.decoding.rules import BeamRule, Merged
+from fastgen.decoding.rules import Merged, TransformersRule
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Edit, Text, edited, sparse
 from fastgen.models.memory import Memory
@@ -130,7 +130,7 @@ class BeamSearch:
     """
 
     prompt: Tensor
-    rule: BeamRule
+    rule: TransformersRule
     stop: Stop
     edits: Sequence[Edit]
     fill: int
@@ -149,13 +149,13 @@ class BeamSearch:
         self.ids = torch.full((b, m, longest), self.fill, dtype=torch.int64, device=device)
         self.ids[:, :, :p] = self.prompt[:, None]
         self.beams = torch.full((b, m, longest - p), -1, dtype=torch.int32, device=device)
-        self.scores = torch.zeros(b, m, device=device)
+        self.scores = torch.zeros(b, m, dtype=torch.float32, device=device)
         self.scores[:, 1:] = self.rule.never
         self.improvable = torch.ones(b, dtype=torch.bool, device=device)
         self.finished: Hypotheses = Hypotheses(
             self.ids.clone(),
             self.beams.clone(),
-            torch.full((b, m), self.rule.never, device=device),
+            torch.full((b, m), self.rule.never, dtype=torch.float32, device=device),
             torch.zeros(b, m, dtype=torch.bool, device=device),
         )
         self.sentences = torch.arange(b, device=device)  # which of all sentences the running rows are

@@ -40,8 +40,8 @@ class Ancestry:
         self.steps = self.filled = 0  # tokens of a beam; slots of all
         self.times: Tensor | None = None  # (B, F) int64, behind a sweep: the step that each slot is of
         self._open = False  # whether the slots of the next token are open already
-        self._own = torch.full((beams, beams), -torch.inf, device=device).fill_diagonal_(0.0)
-        self._visible = torch.empty(sentences, beams, 0, device=device)
+        self._own = torch.full((beams, beams), -torch.inf, dtype=torch.float32, device=device).fill_diagonal_(0.0)
+        self._visible = torch.empty(sentences, beams, 0, dtype=torch.float32, device=device)
 
     @property
     def visible(self) -> Tensor:

@@ -118,7 +118,8 @@ class Attention:
     def __init__(self, sentences: int, beams: int, longest: int, device: torch.device) -> None:
         self.steps = 0
         self._origin = torch.zeros(sentences, beams, longest, dtype=torch.int64, device=device)
-        self._rows = torch.empty(0, sentences, beams, 0, device=device)  # (T, B, M, S) with room to grow
+        shape = (0, sentences, beams, 0)  # (T, B, M, S), with room to grow
+        self._rows = torch.empty(shape, dtype=torch.float32, device=device)
 
     def add(self, attention: Tensor) -> None:
         """Note a step's attention over the source, (B * M, S) or (B, S)."""
@@ -178,7 +179,7 @@ class FirstFinished:
         self.step = 0
         self.tokens = torch.full((b * m, self.longest + 2), self.pad, dtype=torch.int64, device=self.device)
         self.tokens[:, 0] = self.start
-        self.scores = torch.zeros(b * m, self.longest + 1, device=self.device)
+        self.scores = torch.zeros(b * m, self.longest + 1, dtype=torch.float32, device=self.device)
         self.ignored = torch.zeros(b, m, dtype=torch.bool, device=self.device)
         self.attention: Attention | None = None
         self.finished: list[list[Hypothesis]] = [[] for _ in range(b)]

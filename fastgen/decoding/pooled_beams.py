@@ -60,7 +60,7 @@ class PooledBeams:
         self.ids = torch.full((b, m, self.max_length), self.pad, dtype=torch.int64, device=device)
         self.ids[:, :, :p] = self.prompt[:, None]
         self.came_from = torch.full((b, m, self.max_length - p), -1, dtype=torch.int32, device=device)
-        self.scores = torch.full((b, m), -1.0e9, device=device)
+        self.scores = torch.full((b, m), -1.0e9, dtype=torch.float32, device=device)
         self.scores[:, :: self.size] = 0.0
         self.pools = [[Pool(self.size, self.ranking) for _ in range(self.groups)] for _ in range(b)]
         self.sentences = list(range(b))  # which of all sentences the present ones are

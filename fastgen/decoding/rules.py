@@ -1,7 +1,7 @@
 """The finishing rules of beam search, one object per toolkit: what lives on, what finishes, when it is over."""
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,24 +13,6 @@ class Merged(NamedTuple):
     scores: Tensor
     done: Tensor
     order: Tensor
-
-
-class BeamRule(Protocol):
-    """What a toolkit fixes about beam search. B sentences, M beams, K candidates."""
-
-    beams: int
-    max_length: int
-    never: float
-
-    @property
-    def candidates(self) -> int: ...
-    def running(self, values: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]: ...
-    def merged(
-        self, scores: Tensor, done: Tensor, values: Tensor, hits: Tensor, improvable: Tensor, new_tokens: int | Tensor
-    ) -> Merged: ...
-    def improvable(self, best: Tensor, merged: Merged, new_tokens: int | Tensor) -> Tensor: ...
-    def settled(self, improvable: bool, done: bool) -> bool: ...
-    def over(self, improvable: Tensor, done: Tensor, all_hit: Tensor) -> Tensor: ...
 
 
 @dataclass
@@ -75,8 +57,8 @@ class TransformersRule:
         # Added one after the other, as the sums round that way.
         if self.early_stopping is True:
             ranked = ranked + done.all(1, keepdim=True).to(torch.float32) * self.never
-        ranked = ranked + (~improvable)[:, None].to(torch.float32) * self.never
-        ranked = ranked + (~finishing) * self.never
+        ranked = torch.where(improvable[:, None], ranked, ranked + self.never)
+        ranked = torch.where(finishing, ranked, ranked + self.never)
         all_scores = torch.cat([scores, ranked], 1)
         best, order = torch.topk(all_scores, self.beams)
         return Merged(best, torch.cat([done, finishing], 1).gather(1, order), order)

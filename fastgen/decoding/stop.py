@@ -14,7 +14,7 @@ class Stop:
     Args:
         eos: token ids (E,) that end a row, or None.
         at_length: functions of the length that end all rows at once (a maximal length, a time limit).
-        others: functions of (ids (N, L), scores so far) -> bool (N,), such as a user's stopping criteria.
+        others: functions of (ids (N, L), scores so far) -> bool (N,), or one for all rows, such as a user's criteria.
     """
 
     eos: Tensor | None = None
@@ -30,7 +30,7 @@ class Stop:
         if self.others:
             rows = ids()
             for function in self.others:
-                hits = hits | function(rows, scores).view_as(hits)
+                hits = (hits.flatten() | function(rows, scores)).view_as(hits)
         return hits
 
     def ends_all(self, length: int) -> bool:

@@ -257,7 +257,7 @@ class Penalty:
         """What this does to log-probabilities, which are never positive."""
         tokens = self._tokens(text, vocabulary).sort(1).values
         again = torch.nn.functional.pad(tokens[:, 1:] == tokens[:, :-1], (1, 0))
-        factors = torch.full(tokens.shape, self.factor, device=tokens.device)
+        factors = torch.full(tokens.shape, self.factor, dtype=torch.float32, device=tokens.device)
         return Changes(tokens.masked_fill(again, vocabulary), factors, torch.zeros_like(factors))
 
 

@@ -12,7 +12,7 @@ from fastgen.models.encoder import Encoder, PositionBias, SentenceAttention
 from fastgen.models.layouts import Attention, Layout
 from fastgen.models.linear import Linear, Plain, Product
 from fastgen.models.memory import memory_of
-from fastgen.models.parts import NotFused
+from fastgen.models.parts import NotFused, reading
 from fastgen.models.proof import OTHERWISE, outcome
 from fastgen.models.reader import Reader
 
@@ -29,10 +29,8 @@ def encoder_of(module: nn.Module, layout: Layout, longest: int) -> Encoder:
     Raises:
         NotFused: where anything is not as the layout says.
     """
-    try:
+    with reading("encoder"):
         return _EncoderReader(module, layout, longest).encoder()
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a part is not what its name says
-        raise NotFused(f"its encoder cannot be read: {error}") from error
 
 
 class _EncoderReader(Reader):

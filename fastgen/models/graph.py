@@ -153,7 +153,7 @@ class Late:
 
     def __init__(self, like: Tensor) -> None:
         on_device = like.device.type == "cuda"
-        self._values = torch.empty(like.shape, dtype=like.dtype, pin_memory=on_device)
+        self._values = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=on_device)
         self._arrived = torch.cuda.Event() if on_device else None
 
     def send(self, values: Tensor) -> None:

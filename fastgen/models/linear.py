@@ -260,6 +260,13 @@ def check(module: nn.Module) -> None:
         del _packed[weight]
 
 
+def forget(model: nn.Module) -> None:
+    """Drop the packed copies of a model's weights, which have left the CPU or fp32 since."""
+    with _lock:
+        for weight in model.parameters() if _packed else ():
+            _packed.pop(weight, None)
+
+
 def packed_bytes() -> int:
     """Bytes that packed copies of weights hold now."""
     with _lock:

@@ -1,7 +1,8 @@
 """The parts of a live model, and those that nobody has read: what a decode step from the weights must not overlook."""
 
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Container, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,19 @@ from fastgen.models.instance import Routed, runs_its_class
 
 class NotFused(Exception):
     """A model's decode step cannot be made from its weights; the message is the reason, as status() shows it."""
+
+
+@contextmanager
+def reading(part: str) -> Generator[None]:
+    """Within it, a part that is not what its name says is a reason not to read the whole.
+
+    Raises:
+        NotFused: there was such a part.
+    """
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise NotFused(f"its {part} cannot be read: {error}") from error
 
 
 def at(module: nn.Module, path: str) -> Any:

@@ -17,7 +17,7 @@ from fastgen.models.layouts import Attention, Layout
 from fastgen.models.linear import Product, is_linear, product, products
 from fastgen.models.masked import MaskedStep, Prediction
 from fastgen.models.norm import Norm, NormLike, OwnNorm, Times, rms_norm, unnormed
-from fastgen.models.parts import NotFused, at, check_unread, is_there, name_of, part_or_none
+from fastgen.models.parts import NotFused, at, check_unread, is_there, name_of, part_or_none, reading
 from fastgen.models.positions import Bias, Rotary, RotationTable
 from fastgen.models.proof import OTHERWISE, outcome
 from fastgen.models.step import (
@@ -40,10 +40,8 @@ def step_of(model: nn.Module, layout: Layout, longest: int) -> DecoderStep:
     Raises:
         NotFused: where anything is not as the layout says.
     """
-    try:
+    with reading("decoder"):
         return Reader(model, layout, longest).step()
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a part is not what its name says
-        raise NotFused(f"its decoder cannot be read: {error}") from error
 
 
 class _Part(NamedTuple):

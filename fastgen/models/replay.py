@@ -27,6 +27,11 @@ Result = tuple[Tensor, Tensor | None]
 """Logits (R, V), and attention over the source (R, S) where it is wanted."""
 
 
+def not_captured(reason: object) -> str:
+    """How a plan says that steps are not captured."""
+    return f"decode steps are not captured as CUDA graphs: {reason}"
+
+
 class Growing(KeysAndValues, Protocol):
     """A layer of the cache with room for tokens to come."""
 
@@ -100,7 +105,7 @@ class Replay:
         try:
             result = self._repeated(body, tokens.device, self._tokens, *(layer.room[0] for layer in self.text), *inputs)
         except graph.NotCaptured as reason:
-            self.refused = f"decode steps are not captured as CUDA graphs: {reason}"
+            self.refused = not_captured(reason)
             result = body()
         for layer in self.text:
             layer.note_step()

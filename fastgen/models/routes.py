@@ -61,6 +61,7 @@ def _forwards(model: nn.Module, family: Family | None) -> dict[nn.Module, Callab
     if norm.applies(model):
         forwards.update({forward.module: forward for forward in norm.norms(modules)})
     if linear.reason_off(model) is not None:
+        linear.forget(model)
         return forwards
     memory = memory_of(model)
     for layer, transposed in linear.layers(modules):

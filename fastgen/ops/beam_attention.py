@@ -168,8 +168,8 @@ def _beam_attention_triton(
     rows = (h // kv_heads) * m
     mixed, highest, sums = out, out, out
     if parts > 1:
-        mixed = torch.empty(parts, b, m, h, d, device=query.device)
-        highest, sums = torch.empty(2, parts, b, m, h, device=query.device)
+        mixed = torch.empty(parts, b, m, h, d, dtype=torch.float32, device=query.device)
+        highest, sums = torch.empty(2, parts, b, m, h, dtype=torch.float32, device=query.device)
     given = query if mask is None else mask.expand(b, h, m, n)
     launch(
         _attention_kernel, (b * kv_heads, parts), query, keys, values, given, query if seen is None else seen, mixed,

@@ -254,7 +254,7 @@ def _ranked_in_groups(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor
 def _groups_at(grouped: Tensor, which: Tensor, beam: Tensor) -> Tensor:
     """grouped (B, M, G, W) at some (B, K) of the M * G groups of each sentence, (B, K, W); beam: which // G."""
     b, m, count, width = grouped.shape
-    sentence = torch.arange(b)[:, None]
+    sentence = torch.arange(b, device=grouped.device)[:, None]
     if not grouped.is_contiguous():
         return grouped[sentence, beam, which % count]
     rows = (sentence.mul_(m * count) + which).flatten()

@@ -98,7 +98,7 @@ def run(
         while b * m * cdiv(v, block) < PROGRAMS and block > max(group, 1024):
             block //= 2
     parts = cdiv(v, block)
-    highest, sums = torch.empty(2, b * m, parts, device=device)
+    highest, sums = torch.empty(2, b * m, parts, dtype=torch.float32, device=device)
     given = rows, rows if bias is None else bias, rows if taken_out is None else taken_out
     strides = rows.stride(0), 0 if taken_out is None else taken_out.stride(0)
     flags = {"BIAS": bias is not None, "BANNED": taken_out is not None, "SUMMED": not normalised}
@@ -116,9 +116,9 @@ def run(
             _part_kernel, (b * m, parts), *given, found, highest, sums, v, *strides, 1.0 / temperature, KEPT=kept,
             BLOCK=block, **flags,
         )  # fmt: skip
-    values = torch.empty(b, k, device=device)
+    values = torch.empty(b, k, dtype=torch.float32, device=device)
     indices = torch.empty(b, k, dtype=torch.int64, device=device)
-    normalisers = torch.empty(b, m, device=device)
+    normalisers = torch.empty(b, m, dtype=torch.float32, device=device)
     new = (indices, values, values) if changes is None or not count else changes
     forces, forced = forced is not None, indices if forced is None else forced.contiguous()
     beams = power_of_two(m)

@@ -174,7 +174,7 @@ def _extend(table: Table, parents: Tensor, steps: int | Tensor) -> None:
 def _extend_all(tables: Sequence[Table], parents: Tensor, steps: int) -> None:
     """As `_extend`, of tables on a CPU: whole rows are copied, which takes a third of the time of single entries."""
     b, m = parents.shape
-    index = (parents + torch.arange(0, b * m, m)[:, None]).view(-1)
+    index = (parents + torch.arange(0, b * m, m, device=parents.device)[:, None]).view(-1)
     for rows, newest, prefix in tables:
         count = newest.shape[2]
         flat = rows.view(b * m, -1)

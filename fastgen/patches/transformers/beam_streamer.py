@@ -13,9 +13,9 @@ from transformers.generation.utils import GenerationMixin
 
 from fastgen.decoding.plan import Unsupported
 from fastgen.patches import _engine
-from fastgen.patches.transformers.bild_call import said
 from fastgen.patches.transformers.decide import check_call, check_model
 from fastgen.patches.transformers.restored import method_of
+from fastgen.patches.transformers.said import said
 
 _NAME = "transformers.beam_streamer"
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)

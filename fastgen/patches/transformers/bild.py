@@ -236,8 +236,9 @@ def planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Pla
         raise ValueError(f"big-little decoding of {type(call.model).__name__}: {IS_GIVEN}")
     try:
         plan, step = decide(
-            call.model, loop, call.input_ids, call.logits_processor, call.stopping_criteria, call.config, kwargs
-        )
+            call.model, loop, call.input_ids, call.logits_processor, call.stopping_criteria, call.config, kwargs,
+            drafts=True,
+        )  # fmt: skip
     except Unsupported as unsupported:
         raise ValueError(f"big-little decoding of {type(call.model).__name__}: {unsupported.reason}") from None
     if step is None:

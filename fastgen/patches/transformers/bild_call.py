@@ -6,6 +6,7 @@ from typing import Any, cast
 from fastgen.decoding import bild_options
 from fastgen.decoding.bild_options import Options
 from fastgen.patches.transformers.first_tokens import of_sentences
+from fastgen.patches.transformers.said import said
 
 _PADDING = 1024
 """Rows of an embedding that stand for no token, at most: two models of one tokenizer may differ by so many."""
@@ -56,14 +57,6 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
     if small is not None:
         _check_pair(model, small, tokenizers)
     return options
-
-
-def said(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
-    """What a call of `generate` says of one of its settings: itself, by its generation config, or by the model's."""
-    found = arguments.get(name)
-    for config in (arguments.get("generation_config"), model.generation_config):
-        found = getattr(config, name, None) if found is None else found
-    return found
 
 
 def _check_beams(asked: Mapping[str, Any], beams: int) -> None:

@@ -1,5 +1,6 @@
 """Whether and how a call of transformers' decoding loops is accelerated: one decision, before any effect."""
 
+import weakref
 from typing import Any, Literal
 
 from torch import Tensor
@@ -18,8 +19,6 @@ from fastgen.patches.transformers.cache import parts_of
 from fastgen.patches.transformers.edits import known, rowwise
 from fastgen.patches.transformers.restored import Method, method_of
 
-_ATTENTION = ("sdpa", "eager")
-
 
 def decide(
     model: Any,
@@ -29,8 +28,11 @@ def decide(
     criteria: Any,
     config: Any,
     kwargs: dict[str, Any],
+    drafts: bool = False,
 ) -> tuple[Plan, DecoderStep | None]:
     """Return the plan of a call, from what `generate` hands to its loop, and the fused step, where it has one.
+
+    drafts: there are steps behind the prompt, even if there is only one new token.
 
     Raises:
         Unsupported: with the reason, in the words that `fastgen.status()` shows.
@@ -38,7 +40,7 @@ def decide(
     """
     method = method_of(config)
     beams = rows_of(loop, config)
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    vocabulary = lambda: model.config.get_text_config(decoder=True).vocab_size  # noqa: E731
     first_tokens.check(config.forced_bos_token_id, input_ids.shape[0] // beams, vocabulary)
     check_call(model, loop, method, config, kwargs)
     left_off: list[str] = []
@@ -46,8 +48,8 @@ def decide(
     if reason is not None:
         left_off.append(not_shared(reason))
     shared = not left_off
-    step = None
-    if shared:
+    step, new_tokens = None, config.max_length - input_ids.shape[1]
+    if shared and (new_tokens > 1 or drafts or method is not None or has_own_attention(model)):
         try:
             step = fused.step(model, config, kwargs, _longest(model, input_ids, config, kwargs))
         except NotFused as reason_not:
@@ -57,6 +59,10 @@ def decide(
     samples = beams if loop == "sample" and method is None else 1
     if (reason := _reason_not_to_drop(input_ids, processors, criteria, config, kwargs, samples)) is not None:
         left_off.append(f"finished sentences stay in the batch: {reason}")
+    graphs = step is not None and graph.wanted(input_ids) and new_tokens > replay.WORTH
+    if graphs and method == "contrastive search":
+        graphs = False
+        left_off.append(replay.not_captured("contrastive search looks at what the model's head reads"))
     drawn = "sampling" if loop == "sample" else "beam sampling"
     plan = Plan(
         method=method or (drawn if config.do_sample else {"sample": "greedy search", "beam": "beam search"}[loop]),
@@ -65,7 +71,7 @@ def decide(
         shared=shared,
         drop=reason is None,
         fused=step is not None,
-        graphs=step is not None and graph.wanted(input_ids) and config.max_length - input_ids.shape[1] > replay.WORTH,
+        graphs=graphs,
         left_off=tuple(left_off),
     )
     return plan, step
@@ -106,8 +112,8 @@ def _family(config: Any) -> Family | None:
     return family_of(config.model_type)
 
 
-refused: set[type] = set()
-"""Model classes that were found, at a first decode step, not to take their keys from the shared cache."""
+refused: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Models that were found, at a first decode step, not to take their keys from the shared cache."""
 
 
 def computes_alone(model: Any) -> str:
@@ -229,14 +235,14 @@ def held_before(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, An
 
 def _reason_not_to_redeem(model: Any, kwargs: dict[str, Any]) -> str | None:
     """Why the model's attention cannot be that over the shared cache, for several rows per sentence."""
-    if type(model) in refused:
+    if model in refused:
         return computes_alone(model)
     if has_own_attention(model):
         return None  # its modules are not asked
     if not _engine.is_applied("transformers.attention"):
         return "transformers.attention is not in place"
     for part in _configs(model):
-        if part._attn_implementation not in _ATTENTION:
+        if part._attn_implementation not in fused.ATTENTION:
             return f"attention implementation {part._attn_implementation!r}"
     if kwargs.get("mm_encoder_outputs"):
         return "images or videos are given"

@@ -1,5 +1,6 @@
 """transformers' logits processors and stopping criteria as the edits of `decoding.text` and a `decoding.stop`."""
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
@@ -149,6 +150,16 @@ def stop_of(criteria: Sequence[Any]) -> Stop:
     return Stop(torch.cat(eos) if eos else None, at_length, others)
 
 
+def bounded(config: Any, criteria: Sequence[Any]) -> Any:
+    """A generation config with the length at which criteria end a text: a caller's own go before the config's."""
+    lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, sc.MaxLengthCriteria)]
+    if not lengths or min(lengths) == config.max_length:
+        return config
+    config = copy.copy(config)
+    config.max_length = min(lengths)
+    return config
+
+
 def known(criteria: Sequence[Any]) -> str | None:
     """None when the criteria look at a row's newest token and the length alone, else the name of one that does not."""
     kinds = (sc.EosTokenCriteria, sc.MaxLengthCriteria, sc.MaxTimeCriteria)
@@ -157,7 +168,7 @@ def known(criteria: Sequence[Any]) -> str | None:
 
 def _reaches(criterion: Any) -> Callable[[int], bool]:
     # Asked with an empty row of that length, as the criterion also warns of lengths that the model was not made for.
-    probe = torch.zeros(1, 1, dtype=torch.int64)
+    probe = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     return lambda length: bool(criterion(probe.expand(1, length), None))
 
 

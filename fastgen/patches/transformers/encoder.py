@@ -24,6 +24,7 @@ from fastgen.models.parts import NotFused, is_toolkits
 from fastgen.models.proof import outcome, verdict
 from fastgen.ops.dispatch import uncounted
 from fastgen.patches import _engine
+from fastgen.patches.transformers.fused import ATTENTION
 
 _Original = Callable[..., Any]
 
@@ -38,13 +39,12 @@ class Reading(NamedTuple):
 reading: ContextVar[Reading | None] = ContextVar("fastgen_reading", default=None)
 """What is read of an encoder's output in this context, where somebody knows."""
 
-_ATTENTION = ("eager", "sdpa")
 _WITHOUT_EFFECT = ("position_ids", "num_items_in_batch")
 LITTLE = "too little to gain: its layers run as they are"
 _OUTPUTS = {"distilbert": BaseModelOutput}
 
 
-def family_of(module: nn.Module) -> str:
+def folder_of(module: nn.Module) -> str:
     """The name of the folder in transformers that a module's class, or one it is made from, lies in."""
     kinds = (kind.__module__.split(".") for kind in type(module).__mro__)
     return next(path[2] for path in kinds if path[:2] == ["transformers", "models"])
@@ -62,7 +62,7 @@ def encode(
     """The layers of BERT's encoder and of those like it."""
     if self.training or is_transformed():  # which is not fastgen's business, and no fallback
         return original(self, hidden_states, attention_mask, *args, **kwargs)
-    family, asked = family_of(self), reading.get()
+    family, asked = folder_of(self), reading.get()
     try:
         with _engine.running("encoder"):
             check_size(hidden_states, asked is not None or attention_mask is not None)
@@ -96,7 +96,7 @@ def check(encoder: Any, given: Tensor, args: tuple[Any, ...], kwargs: Mapping[st
         raise NotForUs("hidden states or attentions are returned")
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise NotFused("it is a decoder")
-    if config._attn_implementation not in _ATTENTION:
+    if config._attn_implementation not in ATTENTION:
         raise NotFused(f"attention implementation {config._attn_implementation!r}")
     if any(value is not None for value in args):
         raise NotFused("the encoder gets arguments without a name")

@@ -28,16 +28,17 @@ def of_sentences(forced: Any) -> Tensor | None:
     return tokens.long() if tokens.numel() > 1 else None
 
 
-def check(forced: Any, sentences: int, vocabulary: int) -> None:
+def check(forced: Any, sentences: int, vocabulary: Callable[[], int]) -> None:
     """Raise ValueError where a list has not a token of the vocabulary for each sentence."""
     tokens = of_sentences(forced)
     if tokens is None:
         return
     if len(tokens) != sentences:
         raise ValueError(f"forced_bos_token_id has {len(tokens)} tokens, and the batch {sentences} sentences")
+    size = vocabulary()
     for extreme in (int(tokens.min()), int(tokens.max())):
-        if not 0 <= extreme < vocabulary:
-            raise ValueError(f"forced_bos_token_id has {extreme}, and the vocabulary {vocabulary} tokens")
+        if not 0 <= extreme < size:
+            raise ValueError(f"forced_bos_token_id has {extreme}, and the vocabulary {size} tokens")
 
 
 def force(original: Callable[..., Tensor], self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:

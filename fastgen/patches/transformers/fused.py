@@ -34,7 +34,7 @@ _ARGUMENTS = {
 }  # by whether it is an encoder-decoder
 _OF_LOOP = {"streamer", "synced_gpus", "tokenizer"}
 _NOT_FORWARDED = {"labels"}  # trainers hand `generate` whole batches; it keeps these from the forward
-_ATTENTION = ("eager", "sdpa")
+ATTENTION = ("eager", "sdpa")
 
 
 def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: int) -> DecoderStep:
@@ -73,7 +73,7 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
         known = method is getattr(GenerationMixin, name) or (layout.own_inputs and is_toolkits(method))
         if name in vars(model) or not known:
             raise NotFused(f"{type(model).__name__} has its own {name}")
-    if model.config._attn_implementation not in _ATTENTION:
+    if model.config._attn_implementation not in ATTENTION:
         raise NotFused(f"attention implementation {model.config._attn_implementation!r}")
     if layout.source_in_text:
         longest += kwargs["encoder_outputs"][0].shape[1]

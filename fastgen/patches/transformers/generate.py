@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -42,10 +42,11 @@ from fastgen.patches.transformers import (
 )
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
-from fastgen.patches.transformers.edits import edits_of, fill_of, stop_of
+from fastgen.patches.transformers.edits import bounded, edits_of, fill_of, stop_of
 from fastgen.patches.transformers.given import IS_GIVEN, is_given
 from fastgen.patches.transformers.outputs import Decoding, fields, vocabulary
 from fastgen.patches.transformers.pausing import Begun
+from fastgen.patches.transformers.said import said
 from fastgen.patches.transformers.scored import Scored
 from fastgen.patches.transformers.stepper import Stepper
 
@@ -65,7 +66,7 @@ def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     options = bild_call.options_of(self, kwargs)
     run = functools.partial(_as_asked, options)
     if parity.wanted():
-        if options is None or (options.lossless and not bild_call.said(self, kwargs, "do_sample")):
+        if options is None or (options.lossless and not said(self, kwargs, "do_sample")):
             return parity.both_ways(run, original, self, *args, **kwargs)
         _engine.compared("run once: big-little decoding changes the output, without lossless=True or with sampling")
     return run(original, self, *args, **kwargs)
@@ -88,8 +89,12 @@ def _as_asked(options: Options | None, original: _Original, self: Any, *args: An
 
 def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     family = family_of(getattr(self.config, "model_type", ""))
-    around = source.unread_padding(self, kwargs), restored.calling(self, kwargs)
-    with _engine.running("generate"), around[0], around[1], routed(self, family) as layers:
+    with (
+        _engine.running("generate"),
+        source.unread_padding(self, kwargs),
+        restored.calling(self, kwargs),
+        routed(self, family) as layers,
+    ):
         if layers:
             _engine.hit("transformers.generate")
         return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
@@ -116,7 +121,15 @@ def beam_search(
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
     )
-    return _run("beam", call, stock)
+    with _unasked():
+        return _run("beam", call, stock)
+
+
+@contextmanager
+def _unasked() -> Generator[None]:
+    """A loop: another call of `generate` within it, by a processor or a criterion, is asked for nothing."""
+    with scored.asking(None), awaited.asking(None, bool):
+        yield
 
 
 def sample(
@@ -131,14 +144,16 @@ def sample(
     **model_kwargs: Any,
 ) -> Any:
     """`GenerationMixin._sample`, where it can be over one cache per sentence."""
+    config = bounded(generation_config, stopping_criteria)
     call = Call(
-        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer,
+        self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs, streamer,
         scored.asked_of(self), awaited.asked_of(self),
     )  # fmt: skip
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
     )
-    return _run("sample", call, stock)
+    with _unasked():
+        return _run("sample", call, stock)
 
 
 def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) -> Any:

@@ -17,8 +17,8 @@ from fastgen.config import settings
 from fastgen.decoding.margin import NEAR_TIE, closest_decision, end_tokens, prompt_length
 from fastgen.patches import _engine
 from fastgen.patches.transformers import restored
-from fastgen.patches.transformers.bild_call import said
 from fastgen.patches.transformers.edits import known, rowwise
+from fastgen.patches.transformers.said import Settings
 
 _lock = threading.Lock()
 _said: set[str] = set()
@@ -140,23 +140,12 @@ def _reason_not_to_repeat(model: Any, call: dict[str, Any]) -> str | None:
     stateful = rowwise(call.get("logits_processor") or ()) or known(call.get("stopping_criteria") or ())
     if stateful is not None:
         return f"{stateful} may keep a state"
-    if (method := restored.method_of(_Said(model, call))) is not None:
+    if (method := restored.method_of(Settings(model, call))) is not None:
         return f"transformers has no {method}"
     configs = (call.get("generation_config") or model.generation_config, model.generation_config)
     if any(limit is not None for limit in (call.get("max_time"), *(getattr(c, "max_time", None) for c in configs))):
         return "max_time ends it by the clock"
     return None
-
-
-class _Said:
-    """What a call says of its settings, by name, as a generation config would; transformers' default of top_k is 50."""
-
-    def __init__(self, model: Any, call: dict[str, Any]) -> None:
-        self._model, self._call = model, call
-
-    def __getattr__(self, name: str) -> Any:
-        found = said(self._model, self._call, name)
-        return 50 if name == "top_k" and found is None else found
 
 
 def _random_states(model: Any) -> list[Tensor]:

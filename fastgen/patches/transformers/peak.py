@@ -35,7 +35,7 @@ from fastgen.patches.transformers import source
 from fastgen.patches.transformers.cache import SharedCache
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
-from fastgen.patches.transformers.edits import known, runs_code_of_others
+from fastgen.patches.transformers.edits import bounded, known, runs_code_of_others
 from fastgen.patches.transformers.given import IS_GIVEN, is_given
 from fastgen.patches.transformers.prepared import MIXIN, Prepared, generates_segments
 from fastgen.patches.transformers.restored import METHODS
@@ -129,7 +129,7 @@ def _planned(kind: Any, plan: Plan, step: DecoderStep | None) -> type:
             synced_gpus: bool = False, streamer: Any = None, **kwargs: Any,
         ) -> None:  # fmt: skip
             self.__class__ = kind
-            config = generation_config
+            config = bounded(generation_config, stopping_criteria) if name == "sample" else generation_config
             call = Call(self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, kwargs)
             model = cast(SharedStepper, call.stepper(plan, step))
             decoding = loops.decoding_of(name, call, model)

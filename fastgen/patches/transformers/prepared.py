@@ -26,6 +26,8 @@ from fastgen.patches import _engine
 from fastgen.patches.transformers import beam_streamer, restored, restored_loops
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import check_model, rows_of
+from fastgen.patches.transformers.edits import bounded
+from fastgen.patches.transformers.said import Settings
 
 
 @dataclass
@@ -56,7 +58,8 @@ def prepare(bare: Any, model: Any, kwargs: dict[str, Any]) -> Prepared:
     Raises:
         Unsupported: it would not come to a loop that is patched.
     """
-    check_model(bare)
+    if restored.method_of(Settings(model, kwargs)) is None:  # these methods decode for any model, or say why not
+        check_model(bare)
     generate = cast(Any, type(bare)).generate
     if generate is not MIXIN.generate and not generates_segments(bare):
         raise Unsupported(f"{type(bare).__name__} has a generate of its own")
@@ -161,9 +164,9 @@ def _loop(name: str) -> Callable[..., NoReturn]:
             wide = restored_loops.widened(Call(self, input_ids, *given))
             input_ids, kwargs = wide.input_ids, wide.model_kwargs
         kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
-        raise _Reached(
-            Prepared(_LOOPS[name], input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
-        )
+        loop = _LOOPS[name]
+        config = bounded(generation_config, stopping_criteria) if loop == "sample" else generation_config
+        raise _Reached(Prepared(loop, input_ids, logits_processor, stopping_criteria, config, kwargs))
 
     return prepared
 

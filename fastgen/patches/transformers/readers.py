@@ -11,7 +11,7 @@ from fastgen.models.encoder import Padding
 from fastgen.models.instance import untouched
 from fastgen.models.parts import NotFused, is_toolkits
 from fastgen.patches import _engine
-from fastgen.patches.transformers.encoder import family_of, read_as
+from fastgen.patches.transformers.encoder import folder_of, read_as
 
 TAGGER = "transformers.tagger"
 
@@ -29,7 +29,7 @@ def classify(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
     """The forward of a sentence classifier, of whose encoder it reads each sentence's first position alone."""
     if self.training:
         return original(self, *args, **kwargs)
-    family = family_of(self)
+    family = folder_of(self)
     name = f"transformers.classifier.{family}"
     with read_as(partial(_first, self, original, family, name), name):
         return original(self, *args, **kwargs)

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import Any, Literal, cast
 
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.utils import GenerationMixin
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
 
 from fastgen.constraints import constraints_of
 from fastgen.patches import _engine
@@ -34,8 +34,6 @@ _LOOPS: dict[
 MODES = {mode: _LOOPS[method][0] for mode, method in _METHODS.items()}
 """The modes of these methods, and those that take their places on the way to a loop."""
 
-
-_OF_MODE = {GenerationMode.BEAM_SEARCH: "_beam_search", GenerationMode.GREEDY_SEARCH: "_sample"}
 
 _calling: ContextVar[Any] = ContextVar("fastgen_calling", default=None)
 """The model whose `generate` runs in this context, by loops of transformers' kind."""
@@ -63,7 +61,7 @@ def generation_mode(original: Callable[..., GenerationMode], self: Any, *args: A
     check(self)
     if mode not in _METHODS or not _engine.is_applied(_LOOPS[_METHODS[mode]][1]):
         return mode
-    loop = _OF_MODE[_LOOPS[_METHODS[mode]][0]]
+    loop = GENERATION_MODES_MAPPING[MODES[mode]]
     if getattr(cast(Any, type(model)), loop) is not getattr(GenerationMixin, loop):
         return mode  # a loop of its own would run another method
     _engine.hit("transformers.generation_mode")

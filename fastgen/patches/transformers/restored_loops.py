@@ -1,5 +1,6 @@
 """The loops of the methods that transformers 5 has taken out of its library, as `generate` calls them."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -38,6 +39,8 @@ def widened(call: Call) -> Call:
     kind, layout = type(call.model).__name__, layout_of(call.model.config)
     if layout is not None and layout.source_in_text:
         raise ValueError(f"contrastive search looks at hidden states, and a {kind} returns none")
+    if cache is None or "past_key_values" not in inspect.signature(call.model.forward).parameters:
+        raise ValueError(f"contrastive search runs one token at a time, and a {kind} has no cache of keys and values")
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
             f"contrastive search runs one token more than cache_implementation={config.cache_implementation!r} holds"
@@ -58,7 +61,7 @@ def stepper(call: Call, plan: Plan, step: DecoderStep | None) -> Stepper:
     if plan.method != "contrastive search":
         return call.stepper(plan, step)
     seeing = replace(call, model_kwargs=call.model_kwargs | {"output_hidden_states": True})
-    return seeing.stepper(replace(plan, graphs=False), step)
+    return seeing.stepper(plan, step)
 
 
 def decoding_of(method: Method, call: Call, model: Stepper) -> Decoding:

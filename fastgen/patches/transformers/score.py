@@ -5,6 +5,7 @@ token that follows is kept.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,7 +70,10 @@ def score(
         raise ValueError(f"a target of {max(map(len, ids))} tokens, where {longest} is the most there can be")
     wide = torch.promote_types(model.dtype, torch.float32)
     scores = [torch.full((len(text),), torch.nan, dtype=wide) for text in ids]
-    with _engine.running("score"), torch.no_grad(), routed(model, family_of(model.config.model_type)):
+    with ExitStack() as around, torch.no_grad():
+        with suppress(_engine.DisabledMeanwhile):  # then linear layers are torch's own
+            around.enter_context(_engine.running("score"))
+            around.enter_context(routed(model, family_of(model.config.model_type)))
         head = _Head(model)
         for batch in _batches(windows, max_tokens):
             for window, found in zip(batch, _of_batch(model, head, batch, ids, given), strict=True):

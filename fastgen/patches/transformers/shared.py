@@ -163,8 +163,6 @@ class SharedStepper(Stepper):
         if self.cache is None:
             return super()._forward(ids)
         first, given = len(self._began) == 1, self.kwargs
-        if first and "encoder_outputs" in given:
-            self.kwargs = given | {"encoder_outputs": _unreadable(given["encoder_outputs"])}
         self.cache.begin_step()
         if self.fused is None:
             return self._of_module(self.cache, ids, given, first)
@@ -221,7 +219,7 @@ class SharedStepper(Stepper):
 
     def _go_on_unshared(self, cache: SharedCache, kwargs: dict[str, Any]) -> None:
         """Drop what the first step has written, and go on from its arguments with the cache of the toolkit's own."""
-        refused.add(self.model.__class__)
+        refused.add(self.model)
         self._leave_shared(cache, kwargs, computes_alone(self.model))
 
     def _leave_shared(self, cache: SharedCache, kwargs: dict[str, Any], reason: str) -> None:
@@ -256,18 +254,3 @@ def _every(m: int, value: Any) -> Any:
         mapping = cast("Mapping[str, Any]", value)
         return cast(Any, type(mapping))({k: _every(m, v) if isinstance(v, Tensor) else v for k, v in mapping.items()})
     return value
-
-
-def _unreadable(encoder_outputs: Any) -> Any:
-    """Encoder outputs of the same shape that hold no memory.
-
-    Once the keys of cross-attention are cached nothing may read them, and what does gets NaN.
-    """
-    return type(encoder_outputs)(
-        {
-            name: torch.full((1,) * value.dim(), torch.nan, dtype=value.dtype, device=value.device).expand(value.shape)
-            if isinstance(value, Tensor) and value.is_floating_point()
-            else value
-            for name, value in encoder_outputs.items()
-        }
-    )

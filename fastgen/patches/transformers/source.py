@@ -3,7 +3,7 @@
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,12 @@ from transformers.modeling_outputs import BaseModelOutput
 from fastgen.models.encoder import Encoder, Sentences, arranged, pays, weights_of
 from fastgen.models.encoder_layouts import ENCODERS
 from fastgen.models.encoder_reader import encoder_of
-from fastgen.models.parts import NotFused, part_or_none
+from fastgen.models.parts import NotFused, is_toolkits, part_or_none
 from fastgen.models.proof import outcome
 from fastgen.ops.dispatch import uncounted
 from fastgen.patches import _engine
-from fastgen.patches.transformers.bild_call import said
 from fastgen.patches.transformers.encoder import LITTLE, Slower, check, lengths_of, prove
+from fastgen.patches.transformers.said import said
 
 NAME = "transformers.source"
 
@@ -42,6 +42,8 @@ def get_encoder(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`PreTrainedModel.get_encoder`, by which `generate` asks for the encoder that it then runs."""
     encoder = original(self, *args, **kwargs)
     if _generating.get() is not self or not isinstance(encoder, nn.Module) or hasattr(self, "hf_device_map"):
+        return encoder
+    if not is_toolkits(cast(Any, type(self)).forward):  # which may read more of it
         return encoder
     if self.device.type != "cpu":  # where a look at the mask would be waited for
         return encoder

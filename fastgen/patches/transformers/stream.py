@@ -13,6 +13,7 @@ from fastgen.patches import _engine
 from fastgen.patches.transformers import awaited, bild_call, first_tokens, scored
 from fastgen.patches.transformers.pausing import Begun
 from fastgen.patches.transformers.refill import Batch, Refill, who_stands_between
+from fastgen.patches.transformers.said import said
 from fastgen.patches.transformers.scored import Scored
 
 MAX_TOKENS = 4096
@@ -77,7 +78,7 @@ class _Stream:
         self.wanted, self.begun = wanted, 0  # sentences of the windows before this one
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        self.first = first_tokens.beside(bild_call.said(model, kwargs, _FIRST), vocabulary)
+        self.first = first_tokens.beside(said(model, kwargs, _FIRST), vocabulary)
         self.drafts = False
         if self.first is not None:
             kwargs[_FIRST] = 0  # each batch says its own
