@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
+import math
 import os
 import sys
 import threading
@@ -225,7 +225,7 @@ def test_what_is_no_text_is_a_problem(tmp_path: Path) -> None:
         ("a.csv", b"id,body\n", {"column": "id"}, "a.csv is empty"),
         ("a.parquet", b"PAR", {"column": "id"}, "a.parquet cannot be read as Parquet"),
         ("a.txt.gz", b"no gzip", {}, r"a.txt.gz cannot be read: Not a gzipped file"),
-        ("a.txt.gz", gzip.compress(b"x\n" * 5000)[:-9], {}, "a.txt.gz is torn or damaged"),
+        ("a.txt.gz", compression.packed(b"x\n" * 5000, ".gz")[:-9], {}, "a.txt.gz is torn or damaged"),
         ("a.txt.zst", b"no zstandard", {}, "a.txt.zst cannot be read: zstd"),
         ("a.txt.zst", compression.packed(b"x\n" * 5000, ".zst")[:-3], {}, "a.txt.zst is torn or damaged"),
         ("a.txt.xz", compression.packed(b"x\n" * 5000, ".xz")[:-3], {}, "a.txt.xz is torn or damaged"),
@@ -369,6 +369,23 @@ def test_values_that_json_has_no_word_for(tmp_path: Path) -> None:
     data = File("jsonl").block([Record(1, "t", fields=fields)], [output("o")])
     assert json.loads(data) == {"number": 1, "day": "2020-01-02", "cost": "1.50", "raw": "/w==", "half": "\ud800",
                                 "output": "o"}  # fmt: skip
+
+
+def test_numbers_that_json_has_no_word_for(tmp_path: Path) -> None:
+    fields = {"x": math.nan, "deep": [{"y": math.inf}, 1.5]}
+    data = File("jsonl").block([Record(1, "t", fields=fields)], [output("o")])
+    assert json.loads(data, parse_constant=pytest.fail) == {"number": 1, "x": None, "deep": [{"y": None}, 1.5],
+                                                            "output": "o"}  # fmt: skip
+    file = write(File("parquet"), tmp_path / "p", [output("o")], [Record(1, "t", fields={"x": math.inf})])
+    assert pq.read_table(file)["x"].to_pylist() == [math.inf]
+
+
+def test_parquet_of_half_a_pair_of_surrogates(tmp_path: Path) -> None:
+    fields = {"half": "a\ud83d", "deep": {"b\ud83d": ["c\ud83d", "\U0001f600"]}}
+    row = pq.read_table(write(File("parquet"), tmp_path / "p", [output("o")], [Record(1, "t", fields=fields)]))
+    assert row.to_pylist() == [
+        {"number": 1, "half": "a\ufffd", "deep": {"b\ufffd": ["c\ufffd", "\U0001f600"]}, "output": "o"}
+    ]
 
 
 def test_parquet_has_a_type_for_every_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -954,6 +954,7 @@ def test_what_several_processes_cannot_do(text: Path, tmp_path: Path, monkeypatc
     refused("cannot read standard input", processes=2, source=Unnamed(text))
     refused("cannot write to standard output", processes=2, output=None)
     monkeypatch.setenv("RANK", "1")
+    refused("RANK=1 is set and WORLD_SIZE, MASTER_ADDR, MASTER_PORT not")
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused("RANK=1 is set and MASTER_ADDR, MASTER_PORT not")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -961,6 +962,35 @@ def test_what_several_processes_cannot_do(text: Path, tmp_path: Path, monkeypatc
     refused("--processes 2: RANK is set", processes=2)
     monkeypatch.setenv("LOCAL_RANK", "one")
     refused("must be numbers: invalid literal for int")
+
+
+@pytest.mark.parametrize("end", ["interrupt", "bad record"])
+def test_standard_input_that_is_waited_for(end: str, tmp_path: Path) -> None:
+    """Python ends as it should while a thread waits for more."""
+    words = [sys.executable, "-m", "fastgen", "generate", MODEL, "--input", "-", "--max-new-tokens", 4, "--block", 1]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with (
+        (tmp_path / "said").open("wb") as said,
+        subprocess.Popen(
+            list(map(str, words)), env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell has it ignored in the background
+        ) as process,
+    ):  # fmt: skip
+        stdin, stdout = cast(Any, process.stdin), cast(Any, process.stdout)
+        try:
+            stdin.write(b"Returns the list.\n" + (b"\n" if end == "bad record" else b"A list.\n") + b"x\n" * 8)
+            stdin.flush()
+            stdout.readline()  # so that it is under way
+            if end == "interrupt":
+                process.send_signal(signal.SIGINT)
+            status = process.wait(60)
+        finally:
+            process.kill()
+    message = (tmp_path / "said").read_text()
+    assert status == (2 if end == "bad record" else 130), message
+    assert "Fatal Python error" not in message
+    assert ("record 2: there is no text" if end == "bad record" else "fastgen generate: interrupted") in message
+    assert "Traceback" not in message
 
 
 def test_threads_and_devices_of_a_process(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,8 @@ def test_formats_and_problems(cluster: Cluster, tmp_path: Path) -> None:
     table = pa.table({"id": list(range(8)), "source": [*TEXTS[:3], None, *TEXTS[4:8]], "first": first})
     pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
     run: dict[str, Any] = {"input": str(tmp_path / "in.parquet"), "column": "source", "cpus": 0.5}
-    scored = Options(**ARGUMENTS, scores=True, targets="token")
+    best = ARGUMENTS | {"generation": GENERATION | {"num_return_sequences": 1}}
+    scored = Options(**best, scores=True, targets="token")
     alone = [one for one in TextGenerator(scored)(TEXTS[:8], first) if isinstance(one, Output)]
     with pytest.raises(CommandError, match="row 4: there is no text"):
         engine.run(Options(**ARGUMENTS), output=str(tmp_path / "out"), **run)
@@ -151,8 +153,15 @@ def test_formats_and_problems(cluster: Cluster, tmp_path: Path) -> None:
     assert found["number"] == [1, 2, 3, 5, 6, 7, 8]
     assert found["output"] == [alone[i].texts[0] for i in (0, 1, 2, 4, 5, 6, 7)]
     assert [text[:2] for text in found["output"]] == [first[i][1:] for i in (0, 1, 2, 4, 5, 6, 7)]
-    best = [one.scores[0] for i, one in enumerate(alone) if i != 3 and one.scores]
-    assert found["score"] == pytest.approx(best, abs=1e-9)
+    expected = [one.scores[0] for i, one in enumerate(alone) if i != 3 and one.scores]
+    assert found["score"] == pytest.approx(expected, abs=1e-9)
+    lines, scored_no_more = tmp_path / "lines", replace(scored, scores=False)
+    engine.run(scored_no_more, output=str(lines), on_error="skip", output_format="txt", **run)
+    written = next(lines.glob("*.txt")).read_text().split("\n")
+    assert [bool(line) for line in written] == [True, True, True, False, True, True, True, True, False]
+    several = replace(scored_no_more, generation=GENERATION)
+    with pytest.raises(CommandError, match="--n-best: txt has no place for several outputs here"):
+        engine.run(several, output=str(tmp_path / "more"), output_format="txt", **run)
     assert Tables(str(tmp_path / "out")).kind == "csv"  # a folder of outputs is an input
     with pytest.raises(CommandError, match="holds files already"):
         engine.run(Options(**ARGUMENTS), output=str(tmp_path / "out"), **run)

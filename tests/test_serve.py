@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("ray.serve", reason="needs fastgen[ray]")
 import httpx
 import ray
+import torch
 from ray import serve
 
 from fastgen.corpus.texts import Options, Output, Source, TextGenerator
@@ -128,18 +129,23 @@ def test_what_is_no_request(api: Api) -> None:
     assert asyncio.run(api("GET", "/elsewhere")).status == 404
 
 
-def test_a_text_that_fails_leaves_the_others(api: Api, alone: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def _fail_at(text: str, api: Api, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the model raise for each batch that holds a text."""
     generate = api.generator.model.generate
-    (source,) = api.generator.encode([TEXTS[2]])
+    (source,) = api.generator.encode([text])
     assert isinstance(source, Source)
     bad = source.ids
 
     def failing(input_ids: Any, **kwargs: Any) -> Any:
         if any(row[: len(bad)] == bad for row in input_ids.tolist()):
-            raise RuntimeError("no such text")
+            raise error
         return generate(input_ids=input_ids, **kwargs)
 
     monkeypatch.setattr(api.generator.model, "generate", failing)
+
+
+def test_a_text_that_fails_leaves_the_others(api: Api, alone: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _fail_at(TEXTS[2], api, RuntimeError("no such text"), monkeypatch)
 
     async def ask() -> list[Answer]:
         return await asyncio.gather(*(_post(api, text=text) for text in TEXTS[:5]), _post(api, texts=TEXTS[1:3]))
@@ -150,6 +156,34 @@ def test_a_text_that_fails_leaves_the_others(api: Api, alone: list[str], monkeyp
     assert [single[i].content["output"] for i in (0, 1, 3, 4)] == [alone[i] for i in (0, 1, 3, 4)]
     assert several.content["answers"][0]["output"] == alone[1]
     assert several.content["answers"][1] == {"problem": "RuntimeError: no such text"}
+
+
+def test_a_text_that_takes_all_memory_leaves_the_others(
+    api: Api, alone: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fail_at(TEXTS[2], api, torch.OutOfMemoryError("no memory is left"), monkeypatch)
+
+    async def ask() -> list[Answer]:
+        return await asyncio.gather(*(_post(api, text=text) for text in TEXTS[:4]))
+
+    answers = asyncio.run(ask())
+    assert [answer.status for answer in answers] == [200, 200, 500, 200]
+    assert "no memory is left" in answers[2].content["error"]
+    assert [answers[i].content["output"] for i in (0, 1, 3)] == [alone[i] for i in (0, 1, 3)]
+    api.check()
+
+
+def test_a_device_that_has_failed_is_no_longer_healthy(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(**kwargs: Any) -> Any:
+        raise torch.AcceleratorError("an illegal memory access")
+
+    monkeypatch.setattr(api.generator.model, "generate", failing)
+    monkeypatch.setattr(api, "_failed", None)
+    answer = asyncio.run(_post(api, text=TEXTS[0]))
+    assert answer.status == 500
+    assert "an illegal memory access" in answer.content["error"]
+    with pytest.raises(RuntimeError, match=r"the device has failed: .*an illegal memory access"):
+        api.check()
 
 
 def test_arguments_that_the_model_refuses_are_found_at_the_start() -> None:

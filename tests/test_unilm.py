@@ -238,7 +238,10 @@ def test_a_plain_bert(tmp_path: Path, kind: Any) -> None:
     )  # fmt: skip
     bert = kind(settings).eval()
     bert.save_pretrained(tmp_path)
-    for model in (load(tmp_path), UniLMForConditionalGeneration.from_pretrained(tmp_path).eval()):
+    with pytest.raises(ValueError, match=r"without a tokenizer.* mask_token_id, eos_token_id must be given"):
+        load(tmp_path, decoder_start_token_id=101)
+    tokens = {"mask_token_id": 103, "decoder_start_token_id": 101, "eos_token_id": 102}
+    for model in (load(tmp_path, **tokens), UniLMForConditionalGeneration.from_pretrained(tmp_path).eval()):
         own, theirs = model.bert.state_dict(), getattr(bert, "bert", bert).state_dict()
         assert all(torch.equal(own[name], value) for name, value in theirs.items() if "pooler" not in name)
         assert model.config.is_encoder_decoder

@@ -27,7 +27,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `argv` (default: the process's own arguments); return the exit status, 2 for what the user must mend."""
+    """Run `argv` (default: the process's own arguments); return the exit status.
+
+    2 for what the user must mend, 130 where it is interrupted.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in words if word in COMMANDS), "")
     try:
@@ -36,6 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         print(f"fastgen {command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        if command == "run":  # which is the program's own affair
+            raise
+        print(f"fastgen {command}: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser(command: str) -> argparse.ArgumentParser:

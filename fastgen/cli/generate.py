@@ -193,7 +193,7 @@ def _options(args: argparse.Namespace) -> Options:
     generation.check(asked, {name: value for name, value in stored.items() if not name.startswith("_")})
     given = {name: value for name in bild_options.NAMES if (value := getattr(args, name)) is not None}
     asked |= _drafts(args, asked, given, stored)
-    if "max_new_tokens" not in {**_said(stored), **asked} and not _has_encoder(args.model):
+    if "max_new_tokens" not in {**_said(stored), **asked} and not models.load_config(args.model).is_encoder_decoder:
         raise CommandError("--max-new-tokens is needed: a decoder's prompt would count in --max-length")
     return Options(
         args.model, asked, device=args.device, dtype=args.dtype, threads=args.threads, batch_tokens=args.batch_tokens,
@@ -227,15 +227,15 @@ def _drafts(
     args: argparse.Namespace, asked: dict[str, Any], given: dict[str, Any], stored: dict[str, Any]
 ) -> dict[str, Any]:
     """The options of big-little decoding, where it is asked for."""
-    if args.assistant_model is None and not given:
+    layers = asked.get("assistant_early_exit")
+    if args.assistant_model is None and layers is None and not given:
         return {}
     if args.assistant_model is not None:
         models.check_folder(args.assistant_model)
-        if not {*given, *_said(stored)} & set(bild_options.NAMES):
-            given = {"lossless": True}
+    if not {*given, *_said(stored)} & set(bild_options.NAMES):
+        given = {"lossless": True}
     if args.scores:
         raise CommandError("--scores: a text that is drafted has none")
-    layers = asked.get("assistant_early_exit")
     try:
         bild_options.options(
             args.assistant_model, layers, given, {}, ("--assistant-model", "--assistant-early-exit"),
@@ -292,7 +292,8 @@ def _sink(args: argparse.Namespace, options: Options, source: Files, first: dict
     stored = _said(_json_of(options.model / "generation_config.json"))
     several = {**stored, **options.generation}.get("num_return_sequences", 1) > 1
     columns = None if first is None else tuple(first)
-    return File(kind, packing, columns, args.quotes, several, args.scores, args.on_error == "empty", args.field_prefix)
+    problems = args.on_error == "empty" and kind != "text"
+    return File(kind, packing, columns, args.quotes, several, args.scores, problems, args.field_prefix)
 
 
 def _json_of(file: Path) -> dict[str, Any]:
@@ -308,14 +309,3 @@ def _json_of(file: Path) -> dict[str, Any]:
 
 def _said(stored: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in stored.items() if value is not None}
-
-
-def _has_encoder(folder: Path) -> bool:
-    from transformers import AutoConfig
-
-    import fastgen.unilm  # noqa: F401 so that its folders are known
-
-    try:
-        return bool(AutoConfig.from_pretrained(folder, local_files_only=True).is_encoder_decoder)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{folder}: the model cannot be read: {models.first_line(error)}") from error

@@ -51,16 +51,24 @@ def load_tokenizer(folder: Path) -> Any:
         raise CommandError(f"{folder}: its tokenizer cannot be read: {first_line(error)}") from error
 
 
+def load_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    import fastgen.unilm  # noqa: F401 so that its folders are known
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise CommandError(f"{folder}: the model cannot be loaded: {first_line(error)}") from error
+
+
 def load_model(folder: Path, device: str, dtype: str) -> Any:
     """The model of a folder, ready to generate: an encoder-decoder, or a decoder-only model."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    import fastgen.unilm  # noqa: F401 so that their folders are known
-
+    kind = AutoModelForSeq2SeqLM if load_config(folder).is_encoder_decoder else AutoModelForCausalLM
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model: Any = kind.from_pretrained(folder, local_files_only=True, dtype=getattr(torch, dtype))
         return model.to(device).eval()
     except Exception as error:  # of a torn file, too little memory on the device ...

@@ -35,8 +35,22 @@ def of_json_lines(lines: Path, output: Path) -> None:
 
 def _groups(lines: Path) -> Iterator[list[dict[str, Any]]]:
     with lines.open("rb") as stream:
-        while rows := [json.loads(line) for _, line in zip(range(_ROWS), stream, strict=False)]:
+        while rows := [_row(line) for _, line in zip(range(_ROWS), stream, strict=False)]:
             yield rows
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    row = json.loads(line)
+    return _storable_text(row) if b"\\ud" in line else row
+
+
+def _storable_text(value: Any) -> Any:
+    """A value whose texts have a replacement character for half a pair of surrogates, which UTF-8 cannot say."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {_storable_text(name): _storable_text(each) for name, each in value.items()}
+    return [_storable_text(each) for each in value] if isinstance(value, list) else value
 
 
 def _type_of(values: list[Any]) -> Any:

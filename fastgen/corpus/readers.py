@@ -7,6 +7,7 @@ shifts no other; what is wrong with a file is a CommandError.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
@@ -194,7 +195,8 @@ def _opened(name: str, kind: str) -> Generator[BinaryIO]:
     """
     try:
         if name == STDIN:
-            yield sys.stdin.buffer
+            with _stdin() as stream:
+                yield stream
         elif kind == "dataset":
             yield cast(BinaryIO, None)
         else:
@@ -206,6 +208,20 @@ def _opened(name: str, kind: str) -> Generator[BinaryIO]:
         raise CommandError(f"{name} is torn or damaged: {error}") from error
     except OSError as error:
         raise CommandError(f"{_called(name)} cannot be read: {error.strerror or error}") from error
+
+
+def _stdin() -> BinaryIO:
+    """Standard input, by a descriptor of its own: Python closes its own at the end, while a thread may wait for it.
+
+    Raises:
+        CommandError: it is closed.
+    """
+    if sys.stdin is None:
+        raise CommandError("standard input is closed")
+    try:
+        return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    except OSError:  # one that is no file
+        return sys.stdin.buffer
 
 
 def _is_stream(name: str) -> bool:

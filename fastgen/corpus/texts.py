@@ -6,6 +6,7 @@ cannot be generated is a `Problem` in its place and leaves the others as they ar
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -120,14 +121,18 @@ def _is_of_the_machine(error: Exception, alone: bool) -> bool:
 class TextGenerator:
     """A model and its tokenizer, which take texts.
 
+    Args:
+        serves: whether a text that alone takes more memory than there is has a problem, as others wait for theirs; else
+            it ends all.
+
     Raises:
         CommandError: the folder holds no model that can be read, or an option does not fit it.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, serves: bool = False) -> None:
         models.check_folder(options.model)
         models.need("transformers", "transformers")
-        self.options = options
+        self.options, self.serves = options, serves
         device = models.usable_device(options.device, options.threads)
         self.tokenizer = models.load_tokenizer(options.model)
         self.model = models.load_model(options.model, device, options.dtype)
@@ -139,6 +144,7 @@ class TextGenerator:
         self._say_what_transformers_would_guess()
         self._stream([])  # what is wrong with the options is said now
         self._end = self.tokenizer.eos_token_id
+        self._special = set(self.tokenizer.all_special_ids) - {self.tokenizer.unk_token_id}
         if options.append_eos and self._end is None:
             raise CommandError("--append-eos: the tokenizer has no end token")
 
@@ -226,7 +232,8 @@ class TextGenerator:
             return Source(ids)
         if not self.options.truncate:
             return Problem(f"{len(ids)} tokens, {limit} at most")
-        ends = ids[-1] == self._end
+        ends = len(list(itertools.takewhile(self._special.__contains__, reversed(ids))))
+        ends = min(ends, limit)
         return Source([*ids[: limit - ends], *ids[len(ids) - ends :]])
 
     def _first_token(self, target: str) -> int | Problem:
@@ -242,7 +249,7 @@ class TextGenerator:
             raise
         except Exception as error:
             said = f"{type(error).__name__}: {models.first_line(error)}"
-            if _is_of_the_machine(error, len(sources) == 1):
+            if _is_of_the_machine(error, len(sources) == 1 and not self.serves):
                 longest = max(map(len, sources))
                 raise CommandError(f"{said} (texts: {len(sources)}, tokens of the longest: {longest})") from error
             if len(sources) == 1:  # what a model raises for one text is a problem of that text

@@ -30,8 +30,8 @@ class BadRecord(CommandError):
 
     def __init__(self, number: int, reason: str) -> None:
         super().__init__(
-            f"record {number}: {reason.rstrip('.')}. The blocks before it are safe; mend it, or have such records left "
-            "out or empty (--on-error), and run the same command again"
+            f"record {number}: {reason.rstrip('.')}. The blocks before it are safe, and the same command with "
+            "--on-error skip goes on behind them; where the input is mended, --restart begins anew"
         )
         self.number = number
 

@@ -53,7 +53,7 @@ class Place:
         Raises:
             CommandError: a variable is missing or no number.
         """
-        if "RANK" not in environ or environ.get("WORLD_SIZE", "1") == "1":
+        if "RANK" not in environ or environ.get("WORLD_SIZE") == "1":
             return None
         missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if missing:

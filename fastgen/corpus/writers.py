@@ -10,6 +10,7 @@ import base64
 import csv
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,7 +123,7 @@ class File:
 
     def _lines(self, record: Record, output: Output | Problem | None) -> Iterator[str]:
         if not self._numbered:
-            yield (_BREAKS.sub(" ", output.texts[0]) if isinstance(output, Output) else "") + "\n"
+            yield (one_line(output.texts[0]) if isinstance(output, Output) else "") + "\n"
         elif output is not None:
             for rank, (text, score) in enumerate(_ranked(output), 1):
                 yield f"{record.number}\t{rank}\t{_cell(score)}\t{_BREAKS_AND_TABS.sub(' ', text)}\n"
@@ -164,17 +165,38 @@ class File:
             "score": scores[0] if scores else None, "scores": scores, "problem": _reason(output),
         }  # fmt: skip
         number, *names = ((name, added[name.removeprefix(self.prefix)]) for name in self.added)
-        yield json_line({**dict([number]), **_fields(record), **dict([number, *names])})
+        line = {**dict([number]), **_fields(record), **dict([number, *names])}
+        yield json_line(line, floats=self.format == "parquet")
 
 
-def json_line(value: Mapping[str, Any]) -> str:
-    """A line of JSON; what JSON has no word for is text, bytes in base64."""
-    line = json.dumps(value, ensure_ascii=False, default=_as_text)
+def json_line(value: Mapping[str, Any], floats: bool = False) -> str:
+    """A line of JSON; what JSON has no word for is text, bytes in base64.
+
+    floats: NaN and the infinities are such words as Python's reader knows them; else they are null.
+    """
+    try:
+        line = json.dumps(value, ensure_ascii=False, default=_as_text, allow_nan=floats)
+    except ValueError:
+        value = _finite(value)
+        line = json.dumps(value, ensure_ascii=False, default=_as_text)
     try:
         line.encode()
     except UnicodeEncodeError:  # half a pair of surrogates, which JSON can say and UTF-8 cannot
         line = json.dumps(value, default=_as_text)
     return line + "\n"
+
+
+def one_line(text: str) -> str:
+    """A text without line breaks."""
+    return _BREAKS.sub(" ", text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _as_text(value: Any) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import fastgen
@@ -99,7 +100,8 @@ class Api:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.generator = TextGenerator(settings.options())
+        self._failed: str | None = None
+        self.generator = TextGenerator(settings.options(), serves=True)
         limit = settings.max_source_tokens or min(self.generator.tokenizer.model_max_length, _MAX_SOURCE)
         self.generator.options = replace(self.generator.options, max_source_tokens=limit)
         (first,) = self.generator(["."])  # a wrong argument is found here, not by the first client
@@ -122,12 +124,16 @@ class Api:
             return Answer(200, self.health() if path == "/health" else self._status())
         except Refused as refused:
             return Answer(refused.status, {"error": str(refused)})
+        except CommandError as failed:
+            return Answer(500, {"error": str(failed)})
         except QueueFull as full:
             return Answer(503, {"error": str(full)}, {"Retry-After": str(self.settings.retry_after)})
 
     def check(self) -> None:
-        """Raise RuntimeError where requests would wait for ever."""
+        """Raise RuntimeError where requests would wait for ever, or none be answered any more."""
         self.merger.check()
+        if self._failed is not None:
+            raise RuntimeError(f"the device has failed: {self._failed}")
 
     def health(self) -> dict[str, Any]:
         return {
@@ -217,7 +223,12 @@ class Api:
         """Sequences of some sources; tokenizers are left to the other thread."""
         generator = copy.copy(self.generator)
         generator.generation = generator.generation | dict(alike.generation)
-        return generator.generate(sources, wanted)
+        try:
+            return generator.generate(sources, wanted)
+        except CommandError as error:
+            if isinstance(error.__cause__, torch.AcceleratorError):
+                self._failed = str(error)
+            raise
 
 
 def _shown(found: Output | Problem) -> dict[str, Any]:

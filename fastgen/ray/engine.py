@@ -118,7 +118,7 @@ def run(
 
         cluster.check(least, cpus, gpus)
         needed = [column] if target_column is None else [column, target_column]
-        blocks = _blocks(tables, folder, needed, rows, options.scores)
+        blocks = _blocks(tables, folder, needed, rows, options)
         if blocks:  # of none Ray makes no dataset
             columns = {"column": column, "target_column": target_column}
             made = from_arrow_refs(blocks).map_batches(
@@ -128,7 +128,7 @@ def run(
             )  # fmt: skip
             held: list[pa.Table] = []
             for table in made.iter_batches(batch_size=rows, batch_format="pyarrow"):
-                held.append(_counted(table, summary, on_error))
+                held.append(_counted(table, summary, on_error, folder.kind == "txt"))
                 if sum(map(len, held)) >= rows_per_file:
                     folder.write(_joined(held))
                     held = []
@@ -152,7 +152,7 @@ def _recorded(options: Options) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in _arguments(options).items()}
 
 
-def _blocks(tables: Tables, folder: Folder, needed: list[str], rows: int, scores: bool) -> list[Any]:
+def _blocks(tables: Tables, folder: Folder, needed: list[str], rows: int, options: Options) -> list[Any]:
     """The input in Ray's object store, with a column of numbers; the types of its columns are the same everywhere.
 
     Raises:
@@ -173,7 +173,7 @@ def _blocks(tables: Tables, folder: Folder, needed: list[str], rows: int, scores
         return []
     try:
         schema = pa.unify_schemas(schemas, promote_options="permissive")
-        folder.check(schema, scores)
+        folder.check(schema, options.scores, (options.generation.get("num_return_sequences") or 1) > 1)
         for place, own in enumerate(schemas):
             if own != schema:
                 parts = [schema.empty_table(), ray.get(blocks[place])]
@@ -222,8 +222,10 @@ def _counts() -> Counter[tuple[str, str]]:
     return counts
 
 
-def _counted(table: pa.Table, summary: Summary, on_error: OnError) -> pa.Table:
+def _counted(table: pa.Table, summary: Summary, on_error: OnError, lines: bool) -> pa.Table:
     """The rows of a block, as `on_error` says; the summary counts them.
+
+    lines: they become lines of text, of which none may be missing.
 
     Raises:
         CommandError: a row has a problem, and on_error="fail".
@@ -249,7 +251,7 @@ def _counted(table: pa.Table, summary: Summary, on_error: OnError) -> pa.Table:
             counts[which] = counts.get(which, 0) + count
     summary.rows += len(numbers)
     summary.tokens += sum(table["tokens"].to_pylist())
-    if on_error == "skip":
+    if on_error == "skip" and not lines:
         table = table.filter(pa.array([problem is None for problem in table["problem"].to_pylist()]))
     return table.drop_columns([_REPORT])
 

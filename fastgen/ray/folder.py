@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
+from fastgen.corpus.writers import json_line, one_line
 from fastgen.errors import CommandError
 
 FORMATS = ("parquet", "jsonl", "csv", "txt")
@@ -51,10 +52,15 @@ class Folder:
         except OSError as error:
             raise CommandError(f"{place} cannot be written: {error}") from error
 
-    def check(self, schema: pa.Schema, scores: bool) -> None:
-        """Raise CommandError where the format cannot hold the input's columns, or the scores that are asked for."""
+    def check(self, schema: pa.Schema, scores: bool, several: bool) -> None:
+        """Raise CommandError where the format cannot hold the input's columns, or what is asked for.
+
+        scores: of the outputs. several: more than one output of a row.
+        """
         if scores and self.kind == "txt":
             raise CommandError("--scores: lines of text have no place for them; write Parquet, JSONL or CSV")
+        if several and self.kind in ("csv", "txt"):
+            raise CommandError(f"--n-best: {self.kind} has no place for several outputs here; write Parquet or JSONL")
         if self.kind != "csv":
             return
         for each in schema:
@@ -125,7 +131,7 @@ def _parquet(table: pa.Table, file: Any) -> None:
 
 def _jsonl(table: pa.Table, file: Any) -> None:
     for row in table.to_pylist():
-        file.write((json.dumps(row, ensure_ascii=False, default=str) + "\n").encode())
+        file.write(json_line(row).encode())
 
 
 def _csv(table: pa.Table, file: Any) -> None:
@@ -140,7 +146,7 @@ def _csv(table: pa.Table, file: Any) -> None:
 
 def _txt(table: pa.Table, file: Any) -> None:
     for text in table["output"].to_pylist():
-        file.write((" ".join(text.split("\n")) + "\n").encode())
+        file.write((one_line(text) + "\n").encode())
 
 
 _WRITERS = {"parquet": _parquet, "jsonl": _jsonl, "csv": _csv, "txt": _txt}

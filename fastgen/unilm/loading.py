@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 
 from fastgen.unilm.config import UniLMConfig
 from fastgen.unilm.model import UniLMForConditionalGeneration
 
+_SPECIAL = {"mask_token_id": "mask_token", "decoder_start_token_id": "cls_token", "eos_token_id": "sep_token"}
+_TOKENIZERS = ("tokenizer.json", "vocab.txt")  # without one of these files transformers makes a small one up
 _POSITIONS = "bert.embeddings.position_embeddings.weight"
 
 
@@ -25,7 +28,8 @@ def load(
 
     Args:
         weights: a folder of a UniLM or a BERT as `save_pretrained` writes it (what a BERT's has no head for is fresh,
-            as transformers then says); or a file of s2s-ft's, such as `unilm1.2-base-uncased.bin`.
+            as transformers then says, and its tokenizer says which its special tokens are); or a file of s2s-ft's, such
+            as `unilm1.2-base-uncased.bin`.
         config: the JSON file that is published beside such a file; of a folder, the `config.json` in it.
         max_position_embeddings: so many positions, where the checkpoint has others: its table is cut, or begins again
             behind its end, as s2s-ft lengthens it.
@@ -33,7 +37,8 @@ def load(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the config asks for what is not computed here, or a file lacks weights of a UniLM.
+        ValueError: the config asks for what is not computed here, a file lacks weights of a UniLM, or a BERT's folder
+            has no tokenizer and `mask_token_id`, `decoder_start_token_id` and `eos_token_id` are not given.
     """
     weights = Path(weights)
     if weights.is_dir():
@@ -49,8 +54,29 @@ def load(
 
 
 def _of_folder(folder: Path, config: str | Path | None, kwargs: dict[str, Any]) -> UniLMForConditionalGeneration:
-    read, rest = _config(folder / "config.json" if config is None else Path(config), kwargs)
+    file = folder / "config.json" if config is None else Path(config)
+    if (kind := json.loads(file.read_text("utf-8")).get("model_type")) not in (None, UniLMConfig.model_type):
+        kwargs = _special_tokens(folder, kind, kwargs) | kwargs
+    read, rest = _config(file, kwargs)
     return UniLMForConditionalGeneration.from_pretrained(folder, config=read, **rest)
+
+
+def _special_tokens(folder: Path, kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The tokens that a UniLM needs and a BERT's config does not name, by the tokenizer in its folder.
+
+    Raises:
+        ValueError: there is none, and not all are given.
+    """
+    missing = [name for name in _SPECIAL if name not in given]
+    if not missing:
+        return {}
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise ValueError(
+            f"{folder} holds a {kind} without a tokenizer, so that its [MASK], [CLS] and [SEP] are not known: "
+            f"{', '.join(missing)} must be given"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return {name: tokenizer.convert_tokens_to_ids(getattr(tokenizer, _SPECIAL[name])) for name in missing}
 
 
 def _of_file(file: Path, config: Path, kwargs: dict[str, Any]) -> tuple[int, UniLMForConditionalGeneration]:
