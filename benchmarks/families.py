@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.run import RESULTS, hardware, positive
+from benchmarks.run import begin, common, measured
 
 VOCABULARY, NEW_TOKENS = 8_000, 16
 CALLS = {"4 x 128, 4 beams": (4, 128, 4), "8 x 64, greedy": (8, 64, 1), "1 x 32, greedy": (1, 32, 1)}
@@ -97,25 +95,6 @@ def inputs_of(model: Any, sentences: int, tokens: int) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def compare(model: Any, sentences: int, tokens: int, beams: int, rounds: int, new_tokens: int, device: str) -> Any:
-    """One call beside itself unpatched, and why it was left alone, if it was."""
-    import fastgen
-    from benchmarks.ops import synchronize
-    from benchmarks.runners import Hits, both, figures
-    from fastgen.cli import measure
-    from fastgen.cli.agreement import Agreement
-
-    inputs = inputs_of(model, sentences, tokens)
-    options = {"num_beams": beams, "do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
-    fastgen.release()
-    hits = Hits()
-    outcome = measure.compare(
-        *both(lambda: model.generate(**inputs, **options)), rounds, Agreement(model, inputs, options),
-        synchronize=lambda: synchronize(device),
-    )  # fmt: skip
-    return figures(outcome, sentences * new_tokens) | hits.since()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the families that the arguments name; return the exit status."""
     from fastgen.models.families import FAMILIES
@@ -123,44 +102,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.families", description=(__doc__ or "").split("\n\n", 1)[0]
     )
-    add = parser.add_argument
-    add("--family", nargs="+", choices=sorted(FAMILIES), metavar="NAME", help="default: all")
-    add("--rounds", type=positive, default=5, metavar="N", help="default: 5")
-    add("--threads", type=positive, metavar="N", help="torch's CPU threads (default: torch's choice)")
-    add("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
-    add("--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the benchmark itself")
-    add("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
-    args = parser.parse_args(argv)
-    import torch
-    from transformers.utils import logging
+    parser.add_argument("--family", nargs="+", choices=sorted(FAMILIES), metavar="NAME", help="default: all")
+    args = common(parser, rounds=5).parse_args(argv)
+    begin(args.threads)
+    return measured(args, "families", _cells(args, args.family or sorted(FAMILIES)))
 
-    from benchmarks.runners import outcome_text
-    from fastgen.cli.measure import environment
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_grad_enabled(False)
-    if args.threads:
-        torch.set_num_threads(args.threads)
+def _cells(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    import fastgen
+    from benchmarks.runners import Session, compared
+
     tiny = args.scale == "tiny"
-    results: dict[str, Any] = {}
-    for name in args.family or sorted(FAMILIES):
+    for name in names:
         model = build(name, tiny).to(args.device)
         for call, (sentences, tokens, beams) in CALLS.items():
-            sizes = (2, 8, beams) if tiny else (sentences, tokens, beams)
-            new_tokens = 4 if tiny else NEW_TOKENS
-            found = compare(model, *sizes, args.rounds, new_tokens, args.device)
-            results.setdefault(name, {})[call] = found
-            print(f"{name:<18}{call:<20}{outcome_text(found)}", flush=True)
-        del model
-    folder = args.out or RESULTS / hardware(args.device)
-    folder.mkdir(parents=True, exist_ok=True)
-    data = {
-        "case": "families", "kind": "families", "arguments": {"threads": args.threads, "rounds": args.rounds},
-        "environment": environment(), "result": results,
-    }  # fmt: skip
-    (folder / "families.json").write_text(json.dumps(data, indent=1) + "\n", "utf-8")
-    return 0 if all(found["equal"] for calls in results.values() for found in calls.values()) else 1
+            sizes = (2, 8) if tiny else (sentences, tokens)
+            new = 4 if tiny else NEW_TOKENS
+            options = {"num_beams": beams, "do_sample": False, "min_new_tokens": new, "max_new_tokens": new}
+            fastgen.release()
+            inputs = inputs_of(model, *sizes)
+            yield name, call, compared(model, inputs, options, sizes[0] * new, Session(args.device), args.rounds)
 
 
 if __name__ == "__main__":

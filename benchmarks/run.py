@@ -14,7 +14,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             goal = f"at least {case.target:g}x" if case.target else ""
             print(f"{case.name:<14}{case.kind:<10}{goal:<16}{case.help}")
         return 0
+    begin(args.threads)
     import torch
-    from transformers.utils import logging
 
-    import fastgen  # noqa: F401  (patches transformers; each baseline runs inside fastgen.disabled())
     from benchmarks import runners
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_grad_enabled(False)
-    if args.threads:
-        torch.set_num_threads(args.threads)
     folder = args.out or RESULTS / hardware(args.device)
     names = args.case or [name for name, case in CASES.items() if not args.peer or case.kind == "generate"]
     lines, equal = [], True
@@ -113,6 +107,31 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def common(parser: argparse.ArgumentParser, rounds: int) -> argparse.ArgumentParser:
+    """Add what every benchmark of many small models takes."""
+    add = parser.add_argument
+    add("--rounds", type=positive, default=rounds, metavar="N", help=f"default: {rounds}")
+    add("--threads", type=positive, metavar="N", help="torch's CPU threads (default: torch's choice)")
+    add("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    add("--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the benchmark itself")
+    add("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    return parser
+
+
+def begin(threads: int | None) -> None:
+    """Patch the toolkits, each of whose baselines runs inside `fastgen.disabled()`, and let nothing else disturb."""
+    import torch
+    from transformers.utils import logging
+
+    import fastgen  # noqa: F401
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_grad_enabled(False)
+    if threads:
+        torch.set_num_threads(threads)
+
+
 def positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -146,6 +165,33 @@ def write(file: Path, case: Any, args: argparse.Namespace, result: dict[str, Any
         "status": fastgen.status().to_dict(),
         "result": result,
     }
+    write_whole(file, data)
+
+
+def measured(args: argparse.Namespace, name: str, cells: Iterable[tuple[str, str, dict[str, Any]]]) -> int:
+    """Print the results of a benchmark of many small models, and write them with what they rest on, as they come.
+
+    Args:
+        cells: model, call, and what was found.
+    Returns:
+        1 if any output differed, else 0.
+    """
+    from benchmarks.runners import outcome_text
+    from fastgen.cli.measure import environment
+
+    results: dict[str, dict[str, Any]] = {}
+    for model, call, found in cells:
+        results.setdefault(model, {})[call] = found
+        print(f"{model:<20}{call:<20}{outcome_text(found)}", flush=True)
+        data = {
+            "case": name, "kind": name, "arguments": {"threads": args.threads, "rounds": args.rounds},
+            "environment": environment(), "result": results,
+        }  # fmt: skip
+        write_whole((args.out or RESULTS / hardware(args.device)) / f"{name}.json", data)
+    return 0 if all(found["equal"] for calls in results.values() for found in calls.values()) else 1
+
+
+def write_whole(file: Path, data: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")  # so that an interrupted run leaves the old file whole
     part.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", "utf-8")

@@ -68,24 +68,29 @@ def run_generate(case: Case, session: Session) -> dict[str, Any]:
 def pair(case: Case, model: Any, session: Session, **how: Any) -> dict[str, Any]:
     """Compare one `generate` call with itself unpatched: speed, peak memory, and how varied the output is."""
     inputs, options = case.inputs(model), case.generate_options
-    stock, patched = both(lambda: model.generate(**inputs, **options))
-    hits = Hits()
-    outcome = measure.compare(
-        stock,
-        patched,
-        session.rounds or case.rounds,
-        Agreement(model, inputs, options),
-        synchronize=session.synchronize,
-        **how,
+    result = compared(
+        model, inputs, options, case.batch * case.new_tokens, session, session.rounds or case.rounds, **how
     )
-    result = figures(outcome, case.batch * case.new_tokens) | hits.since()
-    if outcome.equal and not how:
+    if result["equal"] and not how:
+        stock, patched = both(lambda: model.generate(**inputs, **options))
         result["peak_bytes"] = {
             "stock": measure.peak_memory(stock, session.device),
             "fastgen": measure.peak_memory(patched, session.device),
         }
         result["distinct_tokens"] = distinct_tokens(stock()[:, -case.new_tokens :])
     return result
+
+
+def compared(
+    model: Any, inputs: dict[str, Any], options: dict[str, Any], tokens: int, session: Session, rounds: int, **how: Any
+) -> dict[str, Any]:
+    """One `generate` call of so many tokens beside itself unpatched, and what ran in it."""
+    hits = Hits()
+    outcome = measure.compare(
+        *both(lambda: model.generate(**inputs, **options)), rounds, Agreement(model, inputs, options),
+        synchronize=session.synchronize, **how,
+    )  # fmt: skip
+    return figures(outcome, tokens) | hits.since()
 
 
 def run_fairseq(case: Case, session: Session) -> dict[str, Any]:

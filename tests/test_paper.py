@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertModel
 
-from benchmarks import fairseq_command, families, plot
+from benchmarks import fairseq_command, families, forwards, plot
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import amun, fastseq
 from docs.hooks import tables
 from fastgen.models.families import FAMILIES
+from fastgen.patches._engine import is_disabled
 
 IN_ONE_PROCESS = [name for name in command.TABLES if not name.startswith(("bild", "fastseq_table2"))]
 
@@ -154,6 +156,33 @@ def test_every_family_has_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert one["fallbacks"] == {}
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.families_speed().count("| `whisper` |") == 1
+
+
+def test_forwards_have_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--model", "bert 2 x 64", "roberta 12 x 768", "gpt2 loss 12 x 768", "--scale", "tiny", "--rounds", "1"]
+    assert forwards.main([*words, "--out", str(tmp_path / "cpu")]) == 0
+    found = json.loads((tmp_path / "cpu/forwards.json").read_text("utf-8"))["result"]
+    assert list(found) == words[1:4]
+    assert list(found["bert 2 x 64"]) == list(forwards.BATCHES)
+    assert found["gpt2 loss 12 x 768"]["4 of 256"]["hits"]["transformers.loss"] > 0
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.encoders_speed().count("| `bert 2 x 64` |") == 1
+    assert "gpt2" not in tables.encoders_speed()
+    assert tables.loss_speed().count("gpt2 loss") == 1
+
+
+def test_no_speed_of_forwards_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = BertModel.forward
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output: Any = right(self, *args, **kwargs)
+        return output if is_disabled() else type(output)(output[0] + 0.01, output[1] + 0.01)
+
+    monkeypatch.setattr(BertModel, "forward", wrong)
+    words = ["--model", "bert 2 x 64", "--scale", "tiny", "--rounds", "1", "--out", str(tmp_path / "cpu")]
+    assert forwards.main(words) == 1
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert "outputs differ" in tables.encoders_speed()
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ One JSON file for each goes to benchmarks/results/<hardware>/paper/; docs/paper.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.paper import amun, bild, fastseq, lightseq
 from benchmarks.paper.table import SIZES, NotHere, Order
-from benchmarks.run import RESULTS, hardware, positive
+from benchmarks.run import RESULTS, begin, hardware, positive, write_whole
 
 TABLES = {table.name: table for table in (*fastseq.TABLES, *lightseq.TABLES, *amun.TABLES, *bild.TABLES)}
 
@@ -31,18 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for table in TABLES.values():
             print(f"{table.name:<18}{table.title}: {table.what}")
         return 0
+    begin(args.threads)
     import torch
-    from transformers.utils import logging
 
-    import fastgen  # noqa: F401  (patches transformers; each baseline runs inside fastgen.disabled())
     from benchmarks.runners import Session
     from fastgen.cli.measure import environment
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_grad_enabled(False)
-    if args.threads:
-        torch.set_num_threads(args.threads)
     folder = args.out or RESULTS / hardware(args.device)
     size = args.size or ("reduced" if args.device == "cpu" else "paper")
     session = Session(args.device, getattr(torch, args.dtype), args.rounds, size == "tiny")
@@ -65,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "size": size, "seconds": seconds, "arguments": {"threads": args.threads, "dtype": args.dtype},
             "environment": environment(), "result": asdict(found),
         }  # fmt: skip
-        file = folder / "paper" / f"{name}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        write_whole(folder / "paper" / f"{name}.json", data)
     return 0 if equal else 1
 
 

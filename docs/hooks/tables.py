@@ -153,17 +153,36 @@ def memory() -> str:
 
 def families_speed() -> str:
     """Ratios of every family's calls, of all results files."""
+    return _ratios("families", "family")
+
+
+def encoders_speed() -> str:
+    """Ratios of encoders' calls by how long the sentences of a batch are, of all results files."""
+    return _ratios("forwards", "encoder", lambda name: "loss" not in name)
+
+
+def loss_speed() -> str:
+    """Ratios of language models' losses, of all results files."""
+    return _ratios("forwards", "model", lambda name: "loss" in name)
+
+
+def _ratios(kind: str, title: str, shown: Callable[[str], bool] = lambda name: True) -> str:
+    """A row of ratios for every model of results of a kind, with a column for each call."""
     rows: list[tuple[str, ...]] = []
     calls: tuple[str, ...] = ()
-    for _, data in _results("families"):
-        for name, of_family in data["result"].items():
-            calls = tuple(of_family)
-            rows.append((f"`{name}`", _where(data), *(_ratio(found) for found in of_family.values())))
-    return table(("family", "where", *calls), rows) if rows else NOT_YET
+    for _, data in _results(kind):
+        for name, of_model in data["result"].items():
+            if shown(name):
+                calls = tuple(of_model)
+                rows.append((f"`{name}`", _where(data), *(_ratio(found) for found in of_model.values())))
+    return table((title, "where", *calls), rows) if rows else NOT_YET
 
 
 def _ratio(found: dict[str, Any]) -> str:
-    return f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]" if found["equal"] else "outputs differ"
+    if not found["equal"]:
+        return "outputs differ"
+    aside = "" if found.get("hits", True) else " aside"
+    return f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]{aside}"
 
 
 def paper() -> str:
@@ -228,8 +247,10 @@ RETURNED = (
 TABLES: dict[str, Callable[[], str]] = {
     "api": api,
     "commands": commands,
+    "encoders-speed": encoders_speed,
     "families": families,
     "families-speed": families_speed,
+    "loss-speed": loss_speed,
     "memory": memory,
     "never-worse": never_worse,
     "paper": paper,
