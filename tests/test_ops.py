@@ -565,13 +565,12 @@ def test_linear_special_values() -> None:
         assert torch.equal(found.isinf(), reference.isinf())
 
 
-def test_least_rows() -> None:
-    small, large = linear_ops.SMALL_WEIGHT, 4 * linear_ops.SMALL_WEIGHT
-    for rows, elements, wanted in (
-        (1, small - 1, False), (31, small - 1, False), (32, small - 1, True), (1, small, False),
-        (2, small, True), (1, large, True),
-    ):  # fmt: skip
-        assert (rows >= linear_ops.least_rows(elements)) is wanted, (rows, elements)
+@pytest.mark.parametrize("intel", [False, True])
+def test_least_rows(intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_ops, "on_intel", lambda: intel)
+    small, large = linear_ops.SMALL_WEIGHT, linear_ops.LARGE_WEIGHT
+    expected = (128, 12, 12, 4) if intel else (32, 2, 2, 1)
+    assert tuple(map(linear_ops.least_rows, (small - 1, small, large - 1, large))) == expected
 
 
 @needs_onednn

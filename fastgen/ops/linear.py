@@ -3,12 +3,14 @@
 torch hands fp32 matrix products to MKL, which leaves AVX-512 unused on AMD processors, and is slow for a handful of
 rows on every weight that does not fit the cache. oneDNN lies in the same torch, behind the operators that Inductor uses
 for frozen weights. With the weight packed into oneDNN's own layout it is 2 to 5 times faster for 2 to 16 rows and 1.2
-to 1.7 times for more (2 cores of an AMD EPYC, torch 2.13); unpacked it costs no memory and gains less.
+to 1.7 times for more (2 cores of an AMD EPYC, torch 2.13); on Intel's processors up to 2 times for 4 to 16 rows, 1.1
+for more, and slower for fewer (2 cores of a Xeon with AVX-512). Unpacked it costs no memory and gains less.
 
 The operators are private to torch, so `available` looks for them and checks a result once.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +21,24 @@ from fastgen.ops.activation import FUNCTIONS, activation_reference
 SMALL_WEIGHT = 96 * 1024
 """Weights of fewer elements stay in the cache, where the fixed cost of a oneDNN call (about 10 us) is not won back."""
 
-MANY_ROWS = 32
-"""From this many rows even a small weight gains."""
+LARGE_WEIGHT = 4 * SMALL_WEIGHT
+"""Weights of so many elements do not: a product of few rows takes as long as it takes to read them."""
+
+
+class LeastRows(NamedTuple):
+    """Rows from which on oneDNN is the faster, by the weight: below SMALL_WEIGHT, below LARGE_WEIGHT, and from there on."""
+
+    small: int
+    middle: int
+    large: int
+
+
+LEAST_ROWS = LeastRows(32, 2, 1)
+"""Measured from 256 x 256 to 1024 x 50264 and 1 to 2,048 rows (AMD EPYC): 4.4 times as fast at 256 x 5000, 2 rows."""
+
+LEAST_ROWS_INTEL = LeastRows(128, 12, 4)
+"""From 256 x 256 to 4096 x 1024 and 1 to 256 rows, read from memory (Xeon): MKL reads a large weight once for 1 to 3
+rows, where oneDNN takes 1.1 to 1.3 times as long, and twice for 4 to 12, where it takes half as long."""
 
 CHUNK, CHUNK_ROWS = 2 * 2**20, 64
 """Bytes of output, and rows at least, that `linear_into` computes at a time."""
@@ -58,15 +76,18 @@ def available() -> bool:
     return all(torch.allclose(y, wanted, atol=1e-4) for y, wanted in [*((y, expected) for y in found), *activated])
 
 
-def least_rows(weight_elements: int) -> int:
-    """Rows of x from which on oneDNN with a packed weight is faster than `F.linear`, by elements of the weight.
+@cache
+def on_intel() -> bool:
+    """Whether this is a processor of Intel's, where MKL leaves nothing unused."""
+    return "Intel" in torch.cpu.get_capabilities().get("cpu_name", "")
 
-    Measured from 256 x 256 to 1024 x 50264 and 1 to 2,048 rows: packed wins from 2 rows on (4.4 x at 256 x 5000 with
-    2 rows), and for a single row where the weight is too large for the cache.
-    """
+
+def least_rows(weight_elements: int) -> int:
+    """Rows of x from which on oneDNN with a packed weight is faster than `F.linear`, by elements of the weight."""
+    least = LEAST_ROWS_INTEL if on_intel() else LEAST_ROWS
     if weight_elements < SMALL_WEIGHT:
-        return MANY_ROWS
-    return 1 if weight_elements >= 4 * SMALL_WEIGHT else 2
+        return least.small
+    return least.middle if weight_elements < LARGE_WEIGHT else least.large
 
 
 def pack(weight: Tensor, rows: int = 16) -> Tensor:
