@@ -1,5 +1,7 @@
 """fairseq's generator with fastgen and without: the same hypotheses, in the same order, with the same numbers."""
 
+import copy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 import fastgen
 from fastgen import config
 from fastgen.decoding import cache
+from fastgen.models import encoder as encoders
 
 pytest.importorskip("fairseq")
 from fairseq import utils
@@ -313,3 +316,90 @@ def test_replayed_steps_of_an_ensemble(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [zoo.build(name, torch.float64, seed) for seed, name in enumerate(["prenorm", "prenorm"])]
     _served(models, zoo.batch(5, 9), {"beam_size": 3, "max_len_b": 30, "min_len": 25}, 1e-4)
     assert graphs.replays >= 10
+
+
+@pytest.fixture
+def pays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let encoders of models as small as those of tests run from the weights; says of how many rows."""
+    rows = list[int]()
+    run = encoders.Encoder.__call__
+    for name, value in (("READING", -1), ("CALL", 0)):
+        monkeypatch.setattr(encoders, name, value)
+    monkeypatch.setattr(
+        encoders.Encoder, "__call__", lambda encoder, x, sentences: (rows.append(len(x)), run(encoder, x, sentences))[1]
+    )
+    return rows
+
+
+def _left_off() -> dict[str, int]:
+    """What was said of encoders so far."""
+    return {of: n for of, n in fastgen.status()["fairseq.generate"].left_off.items() if of.startswith("the encoder")}
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_encoder_from_the_weights(name: str, padding: str, dtype: torch.dtype, pays: list[int]) -> None:
+    """The first call compares, and has the modules' own output; no row is padding."""
+    model, before = copy.deepcopy(zoo.build(name, dtype)), _left_off()
+    sample = zoo.batch(4, 9, padding)
+    for calls in range(3):
+        _served([model], sample, {"beam_size": 3, "max_len_a": 1.2, "max_len_b": 9}, 1e-4)
+        assert len(pays) == calls + 1
+    tokens = sample["net_input"]["src_tokens"].ne(zoo.PAD).sum(1)
+    assert pays == [int(tokens[0]), *[int(tokens.sum())] * 2]
+    assert _left_off() == before
+
+
+def test_encoders_of_an_ensemble_and_after_a_change_of_weights(pays: list[int]) -> None:
+    models, options = [copy.deepcopy(zoo.build(name)) for name in ("transformer", "prenorm")], {"beam_size": 3}
+    for _ in range(2):
+        _served(models, zoo.batch(4, 9), options)
+    models[0].encoder.layers[0].fc1.weight.data.mul_(0.5)
+    models[1].encoder.layers[1].self_attn.k_proj.weight.data.neg_()
+    _served(models, zoo.batch(4, 9), options)
+    assert len(pays) == 6
+
+
+class _Doubling(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return 2 * super().forward(input)
+
+
+def _adapted(encoder: Any) -> None:
+    layer = encoder.layers[0]
+    linear, layer.fc1 = layer.fc1, _Doubling(layer.fc1.in_features, layer.fc1.out_features).double()
+    layer.fc1.load_state_dict(linear.state_dict())
+
+
+def _activated(encoder: Any) -> None:
+    encoder.layers[1].activation_fn = torch.sigmoid
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "class": (_adapted, "a tests._Doubling in place of a linear layer"),
+    "activation": (_activated, "an activation function sigmoid"),
+    "hook": (
+        lambda encoder: encoder.layers[0].fc2.register_forward_hook(lambda _, given, found: found + 1),
+        "a hook on a Linear",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_encoder_that_is_not_what_its_weights_say(change: str, pays: list[int]) -> None:
+    make, reason = CHANGES[change]
+    model = copy.deepcopy(zoo.build("transformer"))
+    make(model.encoder)
+    before = _left_off()
+    _served([model], zoo.batch(4, 9), {"beam_size": 3})
+    said = f"the encoder runs through its own modules: {reason}"
+    assert _left_off() == before | {said: before.get(said, 0) + 1}
+    assert not pays
+
+
+def test_a_source_of_padding_alone(pays: list[int]) -> None:
+    sample = zoo.batch(4, 9, "left")
+    sample["net_input"]["src_tokens"][1] = zoo.PAD
+    zoo.assert_same([zoo.build("transformer")], sample, {"beam_size": 3, "max_len_b": 9})
+    assert not pays

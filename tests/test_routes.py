@@ -60,11 +60,11 @@ def net() -> Iterator[Net]:
     linears.release()
 
 
-X = _randn(5, 320, seed=9)
+X = _randn(16, 320, seed=9)
 
 
 def _run(net: nn.Module, times: int = 3) -> Tensor:
-    """The output of the last of several calls: from the second on a weight is packed."""
+    """The output of the last of several calls: from the third on a weight is packed."""
     with torch.no_grad():
         for _ in range(times):
             found = net(X)

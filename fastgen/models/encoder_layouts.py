@@ -39,9 +39,10 @@ ENCODERS = {
     },
     **dict.fromkeys(("t5", "mt5", "umt5"), _T5_ENCODER),
     **dict.fromkeys(("bert", "camembert", "electra", "roberta", "xlm-roberta"), _BERT),
+    "fairseq": replace(_encoder(LAYOUTS["fairseq"]), tokens=""),
     "distilbert": replace(
         _BERT, text=Attention("attention", "sa_layer_norm", ("q_lin", "k_lin", "v_lin"), "out_lin"), wide="ffn.lin1",
         activation="ffn.activation", narrow="ffn.lin2", feed_norm="output_layer_norm",
     ),
 }  # fmt: skip
-"""Encoders by the `model_type` of a transformers model's config."""
+"""Encoders by the `model_type` of a transformers model's config, or the toolkit."""

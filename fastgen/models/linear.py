@@ -133,7 +133,7 @@ class Linear(Routed):
         if (
             entry.copy is None
             and self.mode != "plain"
-            and entry.uses > 1  # a weight used once in its life is not worth the copy; the second use pays for it
+            and entry.uses > 2  # a copy pays where it is used again and again: a proof alone uses a weight twice
             and (self.mode == "packed" or _affordable(weight))
         ):
             entry.copy = ops.pack(weight.t() if self.transposed else weight)

@@ -26,7 +26,7 @@ LARGE_WEIGHT = 4 * SMALL_WEIGHT
 
 
 class LeastRows(NamedTuple):
-    """Rows from which on oneDNN is the faster, by the weight: below SMALL_WEIGHT, below LARGE_WEIGHT, and from there on."""
+    """Rows from which on oneDNN is faster: for weights below SMALL_WEIGHT, below LARGE_WEIGHT, and from there on."""
 
     small: int
     middle: int

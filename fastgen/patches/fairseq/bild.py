@@ -252,7 +252,8 @@ class _Whole:
 
     def prefill(self) -> Tensor:
         """Encode the sources, which a model that never drafts does not, and begin all texts."""
-        (model,), (encoded,), sentences = self.ensemble.models, encode(self.ensemble, self.net_input), len(self.start)
+        (model,), sentences = self.ensemble.models, len(self.start)
+        (encoded,) = encode(self.ensemble, self.net_input).outputs
         self.member = Member(model, encoded, sentences, 1, self.steps)
         self.stepper = Stepper([self.member], sentences, 1, self.steps, self.start.device)
         prediction, _ = self.stepper.step(self.start)

@@ -1,11 +1,12 @@
-"""fairseq's encoder where linear layers are routed: layer by layer, with one attention call in each.
+"""fairseq's encoder on a CPU: its layers from the weights and without padding (`models.encoder`), or layer by layer.
 
-Loaded models run PyTorch's fused encoder layer instead, whose matrix products no route reaches. On a CPU on which
-oneDNN's are the faster ones, that is the slower way.
+Loaded models run PyTorch's fused encoder layer instead, whose matrix products no route reaches. Where oneDNN's are the
+faster ones, that is the slower way; so is writing to fresh memory what each small operation makes of a whole batch.
 """
 
 import copy
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from fairseq.models.transformer.transformer_encoder import TransformerEncoderBase
@@ -15,6 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastgen.models import linear
+from fastgen.models.encoder import Encoder, Sentences, arranged, pays, weights_of, whole
+from fastgen.models.encoder_layouts import ENCODERS
+from fastgen.models.encoder_reader import encoder_of
+from fastgen.models.parts import NotFused
+from fastgen.models.proof import OTHERWISE, outcome, verdict
 from fastgen.patches.fairseq.attention import Attending, current_step
 
 
@@ -39,31 +45,105 @@ class EncoderAttention(Attending):
         return module.out_proj(mixed.permute(2, 0, 1, 3).reshape(query.shape)), None
 
 
-def encode(ensemble: Any, net_input: dict[str, Any]) -> list[Any]:
-    """Return what fairseq's `EnsembleModel.forward_encoder` does, None for a model without an encoder."""
+class Encoded(NamedTuple):
+    """What the encoders of an ensemble put out, None for a model without one; left_off: what did not run, and why."""
+
+    outputs: list[Any]
+    left_off: tuple[str, ...] = ()
+
+
+def encode(ensemble: Any, net_input: dict[str, Any]) -> Encoded:
+    """Return what fairseq's `EnsembleModel.forward_encoder` does, but for what is made of padding."""
     if not ensemble.has_encoder():
-        return [None] * len(ensemble.models)
-    return [_encode(model, net_input) for model in ensemble.models]
+        return Encoded([None] * len(ensemble.models))
+    outputs, reasons = zip(*(_encode(model.encoder, net_input) for model in ensemble.models), strict=True)
+    return Encoded(list(outputs), tuple(dict.fromkeys(reason for reason in reasons if reason is not None)))
 
 
-def _encode(model: Any, net_input: dict[str, Any]) -> Any:
-    if not _layer_by_layer(model):
-        return model.encoder.forward_torchscript(net_input)
-    encoder = _unfused(model.encoder)
-    token = current_step.set(EncoderAttention(encoder))
-    try:
+def _encode(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | None]:
+    if not _is_fairseqs(encoder):
+        return encoder.forward_torchscript(net_input), None
+    found = reason = None
+    if net_input["src_tokens"].device.type == "cpu":
+        try:
+            found = _from_weights(encoder, net_input)
+        except NotFused as refused:
+            reason = f"the encoder runs through its own modules: {refused}"
+    return _by_modules(encoder, net_input) if found is None else found, reason
+
+
+def _from_weights(encoder: Any, net_input: dict[str, Any]) -> Any:
+    """What the encoder puts out, with zeros for padding; None where its modules are the faster way.
+
+    Raises:
+        NotFused: the layers cannot be run so.
+    """
+    given = {name for name, value in net_input.items() if value is not None}
+    if more := sorted(given - {"src_tokens", "src_lengths", "prev_output_tokens"}):
+        raise NotFused(f"it gets {', '.join(more)}")
+    visible = net_input["src_tokens"].ne(encoder.padding_idx)
+    lengths: list[int] = visible.sum(1).tolist()
+    count, length, width = len(encoder.layers), visible.shape[1], weights_of(encoder.layers[0].embed_dim)
+    if not pays(lengths, length, "none", width, count, linear.reason_off(encoder) is None):
+        return None
+    if not all(lengths):
+        raise NotFused("a sentence of padding alone")
+    layers = replace(encoder_of(_bare(encoder), ENCODERS["fairseq"], length), module=encoder)
+    proven = outcome(layers)
+    if proven is None:
+        own = _by_modules(encoder, net_input)
+        one = {name: net_input[name][:1] for name in given}
+        found = _at_once(encoder, layers, one, visible[:1])
+        reason = verdict(layers, *(output["encoder_out"][0][:, 0][visible[0]] for output in (found, own)))
+        if reason is not None:
+            raise NotFused(reason)
+        return own
+    if not proven:
+        raise NotFused(OTHERWISE)
+    return _at_once(encoder, layers, net_input, visible)
+
+
+def _at_once(encoder: Any, layers: Encoder, net_input: dict[str, Any], visible: Tensor) -> Any:
+    """What the encoder puts out with all of its layers in the place of one."""
+    shape = visible.shape[0], visible.shape[1]
+    sentences = whole(shape, "none", visible.device) if bool(visible.all()) else arranged(visible, "none")
+    twin = _twin(encoder)
+    twin._modules |= {"layers": nn.ModuleList([_AllLayers(layers, sentences)]), "layer_norm": None}
+    return twin.forward_torchscript(net_input)
+
+
+class _AllLayers(nn.Module):
+    """An encoder's layers, and its last norm, over the tokens of all sentences."""
+
+    load_to_BT = False  # fairseq asks it of the first layer
+
+    def __init__(self, layers: Encoder, sentences: Sentences) -> None:
+        super().__init__()
+        self.run = layers, sentences
+
+    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None) -> Tensor:
+        """Return (S, B, C) for x (S, B, C)."""
+        layers, sentences = self.run
+        found = sentences.restored(layers(sentences.chosen(x.transpose(0, 1)), sentences))
+        return found.transpose(0, 1).contiguous()  # every layer of the decoder reads it
+
+
+def _by_modules(encoder: Any, net_input: dict[str, Any]) -> Any:
+    if linear.reason_off(encoder) is not None:
         return encoder.forward_torchscript(net_input)
+    unfused = _unfused(encoder)
+    token = current_step.set(EncoderAttention(unfused))
+    try:
+        return unfused.forward_torchscript(net_input)
     finally:
         current_step.reset(token)
 
 
-def _layer_by_layer(model: Any) -> bool:
-    """Whether a model's encoder and its layers are fairseq's own, and their linear layers are routed."""
-    encoder = model.encoder
+def _is_fairseqs(encoder: Any) -> bool:
+    """Whether an encoder and its layers run fairseq's own code."""
     return (
         isinstance(encoder, TransformerEncoderBase)
         and type(encoder).forward_scriptable is TransformerEncoderBase.forward_scriptable
-        and linear.reason_off(model) is None
         and all(
             isinstance(layer, TransformerEncoderLayerBase)
             and type(layer).forward is TransformerEncoderLayerBase.forward
@@ -92,6 +172,16 @@ def _unfused(encoder: Any) -> Any:
     twin = _twin(encoder)
     twin._modules["layers"] = layers
     return twin
+
+
+def _bare(encoder: Any) -> nn.Module:
+    """An encoder's layers and last norm alone, without the second set of weights that its fused layers have."""
+    bare = _unfused(encoder)
+    bare._modules = {name: part for name, part in bare._modules.items() if name in ("layers", "layer_norm")}
+    bare._parameters, bare._buffers = {}, {}
+    for layer in _layers(bare):
+        layer._parameters = {}
+    return bare
 
 
 def _twin(module: Any) -> Any:

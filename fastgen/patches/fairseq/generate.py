@@ -38,11 +38,12 @@ class Begun:
     plan: Plan
     search: FirstFinished
     model: Stepper
+    left_off: tuple[str, ...]
 
     def finish(self) -> Found:
         """Return what `_generate` returns, once the search is over."""
         found = [[_as_fairseq(hypothesis) for hypothesis in hypotheses] for hypotheses in self.search.outcome()]
-        _engine.hit("fairseq.generate", (*self.plan.left_off, *self.model.left_off))
+        _engine.hit("fairseq.generate", (*self.plan.left_off, *self.left_off, *self.model.left_off))
         return found
 
 
@@ -124,7 +125,7 @@ def begin(
     stepper = Stepper(
         [
             Member(model, output, b, m, steps, generator.temperature)
-            for model, output in zip(generator.model.models, encoded, strict=True)
+            for model, output in zip(generator.model.models, encoded.outputs, strict=True)
         ],
         b, m, steps, device,
         None if generator.lm_model is None else Member(generator.lm_model, None, b, m, steps),
@@ -152,7 +153,7 @@ def begin(
     first = _prefilled(search, stepper, prefix_tokens)
     made = stepper.step(search.text.ids[::m]) if first is None else (Prediction(lambda: first), None)
     over = run(search, stepper, made, lambda: pauses and stepper.joinable)
-    return Begun(plan, search, stepper), over
+    return Begun(plan, search, stepper, encoded.left_off), over
 
 
 def _prefilled(search: FirstFinished, stepper: Stepper, prefix: Tensor | None) -> Tensor | None:
