@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastgen
 from fastgen.models import encoder as encoders
 from fastgen.models.encoder import pays
+from fastgen.ops import linear
 from fastgen.patches.transformers import encoder
 from tests import zoo
 from tests.parity import assert_same, same
@@ -408,3 +409,14 @@ def test_a_forward_that_somebody_put_there_before_is_theirs() -> None:
         found = encoder.encode(forward, model.encoder, torch.ones(8, 64, 768))
     assert bool((found.last_hidden_state == 2).all())
     assert _row("encoder.bert").fallbacks["a forward that is not transformers'"] > 0
+
+
+def test_what_products_save_depends_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same batch without padding: where MKL is as fast as oneDNN, two layers are not worth reading."""
+    for name, value in MEASURED.items():
+        monkeypatch.setattr(encoders, name, value)
+    weights = encoders.weights_of(256)
+    assert pays([32] * 16, 32, "run", weights, 2, True)
+    monkeypatch.setattr(linear, "on_intel", lambda: True)
+    assert not pays([32] * 16, 32, "run", weights, 2, True)
+    assert pays([16] * 16, 32, "none", weights, 2, True), "padding is left out everywhere"

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from fastgen.models.linear import Product
 from fastgen.models.norm import NormLike
 from fastgen.models.step import Embedding, Sublayer
+from fastgen.ops.linear import saved_share
 
 Padding = Literal["run", "alike", "none", "first"]
 """What is made of padding: each position of it; one, which stands for all of its sentence; nothing; and nothing either,
@@ -30,9 +31,6 @@ ms of one thread of an AMD EPYC): so much less is to be computed where padding i
 
 LOOK = 4 * READING
 """What there must be to save at most, or even a look at the masks costs too much."""
-
-FASTER = 0.15
-"""The share of a layer's time that oneDNN's products save at least, where linear layers are routed (`ops.linear`)."""
 
 
 class Group(NamedTuple):
@@ -118,7 +116,7 @@ def may_pay(positions: int, channels: int, padded: bool) -> bool:
 
     padded: whether some of the work may be left out.
     """
-    return (1 if padded else FASTER) * positions * weights_of(channels) > LOOK
+    return (1 if padded else saved_share()) * positions * weights_of(channels) > LOOK
 
 
 def weights_of(channels: int) -> int:
@@ -141,7 +139,7 @@ def pays(lengths: Sequence[int], length: int, padding: Padding, weights: int, la
     left_out = (positions - tokens - run) * layers
     if padding == "first":
         left_out += tokens * 3 // 4  # the last layer still makes keys and values
-    saved = left_out + (FASTER * (tokens + run) * layers if routed else 0)
+    saved = left_out + (saved_share() * (tokens + run) * layers if routed else 0)
     return saved * weights > layers * (READING + calls * CALL)
 
 

@@ -90,6 +90,11 @@ def least_rows(weight_elements: int) -> int:
     return least.middle if weight_elements < LARGE_WEIGHT else least.large
 
 
+def saved_share() -> float:
+    """The share of the time of an encoder's layer that oneDNN's products save at least."""
+    return 0.03 if on_intel() else 0.15
+
+
 def pack(weight: Tensor, rows: int = 16) -> Tensor:
     """Return weight (N, K) fp32 in oneDNN's layout, a copy that only `linear` can read.
 

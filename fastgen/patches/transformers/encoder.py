@@ -5,6 +5,7 @@ say so (`reading`): a sentence classifier reads each sentence's first position, 
 tokens, and so does `generate` of an encoder-decoder model.
 """
 
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -44,9 +45,10 @@ LITTLE = "too little to gain: its layers run as they are"
 _OUTPUTS = {"distilbert": BaseModelOutput}
 
 
-def folder_of(module: nn.Module) -> str:
+@functools.lru_cache(256)
+def folder_of(kind: type[nn.Module]) -> str:
     """The name of the folder in transformers that a module's class, or one it is made from, lies in."""
-    kinds = (kind.__module__.split(".") for kind in type(module).__mro__)
+    kinds = (kind.__module__.split(".") for kind in kind.__mro__)
     return next(path[2] for path in kinds if path[:2] == ["transformers", "models"])
 
 
@@ -62,10 +64,13 @@ def encode(
     """The layers of BERT's encoder and of those like it."""
     if self.training or is_transformed():  # which is not fastgen's business, and no fallback
         return original(self, hidden_states, attention_mask, *args, **kwargs)
-    family, asked = folder_of(self), reading.get()
+    family, asked = folder_of(type(self)), reading.get()
+    if is_small(hidden_states, asked is not None or attention_mask is not None):
+        if not uncounted.get():
+            _engine.left_alone(f"transformers.encoder.{family}", LITTLE)
+        return original(self, hidden_states, attention_mask, *args, **kwargs)
     try:
         with _engine.running("encoder"):
-            check_size(hidden_states, asked is not None or attention_mask is not None)
             check(self, hidden_states, args, kwargs)
             if not is_toolkits(original):
                 raise NotFused("a forward that is not transformers'")
@@ -142,10 +147,9 @@ def _config(encoder: nn.Module) -> Any:
     return next(cast(Any, module).config for module in encoder.modules() if hasattr(module, "config"))
 
 
-def check_size(hidden: Tensor, padded: bool) -> None:
-    """Raise Slower at once where a call is over before anything else can be looked at."""
-    if hidden.dim() == 3 and not may_pay(hidden.shape[0] * hidden.shape[1], hidden.shape[2], padded):
-        raise Slower(LITTLE)
+def is_small(hidden: Tensor, padded: bool) -> bool:
+    """Whether a call is over before anything else can be looked at."""
+    return hidden.dim() == 3 and not may_pay(hidden.shape[0] * hidden.shape[1], hidden.shape[2], padded)
 
 
 def check_gain(layers: nn.ModuleList, visible: Tensor | None, shape: Sequence[int], padding: Padding) -> None:
