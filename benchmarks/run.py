@@ -140,9 +140,11 @@ def positive(text: str) -> int:
 
 
 def hardware(device: str) -> str:
-    """Return the results' folder: cpu, or the GPU's name, such as h200."""
+    """Return the results' folder: the GPU's name, such as h200; cpu-intel, or cpu for any other processor."""
     if not device.startswith("cuda"):
-        return device
+        from fastgen.ops.linear import on_intel
+
+        return f"{device}-intel" if on_intel() else device
     import torch
 
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-").removeprefix("nvidia-")

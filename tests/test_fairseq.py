@@ -15,6 +15,7 @@ from fastgen.models import encoder as encoders
 
 pytest.importorskip("fairseq")
 from fairseq import utils
+from fairseq.modules import LayerDropModuleList
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.token_generation_constraints import pack_constraints
@@ -376,6 +377,10 @@ def _activated(encoder: Any) -> None:
     encoder.layers[1].activation_fn = torch.sigmoid
 
 
+def _nothing_beside(encoder: Any) -> None:
+    encoder.layers[0].self_attn.add_zero_attn = True
+
+
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "class": (_adapted, "a tests._Doubling in place of a linear layer"),
     "activation": (_activated, "an activation function sigmoid"),
@@ -383,6 +388,11 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda encoder: encoder.layers[0].fc2.register_forward_hook(lambda _, given, found: found + 1),
         "a hook on a Linear",
     ),
+    "hook on a layer": (
+        lambda encoder: encoder.layers[0].register_forward_hook(lambda _, given, found: found * 0.5),
+        "layers that are not fairseq's own",
+    ),
+    "zero attention": (_nothing_beside, "layers that are not fairseq's own"),
 }
 
 
@@ -396,6 +406,43 @@ def test_an_encoder_that_is_not_what_its_weights_say(change: str, pays: list[int
     said = f"the encoder runs through its own modules: {reason}"
     assert _left_off() == before | {said: before.get(said, 0) + 1}
     assert not pays
+
+
+def _layerdrop(model: Any) -> None:
+    model.encoder.layers = LayerDropModuleList(0.2, model.encoder.layers)
+
+
+def _one_layer(model: Any) -> None:
+    """The same layer three times."""
+    model.encoder.layers = torch.nn.ModuleList([model.encoder.layers[0]] * 3)
+
+
+@pytest.mark.parametrize("change", [_layerdrop, _one_layer])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layers_in_lists_of_other_kinds(change: Callable[[Any], None], dtype: torch.dtype, pays: list[int]) -> None:
+    """Random numbers are drawn as in fairseq, and no module loses a parameter."""
+    model = copy.deepcopy(zoo.build("transformer", dtype))
+    change(model)
+    names = [name for name, _ in model.named_parameters()]
+    for calls in range(3):
+        _served([model], zoo.batch(4, 9), {"beam_size": 3, "search_strategy": "top_k"}, 1e-4)
+        assert len(pays) == calls + 1
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_an_encoder_whose_first_pass_fails(pays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the modules' own output that counts, in this call and the next."""
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(encoders.Encoder, "__call__", failing)
+    model = copy.deepcopy(zoo.build("transformer"))
+    before = _left_off()
+    for _ in range(2):
+        _served([model], zoo.batch(4, 9), {"beam_size": 3, "search_strategy": "top_k"})
+    said = "the encoder runs through its own modules: they compute something else than its family's"
+    assert _left_off() == before | {said: before.get(said, 0) + 2}
 
 
 def test_a_source_of_padding_alone(pays: list[int]) -> None:

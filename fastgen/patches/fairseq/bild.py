@@ -168,17 +168,18 @@ def generate(
         raise ValueError(f"big-little decoding: {unsupported.reason}") from None
     small = nullcontext() if options.small is None else routed(options.small)
     with _engine.running(plan), routed(generator.model.models[0]), small:
-        found, counts = _decode(generator, plan, sample["net_input"], options, bos_token)
+        found, counts, left_off = _decode(generator, plan, sample["net_input"], options, bos_token)
     total = {name: sum(getattr(each, name) for each in counts) for name in Counts.__dataclass_fields__}
     here.counts.update(total)
     _engine.decoded_together(total)
-    _engine.hit("fairseq.generate", plan.left_off)
+    _engine.hit("fairseq.generate", dict.fromkeys((*plan.left_off, *left_off)))
     return found
 
 
 def _decode(
     generator: Any, plan: Plan, net_input: dict[str, Tensor], options: Options, bos_token: int | None
-) -> tuple[list[list[dict[str, Tensor]]], list[Counts]]:
+) -> tuple[list[list[dict[str, Tensor]]], list[Counts], tuple[str, ...]]:
+    """The hypotheses, counts of each sentence, and what was left off."""
     source, end = net_input["src_tokens"], generator.eos
     longest = longest_of(generator, source)
     start = source.new_full((plan.sentences, 1), end if bos_token is None else bos_token)
@@ -207,7 +208,7 @@ def _decode(
     texts = [tokens[: counts.tokens] for tokens, counts in zip(written, together.counts, strict=True)]
     scores = policy.scores_of(texts)
     found = [[_hypothesis(generator, *each, source.device)] for each in zip(texts, scores, strict=True)]
-    return found, together.counts
+    return found, together.counts, large.left_off + (small.left_off if isinstance(small, _Whole) else ())
 
 
 def _check_positions(small: Any, source: int, longest: int) -> None:
@@ -249,11 +250,12 @@ class _Whole:
     ) -> None:
         self.ensemble, self.net_input, self.steps = ensemble, net_input, longest + 1
         self.start, self.temperature = start, temperature
+        self.left_off: tuple[str, ...] = ()
 
     def prefill(self) -> Tensor:
         """Encode the sources, which a model that never drafts does not, and begin all texts."""
         (model,), sentences = self.ensemble.models, len(self.start)
-        (encoded,) = encode(self.ensemble, self.net_input).outputs
+        (encoded,), self.left_off = encode(self.ensemble, self.net_input)
         self.member = Member(model, encoded, sentences, 1, self.steps)
         self.stepper = Stepper([self.member], sentences, 1, self.steps, self.start.device)
         prediction, _ = self.stepper.step(self.start)

@@ -20,7 +20,7 @@ from fastgen.models.encoder import Encoder, Sentences, arranged, pays, weights_o
 from fastgen.models.encoder_layouts import ENCODERS
 from fastgen.models.encoder_reader import encoder_of
 from fastgen.models.parts import NotFused
-from fastgen.models.proof import OTHERWISE, outcome, verdict
+from fastgen.models.proof import OTHERWISE, outcome, trial, verdict
 from fastgen.patches.fairseq.attention import Attending, current_step
 
 
@@ -61,19 +61,26 @@ def encode(ensemble: Any, net_input: dict[str, Any]) -> Encoded:
 
 
 def _encode(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | None]:
+    """What an encoder puts out, and why its modules made it, where that is not the faster way."""
+    on_cpu = net_input["src_tokens"].device.type == "cpu"
     if not _is_fairseqs(encoder):
-        return encoder.forward_torchscript(net_input), None
-    found = reason = None
-    if net_input["src_tokens"].device.type == "cpu":
-        try:
-            found = _from_weights(encoder, net_input)
-        except NotFused as refused:
-            reason = f"the encoder runs through its own modules: {refused}"
-    return _by_modules(encoder, net_input) if found is None else found, reason
+        reason = _through_modules("layers that are not fairseq's own") if on_cpu else None
+        return encoder.forward_torchscript(net_input), reason
+    try:
+        found = _from_weights(encoder, net_input) if on_cpu else None
+    except NotFused as reason:
+        return _by_modules(encoder, net_input), _through_modules(reason)
+    return (_by_modules(encoder, net_input), None) if found is None else found
 
 
-def _from_weights(encoder: Any, net_input: dict[str, Any]) -> Any:
+def _through_modules(reason: object) -> str:
+    return f"the encoder runs through its own modules: {reason}"
+
+
+def _from_weights(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | None] | None:
     """What the encoder puts out, with zeros for padding; None where its modules are the faster way.
+
+    The first time the modules' own output, which is compared, with the reason where it differs.
 
     Raises:
         NotFused: the layers cannot be run so.
@@ -92,15 +99,19 @@ def _from_weights(encoder: Any, net_input: dict[str, Any]) -> Any:
     proven = outcome(layers)
     if proven is None:
         own = _by_modules(encoder, net_input)
-        one = {name: net_input[name][:1] for name in given}
-        found = _at_once(encoder, layers, one, visible[:1])
-        reason = verdict(layers, *(output["encoder_out"][0][:, 0][visible[0]] for output in (found, own)))
-        if reason is not None:
-            raise NotFused(reason)
-        return own
+        one, seen = {name: net_input[name][:1] for name in given}, visible[:1]
+        found = trial(lambda: _tokens_of(_at_once(encoder, layers, one, seen), seen), ())
+        reason = verdict(layers, found, _tokens_of(own, seen))
+        return own, None if reason is None else _through_modules(reason)
     if not proven:
         raise NotFused(OTHERWISE)
-    return _at_once(encoder, layers, net_input, visible)
+    next(iter(encoder.layers))  # a list of layers with LayerDrop draws its numbers here, in evaluation too
+    return _at_once(encoder, layers, net_input, visible), None
+
+
+def _tokens_of(output: Any, visible: Tensor) -> Tensor:
+    """What the encoder made of the first sentence's tokens, (N, C); visible: (1, S)."""
+    return output["encoder_out"][0][:, 0][visible[0]]
 
 
 def _at_once(encoder: Any, layers: Encoder, net_input: dict[str, Any], visible: Tensor) -> Any:
@@ -149,6 +160,9 @@ def _is_fairseqs(encoder: Any) -> bool:
             and type(layer).forward is TransformerEncoderLayerBase.forward
             and "forward" not in vars(layer)
             and type(layer.self_attn) is MultiheadAttention
+            and layer.self_attn.bias_k is None
+            and not layer.self_attn.add_zero_attn
+            and not getattr(layer.self_attn, "use_xformers", False)
             and not layer._forward_hooks
             and not layer._forward_pre_hooks
             for layer in _layers(encoder)
@@ -166,7 +180,7 @@ def _unfused(encoder: Any) -> Any:
     The model itself stays as it is: another thread may be running it.
     """
     layers = _twin(encoder.layers)
-    for name, layer in encoder.layers.named_children():
+    for name, layer in encoder.layers._modules.items():  # a layer may be there more than once
         layers._modules[name] = _twin(layer)
         layers._modules[name].load_to_BT = False
     twin = _twin(encoder)
@@ -179,7 +193,7 @@ def _bare(encoder: Any) -> nn.Module:
     bare = _unfused(encoder)
     bare._modules = {name: part for name, part in bare._modules.items() if name in ("layers", "layer_norm")}
     bare._parameters, bare._buffers = {}, {}
-    for layer in _layers(bare):
+    for layer in bare._modules["layers"]._modules.values():
         layer._parameters = {}
     return bare
 

@@ -64,7 +64,7 @@ def encode(
     """The layers of BERT's encoder and of those like it."""
     if self.training or is_transformed():  # which is not fastgen's business, and no fallback
         return original(self, hidden_states, attention_mask, *args, **kwargs)
-    family, asked = folder_of(type(self)), reading.get()
+    family, asked = folder_of(cast(Any, type(self))), reading.get()
     if is_small(hidden_states, asked is not None or attention_mask is not None):
         if not uncounted.get():
             _engine.left_alone(f"transformers.encoder.{family}", LITTLE)

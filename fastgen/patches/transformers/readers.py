@@ -29,7 +29,7 @@ def classify(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
     """The forward of a sentence classifier, of whose encoder it reads each sentence's first position alone."""
     if self.training:
         return original(self, *args, **kwargs)
-    family = folder_of(type(self))
+    family = folder_of(cast(Any, type(self)))
     name = f"transformers.classifier.{family}"
     with read_as(partial(_first, self, original, family, name), name):
         return original(self, *args, **kwargs)
