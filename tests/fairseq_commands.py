@@ -48,14 +48,6 @@ def train(data: str, model: Path, updates: int, *options: str) -> None:
     )  # fmt: skip
 
 
-def printed(output: str) -> list[str]:
-    """What a generating command prints, without its log and with scores rounded."""
-    lines = [line for line in output.splitlines() if re.match(r"[STHDPC]-\d+\t|Generate ", line)]
-    assert lines
-    rounded = lambda number: f"{float(number[0]):.2f}".replace("-0.00", "0.00")  # noqa: E731
-    return [re.sub(r"-?\d+\.\d+", rounded, line) for line in lines]
-
-
 def assert_alike(output: str, other: str) -> None:
     """Assert that two commands print the same words, and the same numbers but for rounding."""
     words, numbers = [list[str](), list[str]()], [list[float](), list[float]()]

@@ -26,7 +26,7 @@ from fairseq.tasks import setup_task
 from fairseq_cli import generate
 
 from fastgen.patches.fairseq.bild_command import Pair
-from tests.fairseq_commands import GENERATE, STOCK, assert_alike, preprocess, printed, run, train
+from tests.fairseq_commands import GENERATE, STOCK, assert_alike, preprocess, run, train
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +59,7 @@ def test_generate(corpus: Path, options: tuple[str, ...]) -> None:
     command = ("fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"))
     ours = run(*command, *GENERATE, *options, FASTGEN_STRICT="1")
     stock = run(*command, *GENERATE, *options, **STOCK)
-    assert printed(ours.stdout) == printed(stock.stdout)
+    assert_alike(ours.stdout, stock.stdout)
 
 
 LOSSLESS = ("--bild-lossless", "--no-bild-adaptive-draft", "--bild-fallback", "0.01", "--bild-max-draft", "4")
@@ -206,8 +206,8 @@ def test_interactive(corpus: Path, tmp_path: Path, where: str) -> None:
         *(["--input", str(file)] if where == "file" else []),
     )  # fmt: skip
     ours, stock = run(*command, text=text, FASTGEN_STRICT="1"), run(*command, text=text, **STOCK)
-    assert printed(ours.stdout) == printed(stock.stdout)
-    assert sum(line.startswith("S-") for line in printed(ours.stdout)) == 7
+    assert_alike(ours.stdout, stock.stdout)
+    assert sum(line.startswith("S-") for line in ours.stdout.splitlines()) == 7
 
 
 def test_hub(corpus: Path) -> None:
@@ -344,7 +344,7 @@ def test_batches_that_refill_print_the_same(
     assert max(together) > 1
     ours = (tmp_path / "generate-test.txt").read_text("utf-8")
     stock = run("fairseq-generate", *arguments, **STOCK).stdout
-    assert printed(ours) == printed(stock)
+    assert_alike(ours, stock)
     assert _alignments(ours) == _alignments(stock)
     count = re.compile(r"Translated \d+ sentences \(\d+ tokens\)")
     assert count.findall(caplog.text) == count.findall(stock)

@@ -9,7 +9,7 @@ import fastgen
 
 pytest.importorskip("fairseq")
 from tests import fairseq_zoo as zoo
-from tests.fairseq_commands import GENERATE, STOCK, preprocess, printed, run, train
+from tests.fairseq_commands import GENERATE, STOCK, assert_alike, preprocess, run, train
 
 LANGUAGE = 9
 """A token of the vocabulary that stands for a language."""
@@ -71,8 +71,8 @@ def test_generate(trained: tuple[str, tuple[str, ...]], direction: str) -> None:
         *(("--lang-tok-replacing-bos-eos",) if (task, direction) == ("translation_multi_simple_epoch", "back") else ()),
     )  # fmt: skip
     ours, stock = run(*command, FASTGEN_STRICT="1"), run(*command, **STOCK)
-    assert printed(ours.stdout) == printed(stock.stdout)
-    assert sum(line.startswith("H-") for line in printed(ours.stdout)) == 40
+    assert_alike(ours.stdout, stock.stdout)
+    assert sum(line.startswith("H-") for line in ours.stdout.splitlines()) == 40
 
 
 def test_interactive(trained: tuple[str, tuple[str, ...]]) -> None:
@@ -83,5 +83,5 @@ def test_interactive(trained: tuple[str, tuple[str, ...]]) -> None:
         "--buffer-size", "2", "--batch-size", "2", "--min-len", "4",
     )  # fmt: skip
     ours, stock = run(*command, text=text, FASTGEN_STRICT="1"), run(*command, text=text, **STOCK)
-    assert printed(ours.stdout) == printed(stock.stdout)
-    assert sum(line.startswith("S-") for line in printed(ours.stdout)) == 3
+    assert_alike(ours.stdout, stock.stdout)
+    assert sum(line.startswith("S-") for line in ours.stdout.splitlines()) == 3
