@@ -31,7 +31,7 @@ import httpx
 import fastgen
 from benchmarks.cases import EXAMPLE
 from benchmarks.near_ties import is_near_tie
-from benchmarks.run import RESULTS, positive
+from benchmarks.run import RESULTS, hardware, positive
 from fastgen.cli.measure import environment, paired_ratio
 from fastgen.corpus.texts import Options, Output, TextGenerator
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                    for name, one in rounds[-1].items()}, flush=True)  # fmt: skip
         status = {name: httpx.get(f"{url}/status", timeout=60).json() for name, url in urls.items()}
     result = _result(rounds)
-    file = (args.out or RESULTS / "cpu") / "serving.json"
+    file = (args.out or RESULTS / hardware("cpu")) / "serving.json"
     _write(file, args, status, result)
     print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=1))
     return 0 if result["equal"] else 1
@@ -193,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=positive, default=160, metavar="N", help="default: %(default)s")
     parser.add_argument("--batch-tokens", type=positive, default=2048, metavar="N", help="default: %(default)s")
     parser.add_argument("--cpus", type=positive, default=os.cpu_count(), metavar="N", help="of the server's replica")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/cpu)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
     return parser
 
 

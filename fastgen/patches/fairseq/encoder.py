@@ -1,7 +1,7 @@
 """fairseq's encoder on a CPU: its layers from the weights and without padding (`models.encoder`), or layer by layer.
 
 Loaded models run PyTorch's fused encoder layer instead, whose matrix products no route reaches. Where oneDNN's are the
-faster ones, that is the slower way; so is writing to fresh memory what each small operation makes of a whole batch.
+faster ones, that is the slower way.
 """
 
 import copy
