@@ -142,7 +142,7 @@ def positive(text: str) -> int:
 def hardware(device: str) -> str:
     """Return the results' folder: the GPU's name, such as h200; cpu-intel, or cpu for any other processor."""
     if not device.startswith("cuda"):
-        from fastgen.ops.linear import on_intel
+        from fastgen.ops.processor import on_intel
 
         return f"{device}-intel" if on_intel() else device
     import torch

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastgen
 from fastgen.models import encoder as encoders
 from fastgen.models.encoder import pays
-from fastgen.ops import linear
+from fastgen.ops import processor
 from fastgen.patches.transformers import encoder
 from tests import zoo
 from tests.parity import assert_same, same
@@ -417,6 +417,6 @@ def test_what_products_save_depends_on_the_processor(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(encoders, name, value)
     weights = encoders.weights_of(256)
     assert pays([32] * 16, 32, "run", weights, 2, True)
-    monkeypatch.setattr(linear, "on_intel", lambda: True)
+    monkeypatch.setattr(processor, "on_intel", lambda: True)
     assert not pays([32] * 16, 32, "run", weights, 2, True)
     assert pays([16] * 16, 32, "none", weights, 2, True), "padding is left out everywhere"

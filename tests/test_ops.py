@@ -16,6 +16,7 @@ from fastgen.decoding.text import Text, TopP
 from fastgen.ops import beam_attention as attention_module
 from fastgen.ops import kbest as kbest_module
 from fastgen.ops import linear as linear_ops
+from fastgen.ops import processor
 from fastgen.ops.activation import activation_, activation_reference, kind_of
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
 from fastgen.ops.kbest import SparseEdits, best_of_log_probs, best_of_log_probs_reference, kbest, kbest_reference
@@ -449,6 +450,33 @@ def test_attention(b: int, m: int, h: int, kv: int, n: int, d: int, softcap: flo
         _check_attention(query, keys, values, mask, softcap)
 
 
+@pytest.mark.parametrize(
+    ("b", "m", "h", "kv", "n", "dtype", "intel", "elsewhere"),
+    [
+        (2, 4, 8, 8, 30, torch.float32, True, True),
+        (8, 1, 8, 8, 30, torch.float32, True, False),
+        (64, 1, 8, 8, 30, torch.float32, False, False),
+        (64, 1, 8, 8, 300, torch.float32, True, False),
+        (64, 2, 8, 8, 30, torch.float32, True, False),
+        (8, 4, 8, 4, 30, torch.float32, False, False),
+        (8, 4, 8, 8, 30, torch.bfloat16, False, False),
+    ],
+)
+def test_attention_at_once(
+    b: int, m: int, h: int, kv: int, n: int, dtype: torch.dtype, intel: bool, elsewhere: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """When torch's own attention computes all of it; how it does is what `FEW` above makes certain."""
+    query, keys, values = _attention(b, m, h, kv, n, 8, dtype)
+    found: list[Tensor] = []
+    for on_intel, expected in ((True, intel), (False, elsewhere)):
+        monkeypatch.setattr(processor, "on_intel", lambda on_intel=on_intel: on_intel)
+        with patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as own:
+            found.append(beam_attention(query, keys, values, None, 8**-0.5))
+        assert own.called == expected
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_attention_is_the_toolkits() -> None:
     query, keys, values = _attention(3, 4, 6, 2, 21, 8, torch.float64)
     mask = torch.zeros(3, 1, 4, 21, dtype=torch.float64).masked_fill_(_randn(3, 1, 4, 21) > 0.5, -INF)
@@ -567,7 +595,7 @@ def test_linear_special_values() -> None:
 
 @pytest.mark.parametrize("intel", [False, True])
 def test_least_rows(intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_ops, "on_intel", lambda: intel)
+    monkeypatch.setattr(processor, "on_intel", lambda: intel)
     small, large = linear_ops.SMALL_WEIGHT, linear_ops.LARGE_WEIGHT
     expected = (128, 12, 12, 4) if intel else (32, 2, 2, 1)
     assert tuple(map(linear_ops.least_rows, (small - 1, small, large - 1, large))) == expected

@@ -18,10 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastgen.ops import processor
 from fastgen.ops.dispatch import INTERPRETED, cdiv, constexpr, jit, launch, power_of_two, tl, use_triton
 
 FEW = 16
 """Sentences times key heads up to which, on a CPU, the fixed cost of each step decides."""
+
+SINGLE = 256
+"""Sentences times heads up to which, on Intel's processors, torch's own attention is faster for one short beam too."""
 
 MANY, SHORT = 8, 128
 """Queries of a key head from which on, and keys up to which, they stand first in the product on a CPU."""
@@ -85,7 +89,9 @@ def beam_attention(
     queries of a decode step (32 sentences, 8 heads, 40 keys, 4 beams: 589 against 922 us, 2 cores). Queries times keys
     is the faster order for `MANY` queries and for `SHORT` texts (8 sentences, 8 key heads of 32 heads, 512 keys: 1.9
     against 2.5 ms), else keys times queries (4 sentences, 16 heads, 512 keys: 1.1 against 1.3 ms). With `FEW` key heads
-    in all, a single call of it beats both (1 sentence, 4 heads, 32 keys: 17 against 48 us).
+    in all, a single call of it beats both (1 sentence, 4 heads, 32 keys: 17 against 48 us), and on Intel's processors
+    nearly always where every query head has keys of its own (32 sentences, 8 heads, 160 keys, 4 beams: 838 against
+    1,548 us).
 
     A beam that sees nothing, every key under -inf, gets NaN, or zeros where torch's own attention runs.
 
@@ -106,7 +112,7 @@ def beam_attention(
         return _beam_attention_triton(query, keys, values, mask, scale, softcap, seen)
     if seen is not None:
         return beam_attention_reference(query, keys, values, mask, scale, softcap, seen)
-    if b * kv_heads <= FEW and softcap is None and query.device.type == "cpu":
+    if query.device.type == "cpu" and softcap is None and _at_once(query, b * kv_heads, groups, n):
         rows = query.transpose(1, 2)
         return F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale, enable_gqa=groups > 1).transpose(
             1, 2
@@ -128,6 +134,18 @@ def beam_attention(
     weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
     mixed = torch.bmm(weights, values)
     return mixed.view(b, kv_heads, groups, m, -1).permute(0, 3, 1, 2, 4).reshape(b, m, h, -1)
+
+
+def _at_once(query: Tensor, key_heads: int, groups: int, keys: int) -> bool:
+    """Whether one call of torch's attention is faster on this CPU than the products one by one.
+
+    key_heads: of all sentences. groups: query heads of each.
+    """
+    if key_heads <= FEW:
+        return True
+    if groups > 1 or query.dtype != torch.float32 or not processor.on_intel():
+        return False
+    return query.shape[1] > 1 or keys > SHORT or key_heads <= SINGLE
 
 
 def beam_attention_with_weights(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastgen.ops import processor
 from fastgen.ops.activation import FUNCTIONS, activation_reference
 
 SMALL_WEIGHT = 96 * 1024
@@ -76,15 +77,9 @@ def available() -> bool:
     return all(torch.allclose(y, wanted, atol=1e-4) for y, wanted in [*((y, expected) for y in found), *activated])
 
 
-@cache
-def on_intel() -> bool:
-    """Whether this is a processor of Intel's, where MKL leaves nothing unused."""
-    return "Intel" in torch.cpu.get_capabilities().get("cpu_name", "")
-
-
 def least_rows(weight_elements: int) -> int:
     """Rows of x from which on oneDNN with a packed weight is faster than `F.linear`, by elements of the weight."""
-    least = LEAST_ROWS_INTEL if on_intel() else LEAST_ROWS
+    least = LEAST_ROWS_INTEL if processor.on_intel() else LEAST_ROWS
     if weight_elements < SMALL_WEIGHT:
         return least.small
     return least.middle if weight_elements < LARGE_WEIGHT else least.large
@@ -92,7 +87,7 @@ def least_rows(weight_elements: int) -> int:
 
 def saved_share() -> float:
     """The share of the time of an encoder's layer that oneDNN's products save at least."""
-    return 0.03 if on_intel() else 0.15
+    return 0.03 if processor.on_intel() else 0.15
 
 
 def pack(weight: Tensor, rows: int = 16) -> Tensor:
