@@ -596,9 +596,9 @@ def test_linear_special_values() -> None:
 @pytest.mark.parametrize("intel", [False, True])
 def test_least_rows(intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "on_intel", lambda: intel)
-    small, large = linear_ops.SMALL_WEIGHT, linear_ops.LARGE_WEIGHT
-    expected = (128, 12, 12, 4) if intel else (32, 2, 2, 1)
-    assert tuple(map(linear_ops.least_rows, (small - 1, small, large - 1, large))) == expected
+    middle, large = (linear_ops.LEAST_ROWS_INTEL if intel else linear_ops.LEAST_ROWS)[:2]
+    expected = (512, 128, 128, 4) if intel else (32, 2, 2, 1)
+    assert tuple(map(linear_ops.least_rows, (middle - 1, middle, large - 1, large))) == expected
 
 
 @needs_onednn

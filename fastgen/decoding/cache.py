@@ -174,7 +174,8 @@ class LayerKV:
         """Bytes of the slots in use, without the room to grow."""
         if self._keys is None or self._values is None:
             return 0
-        return (self.keys.numel() + self.values.numel()) * self._keys.element_size()
+        elements = self._keys.numel() // self._keys.shape[2] + self._values.numel() // self._values.shape[2]
+        return elements * self.slots * self._keys.element_size()
 
     def extend(self, keys: Tensor, values: Tensor) -> None:
         """Append tokens that every beam shares: keys, values (B, Hkv, L, D)."""
@@ -299,7 +300,7 @@ class LayerKV:
         What is outgrown is given up: what comes after it is larger, too.
         """
         rows = keys.shape[0] if self._keys is None else self._keys.shape[0]
-        slots = self.memory.room(keys, rows * keys.shape[1] * keys.shape[3], least, most)
+        slots = self.memory.room(keys, rows * keys.shape[1] * keys.shape[3], least, most) if least < most else least
         self._keys = self._moved(self._keys, keys, rows, slots)
         self._values = self._moved(self._values, values, rows, slots)
 

@@ -20,6 +20,17 @@ class Routed:
         return getattr, (self.module, "forward")
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """What `model.modules()` has, in another order and a third of its time, which every call of a model takes."""
+    found, seen = [model], {model}
+    for module in found:  # which grows
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
+
+
 def untouched(module: nn.Module) -> bool:
     """Whether a module runs its class's own forward, without hooks. Copies of a model may carry that forward."""
     return runs_its_class(module) and not (module._forward_hooks or module._forward_pre_hooks)

@@ -4,6 +4,7 @@ Layers that are quantised, parametrised, hooked, or already overridden keep thei
 forwards in place.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,11 +38,13 @@ _packed: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
 class _Packed:
     """A packed copy of a weight and what tells whether the weight is still the one it was made from.
 
-    probe: some elements, compared at the start of each call to notice writes through `.data`, which no version shows.
+    probe: every stride-th element, compared at the start of each call to notice writes through `.data`, which no
+        version shows.
     """
 
     address: int
     version: int
+    stride: int
     probe: Tensor
     uses: int = 0
     copy: Tensor | None = None
@@ -50,19 +53,24 @@ class _Packed:
         return self.address != weight.data_ptr() or self.version != weight._version
 
     def probe_differs(self, weight: Tensor) -> bool:
-        return not torch.equal(self.probe, _sample(weight))
+        return not torch.equal(self.probe, _sample(weight, self.stride))
 
 
-def _sample(weight: Tensor) -> Tensor:
-    """One element of every row and of every column."""
-    matrix = weight.detach()
-    return torch.cat([matrix[:, matrix.shape[1] // 2], matrix[matrix.shape[0] // 2]])
+def _sample(weight: Tensor, stride: int) -> Tensor:
+    return weight.detach().reshape(-1)[::stride]  # no copy but of weights that change within a call
+
+
+def _stride(rows: int, columns: int) -> int:
+    """The largest stride, about, that comes to every row and to every column of a contiguous matrix."""
+    # No longer than a row, so that none is left out; K of them in succession are at K columns if K has no factor of it.
+    return next((s for s in range(min(rows, columns) - 1, 1, -1) if math.gcd(s, columns) == 1), 1)
 
 
 def _entry(weight: Tensor) -> _Packed:
     entry = _packed.get(weight)
     if entry is None or entry.is_stale(weight):
-        entry = _Packed(weight.data_ptr(), weight._version, _sample(weight))
+        stride = _stride(*weight.shape)
+        entry = _Packed(weight.data_ptr(), weight._version, stride, _sample(weight, stride).clone())
         with _lock:
             _packed[weight] = entry
     return entry
@@ -231,11 +239,16 @@ def is_plain(module: nn.Module) -> bool:
     )
 
 
-def layers(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield (layer, transposed) for every linear layer that can be routed."""
+def layers(modules: Iterable[nn.Module], rows: int | None = None) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield (layer, transposed) for every linear layer that can be routed, and gains from it with so many rows."""
     for module in modules:
-        if is_linear(module) and is_plain(module):
+        if is_linear(module) and (rows is None or _gains(module, rows)) and is_plain(module):
             yield module, is_transposed(module)
+
+
+def _gains(module: nn.Module, rows: int) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and rows >= ops.least_rows(weight.numel())
 
 
 def reason_off(model: nn.Module) -> str | None:
@@ -256,7 +269,7 @@ def check(module: nn.Module) -> None:
     """Drop the packed copy of a layer's weight where the weight is no longer what it was."""
     weight: Any = module.weight
     entry = _packed.get(weight)
-    if entry is not None and (entry.is_stale(weight) or entry.probe_differs(weight)):
+    if entry is not None and entry.copy is not None and (entry.is_stale(weight) or entry.probe_differs(weight)):
         del _packed[weight]
 
 

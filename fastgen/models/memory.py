@@ -9,8 +9,13 @@ A device has an allocator that does this.
 Source: LightSeq (Wang et al. 2021), section 2.3: memory allocated once and reused.
 """
 
+import itertools
 import math
+import operator
 import threading
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -23,15 +28,32 @@ LIMIT = 2**30
 _holders = getattr(torch._C, "_storage_Use_Count", None)
 
 
+@dataclass
+class _Kept:
+    """A storage of so many bytes, and the number of the newest request that it served."""
+
+    storage: torch.UntypedStorage
+    size: int
+    newest: int
+
+    @property
+    def is_free(self) -> bool:
+        return cast(Any, _holders)(self.storage._cdata) == 1
+
+
+_size = operator.attrgetter("size")
+
+
 class Memory:
-    """Storages that have been asked for, each with the number of the newest request that it served.
+    """Storages that have been asked for, from small to large.
 
     planned: whether they take no memory, for tensors that are not computed (`models.footprint`).
     """
 
     def __init__(self, planned: bool = False) -> None:
         self.planned = planned
-        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._kept: list[_Kept] = []
+        self._held = 0  # bytes in all
         self._requests = 0
         self._lock = threading.Lock()
 
@@ -39,7 +61,7 @@ class Memory:
     def free(self) -> int:
         """Bytes that nobody uses."""
         with self._lock:
-            return sum(storage.nbytes() for storage in self._free())
+            return sum(kept.size for kept in self._kept if kept.is_free)
 
     def take(self, like: Tensor, *shape: int) -> Tensor:
         """Return an uninitialised tensor of a shape, with the dtype and on the device of `like`."""
@@ -48,16 +70,11 @@ class Memory:
             return like.new_empty(shape)
         with self._lock:
             self._requests += 1
-            fitting = [storage for storage in self._free() if size <= storage.nbytes() <= 2 * _rounded(size)]
-            if fitting:
-                storage = min(fitting, key=torch.UntypedStorage.nbytes)
-            else:
-                self._let_go()
-                if self._held + _rounded(size) > LIMIT:
-                    return like.new_empty(shape)
-                storage = torch.UntypedStorage(_rounded(size), device="meta" if self.planned else "cpu")
-            self._storages[id(storage)] = storage, self._requests
-            return cast(Any, like.new_empty(0)).set_(storage, 0, shape)
+            kept = next(self._fitting(size, size), None) or self._made(_rounded(size))
+            if kept is None:
+                return like.new_empty(shape)
+            kept.newest = self._requests
+            return cast(Any, like.new_empty(0)).set_(kept.storage, 0, shape)
 
     def room(self, like: Tensor, elements: int, least: int, most: int) -> int:
         """Return how many entries to take at once for each of two tensors, of so many elements each: `least`, or more.
@@ -65,35 +82,49 @@ class Memory:
         More, up to `most`, only where free memory has room for them twice, so that it need not be left for more soon.
         """
         size = elements * like.element_size()
+        if size == 0 or like.device.type != "cpu" or _holders is None:
+            return least
         with self._lock:
-            sizes = [storage.nbytes() for storage in self._free()]
-        fitting = sorted(held for held in sizes if least * size <= held <= 2 * _rounded(most * size))
-        return max(least, min(most, fitting[0] // size)) if len(fitting) > 1 and size else least
+            fitting = [kept.size for kept in itertools.islice(self._fitting(least * size, most * size), 2)]
+        return max(least, min(most, fitting[0] // size)) if len(fitting) > 1 else least
 
     def forget(self, tensor: Tensor) -> None:
         """Hold the memory of a tensor no longer than its other holders do."""
+        storage = tensor.untyped_storage()
         with self._lock:
-            self._storages.pop(id(tensor.untyped_storage()), None)
-
-    def _free(self) -> list[torch.UntypedStorage]:
-        return [storage for storage, _ in self._storages.values() if cast(Any, _holders)(storage._cdata) == 1]
-
-    @property
-    def _held(self) -> int:
-        return sum(storage.nbytes() for storage, _ in self._storages.values())
+            self._drop([kept for kept in self._kept if kept.storage is storage])
 
     def drop_free(self) -> None:
         """Forget what nobody uses."""
         with self._lock:
-            for storage in self._free():
-                del self._storages[id(storage)]
+            self._drop([kept for kept in self._kept if kept.is_free])
 
-    def _let_go(self) -> None:
-        """Forget free storages that have not served for long."""
-        long_ago = self._requests - 4 * len(self._storages) - 16
-        for storage in self._free():
-            if self._storages[id(storage)][1] < long_ago:
-                del self._storages[id(storage)]
+    def _fitting(self, least: int, most: int) -> Iterator[_Kept]:
+        """Free storages of `least` bytes, up to twice as many as one of `most` bytes would have."""
+        limit, holders = 2 * _rounded(most), cast(Any, _holders)
+        for at in range(bisect_left(self._kept, least, key=_size), len(self._kept)):
+            kept = self._kept[at]
+            if kept.size > limit:
+                return
+            if holders(kept.storage._cdata) == 1:
+                yield kept
+
+    def _made(self, size: int) -> _Kept | None:
+        """A new storage; None where there are too many."""
+        long_ago = self._requests - 4 * len(self._kept) - 16  # free ones that have not served for so long may go
+        self._drop([kept for kept in self._kept if kept.newest < long_ago and kept.is_free])
+        if self._held + size > LIMIT:
+            return None
+        made = _Kept(torch.UntypedStorage(size, device="meta" if self.planned else "cpu"), size, self._requests)
+        insort(self._kept, made, key=_size)
+        self._held += size
+        return made
+
+    def _drop(self, dropped: Sequence[_Kept]) -> None:
+        if dropped:
+            gone = set(map(id, dropped))
+            self._kept = [kept for kept in self._kept if id(kept) not in gone]
+            self._held -= sum(map(_size, dropped))
 
 
 def _rounded(size: int) -> int:

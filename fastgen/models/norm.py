@@ -4,6 +4,7 @@ The latter make one pass where transformers' own make four to six.
 """
 
 import copy
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -98,14 +99,14 @@ def applies(model: nn.Module) -> bool:
 def norms(modules: Iterable[nn.Module]) -> Iterator[RMSNorm]:
     """Yield a forward for each RMSNorm of a class of transformers' own that runs its own."""
     for module in modules:
-        if untouched(module) and (found := rms_norm(module)) is not None:
+        if _is_named_so(type(module)) and untouched(module) and (found := rms_norm(module)) is not None:
             yield found
 
 
 def rms_norm(module: nn.Module) -> RMSNorm | None:
     """The forward of an RMSNorm of a class of transformers' own, which is known by what it computes; else None."""
     kind = type(module)
-    if not kind.__name__.endswith("Norm") or not kind.__module__.startswith("transformers."):
+    if not _is_named_so(kind):
         return None
     eps = next((value for name in _EPS if isinstance(value := getattr(module, name, None), float)), None)
     if eps is None or not _is_plain(module):
@@ -115,6 +116,11 @@ def rms_norm(module: nn.Module) -> RMSNorm | None:
         _offsets[key] = _offset(module, eps)
     offset = _offsets[key]
     return None if offset is None else RMSNorm(module, eps, offset)
+
+
+@functools.cache
+def _is_named_so(kind: type) -> bool:
+    return kind.__name__.endswith("Norm") and kind.__module__.startswith("transformers.")
 
 
 def _is_plain(module: nn.Module) -> bool:

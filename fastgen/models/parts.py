@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fastgen.models.instance import Routed, runs_its_class
+from fastgen.models.instance import Routed, modules_of, runs_its_class
 
 
 class NotFused(Exception):
@@ -34,7 +34,7 @@ def at(module: nn.Module, path: str) -> Any:
         NotFused: there is none.
     """
     found: Any = module
-    for name in filter(None, path.split(".")):
+    for name in path.split(".") if path else ():
         found = found._modules.get(name) if name in found._modules else getattr(found, name, None)
         if found is None:
             raise NotFused(f"its decoder has no {path}")
@@ -66,7 +66,7 @@ def check_unread(model: nn.Module, paths: Sequence[str], read: Container[nn.Modu
     if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
         raise NotFused("a hook on all modules")
     along = [found for path in paths for found in _along(model, path)]
-    for name, module in [*along, *at(model, paths[0]).named_modules()]:
+    for module in [*along, *modules_of(at(model, paths[0]))]:
         kind, outer = type(module).__name__, module is model
         hooks = module._forward_hooks or module._forward_pre_hooks  # seldom there are any
         if hooks and any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
@@ -84,19 +84,21 @@ def check_unread(model: nn.Module, paths: Sequence[str], read: Container[nn.Modu
             raise NotFused(f"{name_of(module)} is a class of its own")
         holds = next((n for n, p in module._parameters.items() if p is not None), None)
         if holds is not None or not module._modules:
-            where = name if holds is None else f"{name}.{holds}"
-            raise NotFused(f"a part of its own, {where}")
+            around = at(model, paths[0]) if module not in along else model
+            name = next(name for name, part in around.named_modules() if part is module)
+            raise NotFused(f"a part of its own, {name if holds is None else f'{name}.{holds}'}")
 
 
 _TOOLKITS = ("torch", "transformers", "fairseq")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
-def _along(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+def _along(model: nn.Module, path: str) -> list[nn.Module]:
     """The modules on the way from a model to a part, itself included."""
-    names = path.split(".") if path else []
-    found = [(".".join(names[:i]), at(model, ".".join(names[:i]))) for i in range(1, len(names))]
-    return [("", model), *found, (path, at(model, path))]
+    found = [model]
+    for name in path.split(".") if path else ():
+        found.append(at(found[-1], name))
+    return found
 
 
 def _foreign(hook: Any) -> bool:

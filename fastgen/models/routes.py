@@ -11,7 +11,7 @@ from torch import nn
 from fastgen import config
 from fastgen.models import activation, bias, linear, norm
 from fastgen.models.families import Family
-from fastgen.models.instance import install, restore
+from fastgen.models.instance import install, modules_of, restore
 from fastgen.models.memory import memory_of
 
 _lock = threading.RLock()
@@ -30,18 +30,19 @@ _routes: dict[int, _Route] = {}
 
 
 @contextmanager
-def routed(model: nn.Module, family: Family | None = None) -> Iterator[int]:
+def routed(model: nn.Module, family: Family | None = None, rows: int | None = None) -> Iterator[int]:
     """Route modules of model to `ops` while the context lasts; yields how many.
 
     Nested and concurrent contexts of one model share the routes, which the last one takes away.
 
     Args:
         family: says what alone reads the output of some layers, and may therefore overwrite it.
+        rows: at most, that a product has; layers that gain from more than these alone are left alone.
     """
     with _lock:
         route = _routes.setdefault(id(model), _Route())
         if route.users == 0:
-            forwards = _forwards(model, family)
+            forwards = _forwards(model, family, rows)
             route.layers = [module for module, forward in forwards.items() if isinstance(forward, linear.Linear)]
             route.before = install(forwards)
         route.users += 1
@@ -55,8 +56,10 @@ def routed(model: nn.Module, family: Family | None = None) -> Iterator[int]:
                 restore(route.before)
 
 
-def _forwards(model: nn.Module, family: Family | None) -> dict[nn.Module, Callable[..., Any]]:
-    modules = list(model.modules())
+def _forwards(
+    model: nn.Module, family: Family | None, rows: int | None
+) -> dict[nn.Module, Callable[..., Any]]:
+    modules = modules_of(model)
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     if norm.applies(model):
         forwards.update({forward.module: forward for forward in norm.norms(modules)})
@@ -64,7 +67,7 @@ def _forwards(model: nn.Module, family: Family | None) -> dict[nn.Module, Callab
         linear.forget(model)
         return forwards
     memory = memory_of(model)
-    for layer, transposed in linear.layers(modules):
+    for layer, transposed in linear.layers(modules, rows):
         linear.check(layer)
         forwards[layer] = linear.Linear(layer, transposed, memory)
     if family is None:

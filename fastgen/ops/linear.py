@@ -19,27 +19,32 @@ from torch.nn import functional as F
 from fastgen.ops import processor
 from fastgen.ops.activation import FUNCTIONS, activation_reference
 
-SMALL_WEIGHT = 96 * 1024
-"""Weights of fewer elements stay in the cache, where the fixed cost of a oneDNN call (about 10 us) is not won back."""
-
-LARGE_WEIGHT = 4 * SMALL_WEIGHT
-"""Weights of so many elements do not: a product of few rows takes as long as it takes to read them."""
-
-
 class LeastRows(NamedTuple):
-    """Rows from which on oneDNN is faster: for weights below SMALL_WEIGHT, below LARGE_WEIGHT, and from there on."""
+    """Rows from which on oneDNN is faster.
 
+    Attributes:
+        small: for weights of fewer elements than `middle_weight`. They stay in the cache, where the fixed cost of a
+            oneDNN call (about 10 us) is seldom won back.
+        large: for weights of `large_weight` elements and more, where a product of few rows takes as long as it takes to
+            read them.
+        middle: for those between.
+    """
+
+    middle_weight: int
+    large_weight: int
     small: int
     middle: int
     large: int
 
 
-LEAST_ROWS = LeastRows(32, 2, 1)
+LEAST_ROWS = LeastRows(96 * 1024, 384 * 1024, 32, 2, 1)
 """Measured from 256 x 256 to 1024 x 50264 and 1 to 2,048 rows (AMD EPYC): 4.4 times as fast at 256 x 5000, 2 rows."""
 
-LEAST_ROWS_INTEL = LeastRows(128, 12, 4)
-"""From 256 x 256 to 4096 x 1024 and 1 to 256 rows, read from memory (Xeon): MKL reads a large weight once for 1 to 3
-rows, where oneDNN takes 1.1 to 1.3 times as long, and twice for 4 to 12, where it takes half as long."""
+LEAST_ROWS_INTEL = LeastRows(448 * 1024, 1024 * 1024, 512, 128, 4)
+"""From 192 x 192 to 3072 x 768 and 8 to 1,024 rows, read from memory, one thread and two (Xeon): weights below
+`middle_weight` are slower with few rows (0.6 to 1.1 times as fast with 8 to 64) and gain less than a twentieth with
+many, those below `large_weight` are between 0.9 and 1.4, and large ones gain with 4 to 16 rows (1.1 to 1.8), for which
+MKL reads a weight twice. With 1 to 3 rows it is read once, and oneDNN takes 1.1 to 1.3 times as long."""
 
 CHUNK, CHUNK_ROWS = 2 * 2**20, 64
 """Bytes of output, and rows at least, that `linear_into` computes at a time."""
@@ -80,9 +85,9 @@ def available() -> bool:
 def least_rows(weight_elements: int) -> int:
     """Rows of x from which on oneDNN with a packed weight is faster than `F.linear`, by elements of the weight."""
     least = LEAST_ROWS_INTEL if processor.on_intel() else LEAST_ROWS
-    if weight_elements < SMALL_WEIGHT:
+    if weight_elements < least.middle_weight:
         return least.small
-    return least.middle if weight_elements < LARGE_WEIGHT else least.large
+    return least.middle if weight_elements < least.large_weight else least.large
 
 
 def saved_share() -> float:

@@ -45,6 +45,8 @@ def decide(
     check_call(model, loop, method, config, kwargs)
     left_off: list[str] = []
     reason = _reason_not_to_know(model, method) or _reason_not_to_share(model, input_ids, config, kwargs, beams)
+    if reason is None and beams == 1 and config.max_length - input_ids.shape[1] <= 1 and not drafts and method is None:
+        reason = "one new token, and nothing reads them"
     if reason is not None:
         left_off.append(not_shared(reason))
     shared = not left_off

@@ -46,7 +46,7 @@ from fastgen.patches.transformers.edits import bounded, edits_of, fill_of, stop_
 from fastgen.patches.transformers.given import IS_GIVEN, is_given
 from fastgen.patches.transformers.outputs import Decoding, fields, vocabulary
 from fastgen.patches.transformers.pausing import Begun
-from fastgen.patches.transformers.said import said
+from fastgen.patches.transformers.said import rows_at_most, said
 from fastgen.patches.transformers.scored import Scored
 from fastgen.patches.transformers.stepper import Stepper
 
@@ -93,7 +93,7 @@ def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> A
         _engine.running("generate"),
         source.unread_padding(self, kwargs),
         restored.calling(self, kwargs),
-        routed(self, family) as layers,
+        routed(self, family, rows_at_most(self, args, kwargs)) as layers,
     ):
         if layers:
             _engine.hit("transformers.generate")

@@ -1,7 +1,9 @@
 """What a call of `generate` says of its settings, before `generate` has put them together."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 
 def said(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
@@ -10,6 +12,23 @@ def said(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
     for config in (arguments.get("generation_config"), model.generation_config):
         found = getattr(config, name, None) if found is None else found
     return found
+
+
+_SEVERAL = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
+_UNKNOWN = ("encoder_outputs", "past_key_values")
+
+
+def rows_at_most(model: Any, inputs: Sequence[Any], arguments: Mapping[str, Any]) -> int | None:
+    """How many rows a product has at most in a call with such inputs: tokens of the batch, or beams; None if unknown."""
+    if any(said(model, arguments, name) is not None for name in _SEVERAL):
+        return None
+    given = [value for value in (*inputs, *arguments.values()) if isinstance(value, Tensor)]
+    if not given or any(value.dim() != 2 or value.is_floating_point() for value in given):
+        return None
+    if any(arguments.get(name) is not None for name in _UNKNOWN):
+        return None
+    rows = max(said(model, arguments, name) or 1 for name in ("num_beams", "num_return_sequences"))
+    return max(len(given[0]) * rows, *(value.numel() for value in given))
 
 
 class Settings:
