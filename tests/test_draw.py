@@ -90,3 +90,12 @@ def test_graphs_that_draw_otherwise(otherwise: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.gpu
 def test_a_device_draws_alike() -> None:
     assert graph.draws_alike(torch.empty(0, device="cuda").device)
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails() -> None:
+    """Random numbers are drawn again from then on."""
+    values = torch.rand(3, device="cuda")
+    with pytest.raises(graph.NotCaptured):
+        graph.capture(lambda: values.sum().item(), values.device, graph.Place(values.device))
+    assert torch.rand(3, device="cuda").isfinite().all()
