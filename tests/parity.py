@@ -28,7 +28,10 @@ def call(model: Any, kwargs: dict[str, Any], seed: int) -> Result:
         value = model.generate(**kwargs)
     except Exception as raised:
         error = raised
-    return Result(value, error, torch.get_rng_state())
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return Result(value, error, torch.cat(states))
 
 
 def fallbacks() -> Counter[str]:

@@ -20,6 +20,7 @@ from fastgen.models import graph
 
 _T = TypeVar("_T")
 _ASKS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "item", "isin")
+_ALLOCATES = ("empty", "empty_like", "new_empty", "empty_strided")
 
 
 class Recorder(TorchDispatchMode):
@@ -61,7 +62,7 @@ class Recorder(TorchDispatchMode):
                 found[args[0].__name__] += 1
             elif run._schema.is_mutable or not _views(result, (args, kwargs)):
                 found[run.overloadpacket.__name__] += 1
-        return found - Counter({name: found[name] for name in ("empty", "empty_like", "new_empty", "empty_strided")})
+        return found - Counter({name: found[name] for name in _ALLOCATES})
 
     def undo(self) -> None:
         for storage, before in self._before.values():
@@ -69,6 +70,8 @@ class Recorder(TorchDispatchMode):
 
     def replay(self) -> None:
         for run, args, kwargs, result in self.runs:
+            if isinstance(run, torch._ops.OpOverload) and run.overloadpacket.__name__ in _ALLOCATES:
+                continue
             again = run(*args, **kwargs)
             for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                 if isinstance(old, Tensor) and new.data_ptr() != old.data_ptr():
@@ -125,6 +128,7 @@ class Graphs:
         self, function: Callable[[], _T], device: torch.device, place: None
     ) -> tuple[Callable[[], object], _T]:
         self._recording = recorder = Recorder()
+        random_state = torch.get_rng_state()
         try:
             with recorder:
                 result = function()
@@ -133,6 +137,7 @@ class Graphs:
         finally:
             self._recording = None
             recorder.undo()
+            torch.set_rng_state(random_state)
         name = cast(Any, function).func.__name__
         self.captured[name] += 1
         self.kernels[name] = recorder.kernels

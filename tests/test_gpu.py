@@ -48,7 +48,11 @@ def test_sentences_leave() -> None:
     assert_same(model, inputs | {"num_beams": 3, "max_new_tokens": 40, "eos_token_id": list(range(2, 30))})
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3}, {"do_sample": True, "top_p": 0.9}, {"do_sample": True, "num_beams": 3}],
+    ids=["greedy", "beams", "sampling", "beam sampling"],
+)
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
 def test_graphs(family: str, options: dict[str, Any]) -> None:
     """Captured steps: while the text outgrows its memory, and while sentences leave."""
@@ -60,6 +64,7 @@ def test_graphs(family: str, options: dict[str, Any]) -> None:
             call = last_call()
             assert call is not None
             assert call.plan.graphs, call.plan.left_off
+            assert not [text for text in call.plan.left_off if text.startswith("choices")]
 
 
 @pytest.mark.parametrize("kind", ["offloaded", "static"])

@@ -9,9 +9,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import StoppingCriteria
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers.generation.logits_process import (
+    LogitNormalization,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+)
 from transformers.generation.streamers import BaseStreamer
 
+import fastgen
 from fastgen import config
 from fastgen.decoding.beam_replay import ReplayedBeamSearch
 from fastgen.models import graph, step
@@ -114,8 +119,13 @@ CHOICES: dict[str, dict[str, Any]] = {
     "lengths": {"min_new_tokens": 12, "forced_eos_token_id": 2, "eos_token_id": [2, 7, 9, 11]},
     "suppressed": {"suppress_tokens": [4, 5, 6], "begin_suppress_tokens": [7, 8]},
     "together": {"repetition_penalty": 1.2, "sequence_bias": {(5,): 4.0}},
+    "forced": {"forced_eos_token_id": [2, 7], "eos_token_id": [2, 7]},
+    "normalised": {"renormalize_logits": True, "remove_invalid_values": True, "repetition_penalty": 1.3},
     "dense": {"exponential_decay_length_penalty": (3, 1.1)},
 }
+NOT_OF_SCORES = (
+    "choices are not captured as CUDA graphs: a logits processor may look at the text, or wait for the device"
+)
 
 
 @pytest.mark.parametrize("options", CHOICES.values(), ids=CHOICES)
@@ -129,9 +139,8 @@ def test_choices(family: str, options: dict[str, Any], graphs: Graphs) -> None:
     for sentences in (9, 9, 1):
         batch = {name: value[:sentences] if torch.is_tensor(value) else value for name, value in kwargs.items()}
         call = _same(model, batch)
-    reason = "choices are not captured as CUDA graphs: logits processors that cannot be applied together"
-    assert (reason in call.plan.left_off) == (options is CHOICES["together"])
-    if options in (CHOICES["together"], CHOICES["dense"]):
+    assert (NOT_OF_SCORES in call.plan.left_off) == (options is CHOICES["dense"])
+    if options is CHOICES["dense"]:
         assert graphs.captured["_choose"] == 0
     elif options not in (CHOICES["all_end"], CHOICES["ends"]):  # which are over soon
         assert graphs.replayed["_choose"] >= 5
@@ -153,6 +162,7 @@ def test_greedy_choices(family: str, graphs: Graphs) -> None:
 GREEDY = {name: options for name, options in CHOICES.items() if name not in ("never", "early", "negative")} | {
     "dense": {"exponential_decay_length_penalty": (3, 1.1)},
     "prompt_ignored": {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.4, prompt_ignore_length=9)]},
+    "warped": {"logits_processor": [TopKLogitsWarper(9), LogitNormalization()], "repetition_penalty": 1.4},
     "leave": {"eos_token_id": list(range(2, zoo.VOCABULARY, 9)), "pad_token_id": 2, "min_new_tokens": 4},
 }
 
@@ -169,12 +179,85 @@ def test_greedy_edits(family: str, options: dict[str, Any], graphs: Graphs) -> N
     for sentences in (24, 24, 1):
         batch = {name: value[:sentences] if torch.is_tensor(value) else value for name, value in kwargs.items()}
         call = _same(model, batch)
-    dense = "choices are not captured as CUDA graphs: a logits processor changes more than a few scores"
-    assert (dense in call.plan.left_off) == (options is GREEDY["dense"])
+    assert (NOT_OF_SCORES in call.plan.left_off) == (options is GREEDY["dense"])
     if options is GREEDY["dense"]:
         assert not graphs.captured["_choose_next"]
     elif "eos_token_id" not in options or options["eos_token_id"] is None:
         assert graphs.replayed["_choose_next"] >= 5
+
+
+DRAWN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "warped": {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.95, "epsilon_cutoff": 3e-4},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "top_k": 0, "top_p": 0.8},
+    "together": {"repetition_penalty": 1.2, "sequence_bias": {(5,): 4.0, (9, 5): -3.0}, "renormalize_logits": True},
+    "several": {"num_return_sequences": 3, "top_k": 20},
+    "lengths": {"min_new_tokens": 12, "forced_eos_token_id": 2, "eos_token_id": [2, 7, 9, 11]},
+    "ends": {"eos_token_id": list(range(2, zoo.VOCABULARY, 9)), "pad_token_id": 2, "temperature": 2.0},
+    "no_end": {"eos_token_id": None, "pad_token_id": 2},
+    "eta": {"eta_cutoff": 3e-4},  # it validates what it reads
+}
+
+
+@pytest.mark.parametrize("options", DRAWN.values(), ids=DRAWN)
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("family", ["pegasus", "gpt2"])
+def test_drawn_choices(family: str, beams: int, options: dict[str, Any], graphs: Graphs) -> None:
+    """Sampling and beam sampling whose choices are captured: the same random numbers are drawn, and none beyond."""
+    model = _build(family)
+    kwargs = zoo.batch(model, 9, 9) | {"do_sample": True, "num_beams": beams, "max_new_tokens": 33} | options
+    for sentences in (9, 9, 1):
+        batch = {name: value[:sentences] if torch.is_tensor(value) else value for name, value in kwargs.items()}
+        call = _same(model, batch)
+        assert (NOT_OF_SCORES in call.plan.left_off) == (options is DRAWN["eta"])
+    if options is not DRAWN["eta"]:
+        assert not [text for text in call.plan.left_off if text.startswith("choices")]
+        assert graphs.replayed["_choose" if beams > 1 else "_choose_next"] >= 5
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("new_tokens", [12, 60], ids=["cut", "ended"])
+def test_a_draw_too_many_is_put_back(new_tokens: int, beams: int, graphs: Graphs) -> None:
+    """Calls that follow each other go on where the one before has left the generator, whether texts end or are cut."""
+    model = _build("gpt2")
+    ends = {"eos_token_id": list(range(2, zoo.VOCABULARY, 4 if beams > 1 else 8)), "pad_token_id": 2}
+    options = {"do_sample": True, "num_beams": beams, "early_stopping": beams > 1, "max_new_tokens": new_tokens}
+    kwargs = zoo.batch(model, 3, 9) | ends | options
+
+    def calls() -> list[list[list[int]]]:
+        torch.manual_seed(5)
+        return [model.generate(**kwargs).tolist() for _ in range(6)]
+
+    ours = calls()
+    with fastgen.disabled():
+        assert ours == calls()
+    assert len({len(rows[0]) for rows in ours}) > (new_tokens == 60)
+    assert graphs.replayed["_choose" if beams > 1 else "_choose_next"] >= 5
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_nothing_to_draw_from(beams: int, graphs: Graphs) -> None:
+    """Captured or not, NaN raises, a step late; in the step that ran too far it does not."""
+    model = _build("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.nan
+    kwargs = zoo.batch(model, 2, 3, "none") | {"do_sample": True, "num_beams": beams, "max_new_tokens": 33}
+    errors = [
+        assert_same(model, kwargs | {"eos_token_id": ends}, seed).error for ends in (2, [2, 7]) for seed in range(5)
+    ]
+    assert any(errors)
+    assert not all(errors)
+    assert all("probability tensor contains" in str(error) for error in errors if error is not None)
+    assert graphs.replayed["_choose" if beams > 1 else "_choose_next"] >= 5
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_graph_that_draws_otherwise(beams: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "draws_alike", lambda _: False)
+    model = _build("gpt2")
+    call = _same(model, zoo.batch(model, 3, 9) | {"do_sample": True, "num_beams": beams, "max_new_tokens": 20})
+    assert "choices are not captured as CUDA graphs: a graph draws other random numbers" in call.plan.left_off
+    assert set(graphs.captured) == {"_body"}
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -205,12 +288,10 @@ class _Deaf(BaseStreamer):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"do_sample": True}, "random numbers are drawn"),
-        ({"do_sample": True, "num_beams": 2}, "random numbers are drawn"),
         ({"stopping_criteria": [_OneToken()]}, "a stopping criterion looks at all tokens"),
         ({"streamer": _Deaf()}, "a streamer listens"),
     ],
-    ids=["samples", "beam_samples", "criterion", "streamer"],
+    ids=["criterion", "streamer"],
 )
 def test_choices_that_are_not_captured(options: dict[str, Any], reason: str, graphs: Graphs) -> None:
     model = _build("gpt2")
@@ -221,9 +302,10 @@ def test_choices_that_are_not_captured(options: dict[str, Any], reason: str, gra
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
+@pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_choices_that_cannot_be_captured(
-    beams: int, allowed: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+    beams: int, sample: bool, allowed: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the step in which a capture fails, with rows gone or not, choices are made one operation at a time."""
     capture, tried = graph.capture, Counter[str]()
@@ -237,9 +319,11 @@ def test_choices_that_cannot_be_captured(
     monkeypatch.setattr(graph, "capture", refusing)
     model = _build("gpt2")
     ends = {"eos_token_id": list(range(2, zoo.VOCABULARY, 12)), "pad_token_id": 2, "min_new_tokens": 8}
+    options = {"num_beams": beams, "do_sample": sample, "max_new_tokens": 60}
+    monkeypatch.setattr(graph, "draws_alike", lambda _: True)
     for _ in range(2):
         tried.clear()
-        call = _same(model, zoo.batch(model, 24, 9) | ends | {"num_beams": beams, "max_new_tokens": 60})
+        call = _same(model, zoo.batch(model, 24, 9) | ends | options)
     assert "choices are not captured as CUDA graphs: operation not permitted" in call.plan.left_off
     assert call.plan.graphs
 

@@ -179,7 +179,7 @@ class BeamSearch:
 
     def advance(self, model: Stepper, logits: Tensor) -> bool:
         """Choose the next token of every beam; False when the search is over."""
-        values, beam, token = self._candidates(logits)
+        values, beam, token = self._candidates(logits, self.text, torch.multinomial)
         hits = self.stop(token, self.length + 1, lambda: self._extended(self.ids, beam, token), self._scores_so_far())
         chosen = self._chosen(values, beam, token, hits, self._new_tokens() + 1)
         changed, improvable, done, over = read(chosen.flags)  # the one read of the device in a step
@@ -210,25 +210,30 @@ class BeamSearch:
         flags = torch.stack([changed, improvable, done, over])
         return Choice(beam.gather(1, order), token.gather(1, order), scores, merged, improvable, flags)
 
-    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The K candidates of each sentence: running score, beam, token, each (B, K)."""
+    def _candidates(
+        self, logits: Tensor, text: Text, draw: Callable[[Tensor, int], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The K candidates of each sentence: running score, beam, token, each (B, K).
+
+        draw: `torch.multinomial` or alike.
+        """
         b, m = self.scores.shape
         if not self.trace.wanted and not self.sample and runs_kernels(logits):
-            edits = sparse(self.edits, self.text, logits.shape[-1])
+            edits = sparse(self.edits, text, logits.shape[-1])
             if edits is not None:  # the log-probabilities are never written
                 best = kbest(logits.view(b, m, -1), self.scores, self.rule.candidates, edits)
                 return best.values, best.indices // logits.shape[-1], best.indices % logits.shape[-1]
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())
         log_probs = torch.log_softmax(logits, -1, out=self.memory.take(logits, *logits.shape))
-        log_probs = edited(log_probs, self.text, self.edits)
+        log_probs = edited(log_probs, text, self.edits)
         if self.trace.scores is not None:
             self.trace.scores.append(log_probs.clone())
         vocabulary = log_probs.shape[-1]
         log_probs = log_probs.view(b, m, vocabulary)
         if self.sample:
             total = (log_probs + self.scores[:, :, None]).flatten(1)
-            index = torch.multinomial(torch.softmax(total, -1), self.rule.candidates)
+            index = draw(torch.softmax(total, -1), self.rule.candidates)
             values = total.gather(1, index)
         else:
             values, index = best_of_log_probs(log_probs, self.scores, self.rule.candidates)

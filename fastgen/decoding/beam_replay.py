@@ -4,7 +4,7 @@ All that depends on the length of the text is read from the device: the tables h
 start, and a column is written where the device says. So one capture serves all steps in which the edits do the same.
 
 Whether the search is over is known on the device at once, and nothing that has finished changes from then on. The host
-learns of it a step later, when one more step is under way, of which no trace is left.
+learns of it a step later, when one more step is under way, of which no trace is left: what it drew is put back.
 """
 
 import contextlib
@@ -16,19 +16,18 @@ from torch import Tensor
 
 from fastgen.decoding.beam import BeamSearch, Stepper, read
 from fastgen.decoding.choices import Choices
-from fastgen.decoding.text import Text, phases, sparse
+from fastgen.decoding.text import Text, phases
 from fastgen.models import graph
-from fastgen.ops.kbest import kbest
 from fastgen.ops.tables import Table, extend_rows_
 
 
 @dataclass
 class ReplayedBeamSearch(BeamSearch):
-    """One beam search; arguments as `BeamSearch`, whose edits are all of few tokens (`text.sparse`)."""
+    """One beam search or sampling; arguments as `BeamSearch`, whose edits are all `text.capturable`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.choices = Choices()
+        self.choices = Choices(graph.generator(self.prompt.device) if self.sample else None)
         self._end = torch.empty(1, dtype=torch.int64, device=self.prompt.device)  # the text's length
         self._over = torch.zeros(1, dtype=torch.bool, device=self.prompt.device)
 
@@ -53,33 +52,28 @@ class ReplayedBeamSearch(BeamSearch):
         else:
             ancestry.note_extended()
         self.length += 1
-        if last:
-            return False
         before = self.choices.look(flags)
-        if before is None:
-            return True
-        _, improvable, done, over = read(before)
-        leaving = self._leaving(improvable, done)
-        if over[0] or len(leaving) == self.present:
-            return False
-        if self._drop(model, leaving):
-            self.choices.forget()
-        return True
+        if before is not None:
+            _, improvable, done, over = read(before)
+            leaving = self._leaving(improvable, done)
+            if over[0] or len(leaving) == self.present:
+                self.choices.take_back()
+                return False
+            if not last and self._drop(model, leaving):
+                self.choices.forget()
+        if last and self.sample:
+            self.choices.last()  # raises where nothing could be drawn
+        return not last
 
     def _choose(self, logits: Tensor, text: Text, last: bool, slots: Table | None) -> tuple[Tensor, Tensor]:
-        """Write the next token of every beam to the tables; return its parents (B, M) and the flags of `Choice`.
+        """Write the next token of every beam to the tables; return its parents (B, M) and what is seen, `Choice.flags`.
 
         slots: what each beam sees, where that is a table.
         """
         b, m = self.scores.shape
-        vocabulary = logits.shape[-1]
-        edits = sparse(self.edits, text, vocabulary)
-        if edits is None:
-            raise graph.NotCaptured("logits processors that cannot be applied together")
-        best = kbest(logits.view(b, m, -1), self.scores, self.rule.candidates, edits)
-        beam, token = best.indices // vocabulary, best.indices % vocabulary
+        values, beam, token = self._candidates(logits, text, self.choices.draw)
         column = self._end - self.prompt.shape[1]
-        chosen = self._chosen(best.values, beam, token, self.stop.hits(token, last), column + 1)
+        chosen = self._chosen(values, beam, token, self.stop.hits(token, last), column + 1)
         merged, finished, over = chosen.merged, self.finished, self._over
         order = torch.where(over, torch.arange(m, device=over.device), merged.order)
         self._finish(order, beam, token, column)
@@ -91,4 +85,4 @@ class ReplayedBeamSearch(BeamSearch):
         self.improvable.copy_(chosen.improvable)
         over.logical_or_(chosen.flags[3, :1])
         chosen.flags[3].copy_(over.expand(b))
-        return chosen.parents, chosen.flags
+        return chosen.parents, self.choices.seen(chosen.flags)

@@ -106,10 +106,14 @@ class Sampling:
         scores = edited(logits, text, self.edits, kept)
         if self.trace.scores is not None:
             self.trace.scores.append(scores)
-        tokens = torch.multinomial(torch.softmax(scores, -1), 1).squeeze(1) if self.sample else argmax(scores)
+        tokens = self._picked(scores, torch.multinomial)
         if self.trace.chosen is not None:
             self.trace.chosen.append(self._of_all(chosen_of(scores, tokens).where(self.running, 0.0)))
         return tokens
+
+    def _picked(self, scores: Tensor, draw: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """One token (R,) of each row; `draw` is `torch.multinomial` or alike."""
+        return draw(torch.softmax(scores, -1), 1).squeeze(1) if self.sample else argmax(scores)
 
     def _of_all(self, values: Tensor) -> Tensor:
         """Values of the present rows among those of all, 0 for those that have left."""

@@ -1,7 +1,8 @@
-"""Greedy search on a device that is never waited for: choices are captured as a graph, and looked at a step later.
+"""Greedy search and sampling on a device that is never waited for: captured choices, looked at a step later.
 
 As in `beam_replay`, the table of tokens has room for the longest text from the start, a column is written where the
-device says, and the host learns a step late that all rows have ended. The column of that step is cut off again.
+device says, and the host learns a step late that all rows have ended. The column of that step is cut off again, and
+its random numbers are put back.
 """
 
 import contextlib
@@ -18,12 +19,11 @@ from fastgen.decoding.leaving import may_leave
 from fastgen.decoding.sample import Sampling
 from fastgen.decoding.text import Text, edited, phases
 from fastgen.models import graph
-from fastgen.ops.kbest import argmax
 
 
 @dataclass
 class ReplayedSampling(Sampling):
-    """One greedy search; arguments as `Sampling`, whose edits are all of few tokens (`text.all_sparse`).
+    """One greedy search or sampling; arguments as `Sampling`, whose edits are all `text.capturable`.
 
     Args:
         longest: tokens of a text at most.
@@ -39,7 +39,7 @@ class ReplayedSampling(Sampling):
         if self.pad is not None:
             self.ids.copy_(self.pad)
         self.ids[:, : self.length] = prompt
-        self.choices = Choices()
+        self.choices = Choices(graph.generator(prompt.device) if self.sample else None)
         self._has_room = True  # behind the text
         self._end = torch.empty(1, dtype=torch.int64, device=prompt.device)  # the text's length
 
@@ -56,7 +56,7 @@ class ReplayedSampling(Sampling):
             self._close()
             self.ids = self.ids[:, : self.length]
             before = self.choices.last()
-            if before is not None and not before.any():
+            if before is not None and not before[0].any():
                 return False
         return super().advance(model, logits)
 
@@ -65,16 +65,21 @@ class ReplayedSampling(Sampling):
         last = self.stop.ends_all(self.length + 1)
         self._end.fill_(self.length)
         choose = functools.partial(self._choose_next, logits, text, last)
-        running: Tensor = self.choices(choose, logits, self.ids, last, phases(self.edits, self.length))
+        flags: Tensor = self.choices(choose, logits, self.ids, last, phases(self.edits, self.length))
+        before = self.choices.look(flags)
+        alive = [True] if before is None else self._alive(before[0])
+        if not any(alive):  # nothing ran any more in this step
+            self.choices.take_back()
+            self._close()
+            return False
         self.length += 1
-        before = self.choices.last() if last else self.choices.look(running)
-        alive = [True] if before is None else self._alive(before)
-        if last or not any(alive):
-            self.length -= not any(alive)  # nothing ran any more in this step
+        if last:
+            if self.sample:
+                self.choices.last()  # raises where nothing could be drawn
             self._close()
             return False
         if self.may_drop and may_leave(alive.count(False), len(alive), self.captured):
-            alive = self._alive(cast(Tensor, self.choices.last()))  # of this step, so that none after it goes unseen
+            alive = self._alive(cast(Tensor, self.choices.last())[0])  # of this step, so that none after it goes unseen
             if not any(alive):
                 self._close()
                 return False
@@ -83,12 +88,13 @@ class ReplayedSampling(Sampling):
         return True
 
     def _choose_next(self, logits: Tensor, text: Text, last: bool) -> Tensor:
-        """Write the next token of every row to the table; return (R,), which rows run on."""
-        tokens = argmax(edited(logits.clone() if self.edits else logits, text, self.edits))
+        """Write the next token of every row to the table; return what is seen: which rows run on (1, R)."""
+        scores = edited(logits.clone() if self.edits else logits, text, self.edits)
+        tokens = self._picked(scores, self.choices.draw)
         if self.pad is not None:
             tokens = torch.where(self.running, tokens, self.pad)
         self.ids.index_copy_(1, self._end, tokens[:, None])
-        return self.running.logical_and_(~self.stop.hits(tokens, last))
+        return self.choices.seen(self.running.logical_and_(~self.stop.hits(tokens, last))[None])
 
     def _collect(self) -> None:
         """Write the present rows to the table of all."""

@@ -317,7 +317,7 @@ class TopP:
         return False
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
-        if scores.device.type == "cpu" and not self._pause:
+        if scores.device.type == "cpu" and text.filled is None and not self._pause:
             left, sure = nucleus(scores, self.top_p, self.least, self._count)
             rows = (~sure).nonzero()[:, 0]
             if 4 * len(rows) <= len(scores):
@@ -334,9 +334,13 @@ class TopP:
 
 @dataclass
 class Call:
-    """Any function of (ids, scores), such as a toolkit's or a user's logits processor."""
+    """Any function of (ids, scores), such as a toolkit's or a user's logits processor.
+
+    static: whether it is a function of the scores alone, for which no device is waited for.
+    """
 
     function: Callable[[Tensor, Tensor], Tensor]
+    static: bool = False
 
     def idle(self, text: Text) -> bool:
         return False
@@ -368,13 +372,9 @@ def sparse(edits: Sequence[Edit], text: Text, vocabulary: int) -> SparseEdits | 
     )
 
 
-def all_sparse(edits: Sequence[Edit]) -> bool:
-    """Whether each of the edits is of few tokens."""
-    return all(
-        isinstance(edit, NGramBlock | Ban | Shift | SequenceShift | Penalty)
-        or (isinstance(edit, Force) and edit.single)
-        for edit in edits
-    )
+def capturable(edits: Sequence[Edit]) -> bool:
+    """Whether the edits do the same wherever `phases` is the same, reading on the device what changes."""
+    return all(not isinstance(edit, Call) or edit.static for edit in edits)
 
 
 def phases(edits: Sequence[Edit], length: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ Source: NVIDIA, CUDA C++ Programming Guide, CUDA graphs; PyTorch, `torch.cuda.CU
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -51,6 +52,8 @@ class Place:
         with contextlib.suppress(Exception):  # where PyTorch has cleaned up by itself
             index = torch.cuda.current_device() if self.device.index is None else self.device.index
             cast(Any, torch._C)._cuda_endAllocateToPool(index, self.pool)
+        with contextlib.suppress(Exception):
+            Place(self.device)  # until a capture ends well, the generator of random numbers refuses to draw outside one
 
 
 def capture(function: Callable[[], _T], device: torch.device, place: Place | None) -> tuple[Callable[[], object], _T]:
@@ -142,6 +145,41 @@ def release() -> None:
     """Give back the memory of places that nobody has."""
     with _lock:
         _free.clear()
+
+
+def generator(device: torch.device) -> torch.Generator:
+    """What random numbers on a device come from, where no other generator is named."""
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+
+
+@functools.cache
+def draws_alike(device: torch.device) -> bool:
+    """Whether graphs draw the random numbers that would be drawn without them, and leave the generator alike.
+
+    It is tried once, with the generator put back where it was.
+    """
+    source = generator(device)
+    before = source.get_state()
+    drawn, repeated = torch.empty(TRIED, device=device), Repeated()
+    draw = functools.partial(_draw, drawn)
+    try:
+        alone = [draw().clone() for _ in range(3)]
+        after = source.get_state()
+        source.set_state(before)
+        replayed = [repeated(draw, device, drawn).clone() for _ in range(3)]
+        return torch.equal(source.get_state(), after) and all(map(torch.equal, replayed, alone))
+    except NotCaptured:
+        return False
+    finally:
+        source.set_state(before)
+
+
+TRIED = 2**21
+"""Random numbers that are drawn at once to see: more than a device has threads for."""
+
+
+def _draw(numbers: Tensor) -> Tensor:
+    return numbers.exponential_()
 
 
 def _same(new: object, old: object) -> bool:

@@ -25,6 +25,13 @@ _ROWWISE = (
 )  # fmt: skip
 
 
+# Functions of the scores alone that ask for no value.
+_STATIC = (
+    lp.TemperatureLogitsWarper, lp.TopPLogitsWarper, lp.TopKLogitsWarper, lp.MinPLogitsWarper, lp.TypicalLogitsWarper,
+    lp.EpsilonLogitsWarper, lp.InfNanRemoveLogitsProcessor, lp.LogitNormalization,
+)  # fmt: skip
+
+
 def edits_of(processors: Sequence[Any], vocabulary: Callable[[], int]) -> list[Edit]:
     """Translate the processors, in order; those without an edit of their own are called as they are.
 
@@ -79,7 +86,7 @@ def _edit(processor: Any, kind: Any, vocabulary: Callable[[], int]) -> Edit:
         return Penalty(processor.penalty, 0 if start is None else start, _called(processor))
     if kind is lp.TopPLogitsWarper and processor.filter_value == -torch.inf:
         return TopP(processor.top_p, processor.min_tokens_to_keep, _called(processor))
-    return Call(_called(processor))
+    return Call(_called(processor), static=kind in _STATIC)
 
 
 def _called(processor: Any) -> Callable[[Tensor, Tensor], Tensor]:

@@ -21,7 +21,7 @@ from fastgen.decoding.rules import TransformersRule
 from fastgen.decoding.sample import Sampling
 from fastgen.decoding.sample_replay import ReplayedSampling
 from fastgen.decoding.stop import Stop
-from fastgen.decoding.text import Edit, all_sparse
+from fastgen.decoding.text import Edit, capturable
 from fastgen.models import graph, linear, memory
 from fastgen.models.families import family_of
 from fastgen.models.parts import NotFused
@@ -254,9 +254,7 @@ def _replayed(call: Call, model: Stepper, edits: Sequence[Edit], stop: Stop) -> 
     if not model.plan.graphs:
         return False
     reason = None
-    if call.config.do_sample:
-        reason = "random numbers are drawn"
-    elif call.config.return_dict_in_generate:
+    if call.config.return_dict_in_generate:
         reason = "return_dict_in_generate=True"  # scores are kept, or keys and values of a step that ran too far
     elif call.scored and call.config.num_beams == 1:
         reason = "scores are summed up"
@@ -266,8 +264,10 @@ def _replayed(call: Call, model: Stepper, edits: Sequence[Edit], stop: Stop) -> 
         reason = IS_GIVEN  # which is to hold the keys and values of the last step
     elif stop.others:
         reason = "a stopping criterion looks at all tokens"
-    elif not all_sparse(edits):
-        reason = "a logits processor changes more than a few scores"
+    elif not capturable(edits):
+        reason = "a logits processor may look at the text, or wait for the device"
+    elif call.config.do_sample and not graph.draws_alike(call.input_ids.device):
+        reason = "a graph draws other random numbers"
     _note(model, None if reason is None else not_captured(reason))
     return reason is None
 
