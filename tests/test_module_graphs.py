@@ -2,16 +2,16 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import nn
 from transformers import LogitsProcessor
 
 import fastgen
-from fastgen import config
 from fastgen.models import graph, proof
 from fastgen.models.proof import OTHERWISE as NOT_FUSED
 from fastgen.models.proof import UNDECIDED, by_modules
@@ -31,17 +31,6 @@ ENDS = {"eos_token_id": list(range(2, zoo.VOCABULARY, 4)), "pad_token_id": 2}
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     return Graphs(monkeypatch)
-
-
-@pytest.fixture
-def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
-    def change(name: str, value: str) -> None:
-        monkeypatch.setenv(name, value)
-        config.reload()
-
-    yield change
-    monkeypatch.undo()
-    config.reload()
 
 
 @pytest.fixture
@@ -188,6 +177,16 @@ def test_adapters(family: str, beams: int, graphs: Graphs) -> None:
     assert "through the model's own modules, as CUDA graphs" in str(explanation)
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_adapters_of_peft(beams: int, graphs: Graphs) -> None:
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(_build("llama"), options).eval()
+    for _ in range(2):
+        assert _same(model, _call(model, beams)).plan.graphs
+    assert graphs.captured["_run_modules"] == 2
+
+
 def test_a_model_that_is_not_what_its_family_is(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights make something else, so that modules make the steps: those are captured."""
     monkeypatch.setattr(proof, "agree", lambda *_: False)
@@ -281,10 +280,17 @@ def test_few_steps_are_not_worth_it(graphs: Graphs) -> None:
     assert not graphs.captured
 
 
+def _dynamic() -> Any:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**zoo._DECODER | {"max_position_embeddings": 20}, rope_parameters=rope))
+
+
 @pytest.mark.usefixtures("by_own_modules")
-def test_long_positions_are_asked_for(graphs: Graphs) -> None:
-    """The length of the text is on the device, where Python looks at it: to see whether a table has to grow."""
-    model = _build("m2m_100")
+@pytest.mark.parametrize("build", [functools.partial(_build, "m2m_100"), _dynamic], ids=["table", "rotation"])
+def test_a_length_that_python_looks_at(build: Callable[[], Any], graphs: Graphs) -> None:
+    """It is on the device: to see whether a table of positions has to grow, or a rotation to change."""
+    torch.manual_seed(0)
+    model = build().double().eval()
     _left(model, graphs, "aten._local_scalar_dense.default: operation not permitted when stream is capturing", 3)
 
 

@@ -9,7 +9,7 @@ shown that nothing of the kind is needed.
 import functools
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -205,7 +205,8 @@ def _of_steps(model: Any) -> Iterator[nn.Module]:
 
 
 def _held(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return vars(module), module._buffers, module._parameters
+    attributes = vars(module)
+    return attributes, attributes["_buffers"], attributes["_parameters"]
 
 
 def _same(new: dict[str, Any], old: dict[str, Any]) -> bool:
@@ -213,7 +214,8 @@ def _same(new: dict[str, Any], old: dict[str, Any]) -> bool:
 
 
 def _prepares_as_all(model: Any) -> bool:
-    return type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+    name = "prepare_inputs_for_generation"
+    return getattr(cast(Any, type(model)), name) is getattr(GenerationMixin, name)
 
 
 def _kinds(model: Any) -> tuple[object, ...]:

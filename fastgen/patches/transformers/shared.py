@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.utils import ModelOutput
+from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.decoding.cache import Ancestry
 from fastgen.decoding.plan import Plan
@@ -232,7 +232,7 @@ class SharedStepper(Stepper):
         """The arguments of the forward, with the tokens of replayed steps counted."""
         for _ in range(self._behind):
             self.kwargs = self.model._update_model_kwargs_for_generation(
-                ModelOutput(), self.kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
+                BaseModelOutput(), self.kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
             )
         self._behind = 0
         return self.kwargs
