@@ -161,7 +161,7 @@ class _Adapted(nn.Module):
 def _adapt(model: Any, kind: Callable[[nn.Module], nn.Module] = _Adapted) -> Any:
     """Put a module in the place of a linear layer of every decoder layer; return the model."""
     for layer in (model.get_decoder() if model.config.is_encoder_decoder else model.model).layers:
-        layer.self_attn.q_proj = kind(layer.self_attn.q_proj)
+        layer.self_attn.v_proj = kind(layer.self_attn.v_proj)
     return model.eval()
 
 
@@ -350,7 +350,7 @@ def test_a_value_that_is_asked_for(beams: int, graphs: Graphs) -> None:
 def test_modules_that_count(beams: int, graphs: Graphs) -> None:
     """No step counts twice, although one is tried."""
     reason = "its forward does not run over memory that stays in place: it changes what its modules hold"
-    _left(_adapt(_build("bart"), _Counting), graphs, reason, beams)
+    _left(_adapt(_build("llama"), _Counting), graphs, reason, beams)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
