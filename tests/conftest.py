@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -35,6 +36,20 @@ def _processor(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastgen.ops import processor
 
     monkeypatch.setattr(processor, "on_intel", lambda: False)
+
+
+@pytest.fixture
+def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Sets a `FASTGEN_*` variable for the time of a test."""
+    from fastgen import config
+
+    def change(name: str, value: str) -> None:
+        monkeypatch.setenv(name, value)
+        config.reload()
+
+    yield change
+    monkeypatch.undo()
+    config.reload()
 
 
 def pytest_report_header() -> str:

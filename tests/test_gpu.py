@@ -1,5 +1,6 @@
 """On a CUDA device: the same calls, the same tokens."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,8 +55,10 @@ def test_sentences_leave() -> None:
     ids=["greedy", "beams", "sampling", "beam sampling"],
 )
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
-def test_graphs(family: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("step", ["auto", "module"])
+def test_graphs(step: str, family: str, options: dict[str, Any], setting: Callable[[str, str], None]) -> None:
     """Captured steps: while the text outgrows its memory, and while sentences leave."""
+    setting("FASTGEN_STEP", step)
     model = zoo.build(family).to("cuda")
     for ends in ([2], list(range(2, zoo.VOCABULARY, 4))):
         for _ in range(2):

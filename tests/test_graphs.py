@@ -1,7 +1,7 @@
 """Decode steps that are captured once and replayed: the same as those that are run one by one."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from transformers.generation.logits_process import (
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
-from fastgen import config
 from fastgen.decoding.beam_replay import ReplayedBeamSearch
 from fastgen.models import graph, step
 from fastgen.patches.transformers.report import CallReport, last_call
@@ -30,17 +29,6 @@ from tests.test_fused import FAMILIES, FIELDS, METHODS, _build
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     return Graphs(monkeypatch)
-
-
-@pytest.fixture
-def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
-    def change(name: str, value: str) -> None:
-        monkeypatch.setenv(name, value)
-        config.reload()
-
-    yield change
-    monkeypatch.undo()
-    config.reload()
 
 
 def _same(model: Any, kwargs: dict[str, Any], tolerance: float = 1e-6) -> CallReport:

@@ -1,7 +1,7 @@
 """The most memory that a call takes is what `fastgen.explain` predicts; and steps take little besides."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ import transformers as tf
 from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria
 
 import fastgen
-from fastgen import config
 from fastgen.decoding import cache
 from fastgen.models import memory
 from fastgen.models.footprint import Footprint
@@ -83,17 +82,6 @@ _CALLS: dict[str, dict[str, Any]] = {
 def _all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many slots are given up, the text decides."""
     monkeypatch.setattr(cache, "SWEEP", 10**9)
-
-
-@pytest.fixture
-def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
-    def change(name: str, value: str) -> None:
-        monkeypatch.setenv(name, value)
-        config.reload()
-
-    yield change
-    monkeypatch.undo()
-    config.reload()
 
 
 def _assert_predicted(model: Any, kwargs: dict[str, Any]) -> int:

@@ -47,12 +47,21 @@ class BeamAttention:
 
     Args:
         sentences, beams: B and M.
-        visible: (B, M, F) additive, which slots of generated tokens each beam sees.
+        visible: (B, M, F) additive, which slots of generated tokens each beam sees; None for one beam.
         times: (B, F) int64, the step that each slot is of; None where there are M of each, in order.
+        seen: (1,) int64, how many keys of the text there are, where only the device knows.
     """
 
-    def __init__(self, sentences: int, beams: int, visible: Tensor, times: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        sentences: int,
+        beams: int,
+        visible: Tensor | None,
+        times: Tensor | None = None,
+        seen: Tensor | None = None,
+    ) -> None:
         self.sentences, self.beams, self.visible, self.times = sentences, beams, visible, times
+        self.seen = seen
         self.attended = 0  # layers so far
         self.source_mask: Tensor | None = None  # what the module has made of the mask of the encoder's output
         self._masks: dict[tuple[int, int, bool, int], tuple[object, object, Tensor | None]] = {}
@@ -74,7 +83,8 @@ class BeamAttention:
         rows, heads, _, dim = query.shape
         folded = query.view(self.sentences, self.beams, heads, dim)
         slots = self.begin_layer(layer, mask, position_bias, query.dtype)
-        mixed = beam_attention(folded, layer.keys, layer.values, slots, scale, softcap)
+        seen = self.seen if layer.steps else None
+        mixed = beam_attention(folded, layer.keys, layer.values, slots, scale, softcap, seen)
         return mixed.reshape(rows, 1, heads, mixed.shape[3])
 
     def begin_layer(self, layer: Layer, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -102,7 +112,8 @@ class BeamAttention:
         return part
 
     def _over_slots(self, layer: Layer, text: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        if layer.steps == 0:  # the encoder's output: every beam of a sentence sees the same
+        # Every beam of a sentence sees the same of the encoder's output; and one beam alone all that is its own.
+        if layer.steps == 0 or self.visible is None:
             return text
         visible = self.visible.to(dtype)[:, None]
         b, m, prefix = self.sentences, self.beams, layer.prefix

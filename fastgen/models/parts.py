@@ -1,7 +1,7 @@
 """The parts of a live model, and those that nobody has read: what a decode step from the weights must not overlook."""
 
 import functools
-from collections.abc import Container, Generator, Sequence
+from collections.abc import Container, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,20 +63,12 @@ def check_unread(model: nn.Module, paths: Sequence[str], read: Container[nn.Modu
 
     paths: of the decoder, and of what comes behind it, from the model. read: the modules that were.
     """
-    if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
-        raise NotFused("a hook on all modules")
     along = [found for path in paths for found in _along(model, path)]
-    for module in [*along, *modules_of(at(model, paths[0]))]:
+    parts = [*along, *modules_of(at(model, paths[0]))]
+    check_plain(parts)
+    for module in parts:
         kind, outer = type(module).__name__, module is model
-        hooks = module._forward_hooks or module._forward_pre_hooks  # seldom there are any
-        if hooks and any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
-            raise NotFused(f"a hook on a {kind}")
-        if module.training:
-            raise NotFused(f"a {kind} is in training mode")
-        if module._compiled_call_impl is not None:
-            raise NotFused(f"a {kind} is compiled")
-        known = runs_its_class(module) or isinstance(module.__dict__["forward"], Routed)
-        if not known or not is_toolkits(type(module).forward):
+        if not is_toolkits(type(module).forward):
             raise NotFused(f"a forward of its own of a {kind}")
         if outer or module in read or "Dropout" in kind:
             continue
@@ -87,6 +79,23 @@ def check_unread(model: nn.Module, paths: Sequence[str], read: Container[nn.Modu
             around = at(model, paths[0]) if module not in along else model
             name = next(name for name, part in around.named_modules() if part is module)
             raise NotFused(f"a part of its own, {name if holds is None else f'{name}.{holds}'}")
+
+
+def check_plain(modules: Iterable[nn.Module]) -> None:
+    """Raise NotFused where more runs than the forwards of the modules' classes, or those do more than compute."""
+    if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
+        raise NotFused("a hook on all modules")
+    for module in modules:
+        kind = type(module).__name__
+        hooks = module._forward_hooks or module._forward_pre_hooks  # seldom there are any
+        if hooks and any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
+            raise NotFused(f"a hook on a {kind}")
+        if module.training:
+            raise NotFused(f"a {kind} is in training mode")
+        if module._compiled_call_impl is not None:
+            raise NotFused(f"a {kind} is compiled")
+        if not (runs_its_class(module) or isinstance(module.__dict__["forward"], Routed)):
+            raise NotFused(f"a forward of its own of a {kind}")
 
 
 _TOOLKITS = ("torch", "transformers", "fairseq")

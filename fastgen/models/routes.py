@@ -56,9 +56,7 @@ def routed(model: nn.Module, family: Family | None = None, rows: int | None = No
                 restore(route.before)
 
 
-def _forwards(
-    model: nn.Module, family: Family | None, rows: int | None
-) -> dict[nn.Module, Callable[..., Any]]:
+def _forwards(model: nn.Module, family: Family | None, rows: int | None) -> dict[nn.Module, Callable[..., Any]]:
     modules = modules_of(model)
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     if norm.applies(model):

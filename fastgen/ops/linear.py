@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from fastgen.ops import processor
 from fastgen.ops.activation import FUNCTIONS, activation_reference
 
+
 class LeastRows(NamedTuple):
     """Rows from which on oneDNN is faster.
 

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from fastgen.decoding import cache
 from fastgen.decoding.cache import LayerKV
 from fastgen.models.attention import ticket
 from fastgen.models.memory import Memory
+from fastgen.ops.cache import write_slots_
 
 
 def parts_of(cache: Any) -> list[Any]:
@@ -34,6 +36,64 @@ def nbytes(cache: Any) -> int:
 def held(layer: Any, length: int) -> int:
     """How many of `length` tokens a layer of transformers' dynamic cache holds: all, or those in its window."""
     return min(length, getattr(layer, "sliding_window", length + 1) - 1)
+
+
+@dataclass(eq=False)
+class _Whole:
+    """All the room of a layer of the text, as if it were filled."""
+
+    keys: Tensor
+    values: Tensor
+    prefix: int
+    steps: int
+
+
+class Room:
+    """A cache as it is from one step to the next, up to where it moves: what changes is read on the device.
+
+    Its layers look filled to the end, and hand out tickets, whatever the beams. Their length is a tensor, as that of
+    transformers' static cache is, so that no module can compute with a number that was true in one step only.
+
+    Attributes:
+        start: (1,) int64, the first slot of the newest tokens. length: () int64, tokens of a beam before them.
+        tokens: of a beam, that there is room for. visible: (B, M, F) additive; None for one beam.
+    """
+
+    def __init__(self, cache: "SharedCache") -> None:
+        tables = [] if cache.ancestry is None else [cache.ancestry.room]
+        slots = [layer.room[0].shape[2] - layer.prefix for layer in cache.text] + [table.shape[2] for table in tables]
+        steps, self._beams, self._prefix = min(slots) // cache.beams, cache.beams, cache.text[0].prefix
+        self._held = [*(layer.room[0] for layer in cache.text), *tables]
+        self._layers: dict[LayerKV, Any] = {layer: layer for layer in cache.source}
+        for layer in cache.text:
+            end = layer.prefix + steps * cache.beams
+            keys, values = (buffer[:, :, :end] for buffer in layer.room)
+            self._layers[layer] = _Whole(keys, values, layer.prefix, steps)
+        self._tickets = {
+            layer: ticket(whole, cache.rows, whole.prefix + whole.steps) for layer, whole in self._layers.items()
+        }
+        self.tokens = self._prefix + steps
+        self.visible = tables[0][:, :, : steps * cache.beams] if tables else None
+        self.start = torch.empty(1, dtype=torch.int64, device=cache.device)
+        self.length = self.start[0]
+
+    def holds(self, cache: "SharedCache") -> bool:
+        """Whether the cache lies where it did."""
+        tables = [] if cache.ancestry is None else [cache.ancestry.room]
+        now = [*(layer.room[0] for layer in cache.text), *tables]
+        return len(now) == len(self._held) and all(new is old for new, old in zip(now, self._held, strict=True))
+
+    def count(self) -> None:
+        """Make `length` of `start`, on the device."""
+        generated = torch.div(self.start - self._prefix, self._beams, rounding_mode="floor")
+        self.length = (generated + self._prefix)[0]
+
+    def ticket(self, layer: LayerKV) -> Tensor:
+        return self._tickets[layer]
+
+    def length_of(self, layer: LayerKV) -> Any:
+        """Tokens of a layer before the newest, as a module asks for them."""
+        return self.length if isinstance(self._layers[layer], _Whole) else layer.length
 
 
 class SharedCache:
@@ -56,6 +116,7 @@ class SharedCache:
         self.device, self.stock = device, stock
         self._stock_rows, self._peak = sentences * beams, 0
         self.decoding = self.looked_at = False
+        self.room: Room | None = None  # in whose place this cache stands
         self.ancestry = cache.Ancestry(sentences, beams, longest, device) if beams > 1 else None
         self.text: list[LayerKV] = []
         self.source: list[LayerKV] = []
@@ -84,7 +145,7 @@ class SharedCache:
 
     @property
     def hands_out_tickets(self) -> bool:
-        return self.decoding and self.beams > 1 and not self.looked_at
+        return self.decoding and (self.room is not None or (self.beams > 1 and not self.looked_at))
 
     @property
     def nbytes(self) -> int:
@@ -148,6 +209,16 @@ class SharedCache:
         finally:
             self.looked_at = False
 
+    @contextmanager
+    def as_room(self, room: Room) -> Generator[None]:
+        """Within it a model sees all the room that this cache has, and writes where the device says."""
+        room.count()
+        self.room = room
+        try:
+            yield
+        finally:
+            self.room = None
+
     def undo_steps(self) -> None:
         """Forget all generated tokens; only `as_stock` may follow."""
         for layer in self.text:
@@ -194,11 +265,23 @@ class _Layer(DynamicLayer):
             return (key_states, value_states) if fresh else (self._kv.keys, self._kv.values)
         if self._owner.looked_at:
             return torch.cat([self._kv.keys, key_states], 2), torch.cat([self._kv.values, value_states], 2)
-        self._kv.append(key_states, value_states)
+        if (room := self._owner.room) is None:
+            self._kv.append(key_states, value_states)
+        else:
+            write_slots_(*self._kv.room, key_states, value_states, room.start)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        return self._kv.length
+        room = self._owner.room
+        return self._kv.length if room is None else room.length_of(self._kv)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        room = self._owner.room
+        return super().get_mask_sizes(query_length) if room is None else (room.tokens, 0)
+
+    @property
+    def is_compileable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] so that masks have its size
+        return self._owner.room is not None
 
     @property
     def keys(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride] computed, never assigned
@@ -211,6 +294,8 @@ class _Layer(DynamicLayer):
     @property
     def _handed_out(self) -> Tensor:
         """The ticket for this layer, which serves as keys and as values."""
+        if (room := self._owner.room) is not None:
+            return room.ticket(self._kv)
         rows, length = self._owner.rows, self._kv.length
         if self._ticket is None or self._ticket.shape[0] != rows or self._ticket.shape[2] != length:
             self._ticket = ticket(self._kv, rows, length)

@@ -14,7 +14,7 @@ from fastgen.models.parts import NotFused
 from fastgen.models.proof import by_modules
 from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
-from fastgen.patches.transformers import first_tokens, fused, given
+from fastgen.patches.transformers import captured, first_tokens, fused, given
 from fastgen.patches.transformers.cache import parts_of
 from fastgen.patches.transformers.edits import known, rowwise
 from fastgen.patches.transformers.restored import Method, method_of
@@ -61,10 +61,10 @@ def decide(
     samples = beams if loop == "sample" and method is None else 1
     if (reason := _reason_not_to_drop(input_ids, processors, criteria, config, kwargs, samples)) is not None:
         left_off.append(f"finished sentences stay in the batch: {reason}")
-    graphs = step is not None and graph.wanted(input_ids) and new_tokens > replay.WORTH
-    if graphs and method == "contrastive search":
+    graphs = shared and graph.wanted(input_ids) and new_tokens > (captured.WORTH if step is None else replay.WORTH)
+    if graphs and (reason_not := reason_not_to_capture(model, method, config, kwargs, step)) is not None:
         graphs = False
-        left_off.append(replay.not_captured("contrastive search looks at what the model's head reads"))
+        left_off.append(replay.not_captured(reason_not))
     drawn = "sampling" if loop == "sample" else "beam sampling"
     plan = Plan(
         method=method or (drawn if config.do_sample else {"sample": "greedy search", "beam": "beam search"}[loop]),
@@ -77,6 +77,25 @@ def decide(
         left_off=tuple(left_off),
     )
     return plan, step
+
+
+def reason_not_to_capture(
+    model: Any, method: Method | None, config: Any, kwargs: dict[str, Any], step: DecoderStep | None
+) -> str | None:
+    """Why decode steps over the shared cache, from the weights or without a `step` of that kind, are not captured."""
+    if method == "contrastive search":
+        return "contrastive search looks at what the model's head reads"
+    if step is not None:
+        return None
+    if has_own_attention(model):
+        return MODULES_CANNOT
+    if (reason := _reason_not_to_redeem(model, kwargs)) is not None:
+        return reason
+    try:
+        captured.check(model, config, kwargs)
+    except NotFused as reason_not:
+        return str(reason_not)
+    return None
 
 
 def rows_of(loop: Literal["beam", "sample"], config: Any) -> int:

@@ -48,6 +48,31 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     """
     if config.settings().step == "module":
         raise NotFused("FASTGEN_STEP=module")
+    check_arguments(model, generation_config, kwargs)
+    windows = [layer.sliding_window for layer in parts_of(kwargs["past_key_values"])[0].layers if layer.is_sliding]
+    if windows and longest > min(windows):
+        raise NotFused("the text may outgrow the sliding window")
+    layout = layout_of(model.config)
+    if layout is None:
+        raise NotFused(f"there is no record of model type {model.config.model_type!r}")
+    if (layout.source is not None or layout.source_in_text) != bool(model.config.is_encoder_decoder):
+        raise NotFused("a decoder without its encoder")
+    check_preparation(model)
+    if model.config._attn_implementation not in ATTENTION:
+        raise NotFused(f"attention implementation {model.config._attn_implementation!r}")
+    if layout.source_in_text:
+        longest += kwargs["encoder_outputs"][0].shape[1]
+    found = step_of(model, layout, longest)
+    if found.tokens > 1 and method_of(generation_config) == "contrastive search":
+        raise NotFused("contrastive search looks at tokens, and the head at what asks behind them")
+    mask = kwargs.get("attention_mask")
+    if found.counts_padding and mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise NotFused("padding that is not on the left")
+    return found
+
+
+def check_arguments(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise NotFused where more is asked of a step than logits, or more given to it than a text."""
     returned = generation_config.output_hidden_states or generation_config.output_attentions
     noted = any(getattr(model.config, name, False) for name in ("output_hidden_states", "output_attentions"))
     if noted or (returned and generation_config.return_dict_in_generate):
@@ -60,30 +85,16 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
             raise NotFused(f"the model gets {name}")
         if isinstance(value, Tensor) and value.dim() != 2 and name != "inputs_embeds":  # which are the prompt alone
             raise NotFused(f"{name} has {value.dim()} dimensions")
-    windows = [layer.sliding_window for layer in parts_of(kwargs["past_key_values"])[0].layers if layer.is_sliding]
-    if windows and longest > min(windows):
-        raise NotFused("the text may outgrow the sliding window")
+
+
+def check_preparation(model: Any) -> None:
+    """Raise NotFused where a model prepares its steps in a way of its own."""
     layout = layout_of(model.config)
-    if layout is None:
-        raise NotFused(f"there is no record of model type {model.config.model_type!r}")
-    if (layout.source is not None or layout.source_in_text) != bool(model.config.is_encoder_decoder):
-        raise NotFused("a decoder without its encoder")
     for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
         method: Any = getattr(cast(Any, type(model)), name)
-        known = method is getattr(GenerationMixin, name) or (layout.own_inputs and is_toolkits(method))
-        if name in vars(model) or not known:
+        harmless = layout is not None and layout.own_inputs and is_toolkits(method)
+        if name in vars(model) or not (method is getattr(GenerationMixin, name) or harmless):
             raise NotFused(f"{type(model).__name__} has its own {name}")
-    if model.config._attn_implementation not in ATTENTION:
-        raise NotFused(f"attention implementation {model.config._attn_implementation!r}")
-    if layout.source_in_text:
-        longest += kwargs["encoder_outputs"][0].shape[1]
-    found = step_of(model, layout, longest)
-    if found.tokens > 1 and method_of(generation_config) == "contrastive search":
-        raise NotFused("contrastive search looks at tokens, and the head at what asks behind them")
-    mask = kwargs.get("attention_mask")
-    if found.counts_padding and mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
-        raise NotFused("padding that is not on the left")
-    return found
 
 
 class FusedDecoder:

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.decoding.cache import Ancestry
 from fastgen.decoding.plan import Plan
@@ -13,14 +14,17 @@ from fastgen.models.attention import BeamAttention
 from fastgen.models.memory import memory_of
 from fastgen.models.parts import NotFused
 from fastgen.models.proof import by_modules, trial, verdict
+from fastgen.models.replay import not_captured
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import SharedCache
+from fastgen.patches.transformers.captured import CapturedModules
 from fastgen.patches.transformers.decide import (
     MODULES_CANNOT,
     computes_alone,
     has_own_attention,
     not_shared,
+    reason_not_to_capture,
     refused,
 )
 from fastgen.patches.transformers.fused import FusedDecoder
@@ -61,6 +65,8 @@ class SharedStepper(Stepper):
         model_kwargs["past_key_values"] = self.cache.past_key_values
         self.of_weights = step
         self.fused: FusedDecoder | None = None
+        self.captured: CapturedModules | None = None
+        self._behind = 0  # replayed steps of modules, which the arguments of the next one do not know of yet
         self.alone = plan.beams > 1 and has_own_attention(model)
 
     @property
@@ -84,6 +90,8 @@ class SharedStepper(Stepper):
                 self.fused = FusedDecoder(self.of_weights, self.model, self.cache, self.kwargs)
             except NotFused as reason:
                 self._leave_fused(str(reason))
+        elif self.plan.graphs:
+            self.captured = CapturedModules(self.model, self.cache)
         return logits
 
     def prove(self, logits: Tensor) -> None:
@@ -106,13 +114,15 @@ class SharedStepper(Stepper):
         if self.cache is None or self.fused is None or not self.fused.ready:
             if self.alone and self.cache is not None:
                 return self._first_alone(self.cache, ids)
+            if self.cache is not None and self.captured is not None and self._began and self.captured.able(len(ids)):
+                return self._of_captured(self.cache, self.captured, ids)
             return super().step(ids)
         self._note_step(ids)
         self.cache.begin_step()
         return self.fused(ids)
 
     def report(self) -> CallReport:
-        replay = None if self.fused is None else self.fused.replay
+        replay = self.captured if self.fused is None else self.fused.replay
         if replay is not None and replay.refused is not None:
             self.plan = replace(self.plan, graphs=False, left_off=(*self.plan.left_off, replay.refused))
         return super().report()
@@ -162,6 +172,7 @@ class SharedStepper(Stepper):
     def _forward(self, ids: Tensor) -> Any:
         if self.cache is None:
             return super()._forward(ids)
+        self._catch_up()
         first, given = len(self._began) == 1, self.kwargs
         self.cache.begin_step()
         if self.fused is None:
@@ -195,8 +206,36 @@ class SharedStepper(Stepper):
         return self._taken(super()._forward(ids))
 
     def _leave_fused(self, reason: str) -> None:
-        self.fused = None
-        self.plan = replace(self.plan, fused=False, graphs=False, left_off=(*self.plan.left_off, by_modules(reason)))
+        self.fused, left_off = None, (*self.plan.left_off, by_modules(reason))
+        graphs = self.plan.graphs and self.cache is not None
+        if graphs and (reason_not := reason_not_to_capture(self.model, None, self.config, self.kwargs, None)):
+            graphs, left_off = False, (*left_off, not_captured(reason_not))
+        self.plan = replace(self.plan, fused=False, graphs=graphs, left_off=left_off)
+        if graphs and self.cache is not None:
+            self.captured = CapturedModules(self.model, self.cache)
+
+    def _of_captured(self, cache: SharedCache, captured: CapturedModules, ids: Tensor) -> Tensor:
+        """The logits (R, V) fp32 of a step that is replayed, or made both ways."""
+        self._note_step(ids)
+        cache.begin_step()
+        found = captured(ids, self._catch_up)
+        if found is not None and not captured.doubted:
+            for layer in cache.text:
+                layer.note_step()
+            self._behind += 1
+            return found
+        outputs = self._of_module(cache, ids, self._catch_up(), first=False)
+        captured.judge(found, outputs.logits[:, -1])
+        return self._taken(outputs)
+
+    def _catch_up(self) -> dict[str, Any]:
+        """The arguments of the forward, with the tokens of replayed steps counted."""
+        for _ in range(self._behind):
+            self.kwargs = self.model._update_model_kwargs_for_generation(
+                BaseModelOutput(), self.kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
+            )
+        self._behind = 0
+        return self.kwargs
 
     def _of_module(self, cache: SharedCache, ids: Tensor, given: dict[str, Any], first: bool) -> Any:
         """The outputs of the model's own forward."""
@@ -226,9 +265,9 @@ class SharedStepper(Stepper):
         self._peak = cache.peak_nbytes
         cache.undo_steps()
         self.kwargs = kwargs | {"past_key_values": cache.as_stock()}
-        self.cache = self.fused = None
+        self.cache = self.fused = self.captured = None
         left_off = (not_shared(reason), *self.plan.left_off)
-        self.plan = replace(self.plan, shared=False, fused=False, left_off=left_off)
+        self.plan = replace(self.plan, shared=False, fused=False, graphs=False, left_off=left_off)
 
     def keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
         if self.cache is None:
