@@ -312,7 +312,12 @@ class FirstFinished:
         return [b for b in touched if full or len(self.finished[self.running[b]]) == self.beams]
 
     def _note(
-        self, sentences: Sequence[int], lengths: Sequence[int], tokens: Tensor, reached: Tensor, attention: Tensor | None
+        self,
+        sentences: Sequence[int],
+        lengths: Sequence[int],
+        tokens: Tensor,
+        reached: Tensor,
+        attention: Tensor | None,
     ) -> None:
         """Note hypotheses that finish, one behind the other.
 
@@ -360,7 +365,7 @@ class FirstFinished:
     def _running(self, found: Candidates, ends: Tensor) -> tuple[Tensor, Candidates]:
         """The M best candidates that do not end: which they are, (B, M), and what they are. Changes `ends`."""
         m = self.beams
-        ends[:, :m] |= self.ignored
+        ends[:, :m].logical_or_(self.ignored)
         rank = ends * (2 * m) + torch.arange(ends.shape[1], device=self.device)
         lowest, order = rank.topk(m, 1, largest=False)
         torch.ge(lowest, 2 * m, out=self.ignored)
@@ -368,11 +373,11 @@ class FirstFinished:
 
     @property
     def _rows(self) -> list[Tensor]:
-        """The tables of the running texts, (B, M, N) each: tokens, scores and, where there is attention, its origins."""
+        """The tables of the running texts, (B, M, N): tokens, scores and, where there is attention, its origins."""
         rows = [table.view(-1, self.beams, table.shape[1]) for table in (self.tokens, self.scores)]
         return rows if self.attention is None else [*rows, self.attention.origins]
 
-    def _tables(self, found: Candidates, prefix: int = 0) -> list[Table]:
-        """`_rows`, of which `prefix` columns no step changes, and what comes next to them with candidates (B, N)."""
+    def _tables(self, found: Candidates) -> list[Table]:
+        """`_rows`, and what comes next to them with candidates (B, N)."""
         newest = [part[:, :, None] for part in (found.tokens, found.scores, found.beams)]
-        return [Table(rows, new, prefix + at) for rows, new, at in zip(self._rows, newest, (1, 0, 0), strict=False)]
+        return [Table(rows, new, at) for rows, new, at in zip(self._rows, newest, (1, 0, 0), strict=False)]

@@ -138,6 +138,9 @@ class Toolkits(Beam):
         )
         return Candidates(scores, tokens, beams)
 
+    def phase(self, step: int) -> None:
+        return None
+
     def kept(self, sentences: Tensor) -> None:
         super().kept(sentences)
         self.source_lengths, self.sentences = self.source_lengths[sentences], self.sentences[sentences]
