@@ -1,5 +1,6 @@
 """fairseq's beam search with choices that are captured once and replayed: the same hypotheses as stock fairseq's."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -109,6 +110,12 @@ def test_option(name: str, option: str, dtype: torch.dtype, graphs: Graphs) -> N
         found = _served([zoo.build(name, dtype, seed)], sample, options, *reasons)
         assert all(len(hypotheses) == options["beam_size"] for hypotheses in found)
     assert graphs.replayed["_choose"] >= 5
+
+
+def test_as_many_beams_as_tokens(graphs: Graphs) -> None:
+    """In the first step some beams have no candidate, and none of those that end later counts for them."""
+    _served([zoo.build("transformer")], zoo.batch(7, 9), {"beam_size": 31, "max_len_b": 30})
+    assert graphs.replayed["_choose"] >= 2
 
 
 @pytest.mark.parametrize("name", ["transformer", "bart"])
@@ -229,10 +236,20 @@ def test_steps_that_are_not_captured(graphs: Graphs, monkeypatch: pytest.MonkeyP
     assert graphs.captures == 0
 
 
+@contextlib.contextmanager
+def _only(model: Any, *tokens: int) -> Iterator[None]:
+    """Within it, the model thinks all other tokens impossible."""
+    bias = torch.full((zoo.WORDS + 4,), -torch.inf, dtype=torch.float64)
+    bias[list(tokens)] = 0.0
+    handle = model.decoder.output_projection.register_forward_hook(lambda _, __, logits: logits + bias)
+    yield
+    handle.remove()
+
+
 @pytest.mark.parametrize("longest", [6, 12])
 @pytest.mark.parametrize("stops", [False, True])
 def test_no_text_can_end(stops: bool, longest: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that makes the end impossible: fairseq's assertion, or nothing, where its search is to stop then."""
+    """fairseq's assertion, or no hypothesis, where its search is to stop with the longest texts."""
 
     def search() -> BeamSearch:
         made = BeamSearch(zoo.dictionary())
@@ -240,16 +257,20 @@ def test_no_text_can_end(stops: bool, longest: int, graphs: Graphs, monkeypatch:
         return made
 
     monkeypatch.setitem(zoo.SEARCHES, "plain", search)
-    model = zoo.build("transformer", torch.float64, 3)
-    bias = torch.zeros(zoo.WORDS + 4, dtype=torch.float64)
-    bias[zoo.EOS] = -torch.inf
-    handle = model.decoder.output_projection.register_forward_hook(lambda _, __, logits: logits + bias)
-    try:
+    model = zoo.build("transformer", seed=3)
+    with _only(model, *range(4, 20)):
         options = {"beam_size": 2, "max_len_b": longest, "search_strategy": "plain"}
         found = zoo.assert_same([model], zoo.batch(3, 7), options)
-    finally:
-        handle.remove()
     assert found == [[], [], []] if stops else isinstance(found, AssertionError)
+
+
+@pytest.mark.parametrize("longest", [6, 12])
+def test_few_texts_can_end(longest: int, graphs: Graphs) -> None:
+    """A sentence is over with its longest text, of which there may be less than beams."""
+    model = zoo.build("transformer", seed=3)
+    with _only(model, 5, zoo.EOS):
+        found = zoo.assert_same([model], zoo.batch(3, 7), {"beam_size": 3, "max_len_b": longest, "min_len": longest})
+    assert [len(hypotheses) for hypotheses in found] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(("name", "beams"), [("transformer", 4), ("bart", 1), ("bart", 3), ("lm", 3)])
