@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fastgen.decoding.cache import Ancestry, room_for
 from fastgen.decoding.leaving import closed_up, may_leave
-from fastgen.decoding.rules import length_powers, per_power
 from fastgen.decoding.text import Text
 from fastgen.ops.kbest import SparseEdits, best_of_log_probs, kbest
 from fastgen.ops.tables import Table, extend_rows_
@@ -124,6 +123,12 @@ def best_of_logits(logits: Tensor, scores: Tensor, beams: int, edits: SparseEdit
     return Candidates(found.values, found.indices % vocabulary, found.indices // vocabulary)
 
 
+def differences(reached: Tensor) -> Tensor:
+    """The scores of single tokens, of running scores (N, T); may work in place."""
+    reached[:, 1:] = reached[:, 1:] - reached[:, :-1]
+    return reached
+
+
 def _count(rows: Tensor, beams: int) -> int:
     """How many candidates of rows (B, N, V) there are."""
     return min(2 * beams, rows.shape[1] * rows.shape[2] - 1)
@@ -199,7 +204,7 @@ class FirstFinished:
 
     def __post_init__(self) -> None:
         b, m = self.sentences, self.beams
-        self.step = 0
+        self.step: int = 0
         self.tokens = torch.full((b * m, self.longest + 2), self.pad, dtype=torch.int64, device=self.device)
         self.tokens[:, 0] = self.start
         self.scores = torch.zeros(b * m, self.longest + 1, dtype=torch.float32, device=self.device)
@@ -300,44 +305,36 @@ class FirstFinished:
         rows = sentence * self.beams + beam
         tokens = self.tokens.index_select(0, rows)[:, 1 : step + 2]
         tokens[:, step] = self.end
+        scores = found.scores[sentence, candidate]
         reached = self.scores.index_select(0, rows)[:, : step + 1]
-        reached[:, step] = found.scores[sentence, candidate]
+        reached[:, step] = scores
+        if self.normalize:
+            scores = scores / (step + 1) ** self.length_penalty
         attention = None
         if self.attention is not None:
-            before = self.attention.origins[sentence, beam, :step]
-            attention = self.attention.of(sentence, torch.cat([before, beam[:, None]], 1))
-        self._note([self.running[b] for b, _ in ending], [step + 1] * len(ending), tokens, reached, attention)
+            origins = self.attention.origins.flatten(0, 1).index_select(0, rows)[:, : step + 1]
+            origins[:, step] = beam
+            attention = self.attention.of(sentence, origins)
+        numbers = [self.running[b] for b, _ in ending]
+        scores, token_scores = self._limited(scores, numbers, step + 1), differences(reached)
+        for i, number in enumerate(numbers):
+            seen = None if attention is None else attention[i]
+            self._note(number, Hypothesis(tokens[i], scores[i], token_scores[i], seen))
         touched = dict.fromkeys(b for b, _ in ending)
         full = step == self.longest
         return [b for b in touched if full or len(self.finished[self.running[b]]) == self.beams]
 
-    def _note(
-        self,
-        sentences: Sequence[int],
-        lengths: Sequence[int],
-        tokens: Tensor,
-        reached: Tensor,
-        attention: Tensor | None,
-    ) -> None:
-        """Note hypotheses that finish, one behind the other.
+    def _limited(self, scores: Tensor, sentences: Sequence[int], lengths: int | Tensor) -> Tensor:
+        """Scores (N,) of hypotheses of some of all sentences, -inf where they are too long; lengths with the end."""
+        if self.no_longer_than is None:
+            return scores
+        limit = self.no_longer_than.to(self.device)[torch.tensor(sentences, device=self.device)]
+        return torch.where(lengths - 1 > limit, -torch.inf, scores)
 
-        Args:
-            sentences: of all. lengths: tokens with the end; what lies behind a length is nobody's.
-            tokens, reached: (N, T), the running score with each token. attention: (N, S, T) or None.
-        """
-        count = torch.tensor(lengths, device=self.device)
-        scores = reached.gather(1, count[:, None] - 1)[:, 0]
-        if self.normalize:
-            scores = per_power(scores, length_powers(lengths, self.length_penalty, scores))
-        if self.no_longer_than is not None:
-            limit = self.no_longer_than.to(self.device)[torch.tensor(sentences, device=self.device)]
-            scores = torch.where(count - 1 > limit, -torch.inf, scores)
-        token_scores = torch.cat([reached[:, :1], reached[:, 1:] - reached[:, :-1]], 1)
-        for i, (sentence, length) in enumerate(zip(sentences, lengths, strict=True)):
-            hypotheses = self.finished[sentence]
-            if len(hypotheses) < self.beams:
-                seen = None if attention is None else attention[i, :, :length]
-                hypotheses.append(Hypothesis(tokens[i, :length], scores[i], token_scores[i, :length], seen))
+    def _note(self, sentence: int, hypothesis: Hypothesis) -> None:
+        """One of all sentences has finished a hypothesis, which counts if it is among the first M."""
+        if len(self.finished[sentence]) < self.beams:
+            self.finished[sentence].append(hypothesis)
 
     def _staying(self) -> list[int] | None:
         """Who stays and in which order, where those that are over leave; None where all stay.

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.choices import Choices, not_captured
-from fastgen.decoding.first_finished import Candidates, FirstFinished, Made, Stepper
+from fastgen.decoding.first_finished import Candidates, FirstFinished, Hypothesis, Made, Stepper, differences
+from fastgen.decoding.rules import length_powers, per_power
 from fastgen.decoding.text import Text
 from fastgen.models import graph
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
@@ -113,7 +114,7 @@ class ReplayedFirstFinished(FirstFinished):
 
         slots: what each beam sees. last: whether the texts are as long as they may become.
         """
-        step, before, length, filled = self._numbers.split(1)
+        step, before, length, filled = (self._numbers[i : i + 1] for i in range(4))
         rows = logits.view(self.present, -1, logits.shape[1])
         text = Text(self.tokens[:: len(self.tokens) // len(logits)], 1, self.step + 1, length)
         scores = self.running_scores(rows.shape[1])
@@ -194,10 +195,13 @@ class ReplayedFirstFinished(FirstFinished):
         place, slot = (torch.tensor(column, device=self.device) for column in zip(*filled, strict=True))
         tokens, reached = (table[place, slot] for table in left.finished.rows[:2])
         attention = None if left.attention is None else left.attention[place * self.beams + slot]
-        self._note(
-            [left.sentences[place] for place, _ in filled],
-            [lengths[place][slot] for place, slot in filled],
-            tokens[:, 1:],
-            reached,
-            attention,
-        )
+        count = left.finished.lengths[place, slot]
+        scores = reached.gather(1, count[:, None] - 1)[:, 0]
+        numbers = [left.sentences[place] for place, _ in filled]
+        sizes = [lengths[place][slot] for place, slot in filled]
+        if self.normalize:
+            scores = per_power(scores, length_powers(sizes, self.length_penalty, scores))
+        scores, token_scores = self._limited(scores, numbers, count), differences(reached)
+        for i, (number, size) in enumerate(zip(numbers, sizes, strict=True)):
+            seen = None if attention is None else attention[i, :, :size]
+            self._note(number, Hypothesis(tokens[i, 1 : size + 1], scores[i], token_scores[i, :size], seen))
