@@ -1,5 +1,6 @@
 """On a CUDA device: the same calls, the same tokens."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -89,3 +90,22 @@ def test_inputs_elsewhere() -> None:
     """Ids on the CPU for a model on the device: transformers moves them at every step."""
     model = zoo.build("llama").to("cuda")
     assert_same(model, dict(zoo.batch(model, 2, 7)) | {"num_beams": 2, "max_new_tokens": 8})
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("name", ["transformer", "bart"])
+def test_fairseq_graphs(name: str, beams: int) -> None:
+    """Captured steps and choices, while sentences leave."""
+    pytest.importorskip("fairseq")
+    from tests import fairseq_zoo
+
+    model = fairseq_zoo.build(name, torch.float32, 2).to("cuda")
+    batch = fairseq_zoo.batch(24, 9)
+    batch["net_input"] = _on_device(batch["net_input"])
+    options = {"beam_size": beams, "max_len_b": 40, "no_repeat_ngram_size": 2}
+    before = Counter(fastgen.status()["fairseq.generate"].left_off)
+    try:
+        fairseq_zoo.assert_same([model], batch, options, 1e-4)
+    finally:
+        model.to("cpu")  # others are handed the same one
+    assert not Counter(fastgen.status()["fairseq.generate"].left_off) - before

@@ -22,7 +22,7 @@ _GROWTH = 64
 """Decode steps for which a buffer gets room at least, when it grows and the text may become that long."""
 
 
-def _room(steps: int, longest: int) -> int:
+def room_for(steps: int, longest: int) -> int:
     """Steps to make room for beyond the `steps` that are filled: half as many again, and never beyond `longest`."""
     return max(1, min(max(_GROWTH, steps // 2), longest - steps))
 
@@ -56,7 +56,7 @@ class Ancestry:
         """Make room for one more token of every beam."""
         filled = self.filled
         if self._visible.shape[2] < filled + self.beams:
-            slots = filled + _room(self.steps, self.longest) * self.beams
+            slots = filled + room_for(self.steps, self.longest) * self.beams
             grown = self._visible.new_empty(*self._visible.shape[:2], slots)
             grown[:, :, :filled] = self.visible
             self._visible = grown
@@ -182,7 +182,7 @@ class LayerKV:
         added = keys.shape[2]
         prefix = self.prefix + added
         self._reserve(
-            keys, values, prefix + _room(0, self.longest) * self.expected, prefix + self.longest * self.expected
+            keys, values, prefix + room_for(0, self.longest) * self.expected, prefix + self.longest * self.expected
         )
         assert self._keys is not None
         assert self._values is not None
@@ -236,7 +236,7 @@ class LayerKV:
         keys, values = self.room
         full = keys.shape[2] < self.prefix + steps
         if full:
-            least = steps + _room(steps, self.longest)
+            least = steps + room_for(steps, self.longest)
             self._reserve(keys, values, self.prefix + least, self.prefix + max(least, self.longest))
         if full or not self._blank:
             for buffer in self.room:
@@ -246,7 +246,7 @@ class LayerKV:
 
     def _grow(self, keys: Tensor, values: Tensor, tokens: int = 1) -> None:
         """Make room for some more steps, of the shape of keys and values; for `tokens` of them at least."""
-        more = _room(self.steps, self.longest), self.longest - self.steps
+        more = room_for(self.steps, self.longest), self.longest - self.steps
         least, most = (self.slots + max(tokens, steps) * self.beams for steps in more)
         self._reserve(keys, values, least, most)
 

@@ -6,16 +6,16 @@ out an earlier one. fairseq searches this way. What differs from `decoding.beam`
 values, ancestry, selection and shrinking are the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from fastgen.decoding.cache import Ancestry, room_for
 from fastgen.decoding.leaving import closed_up, may_leave
 from fastgen.decoding.text import Text
-from fastgen.ops.cache import reorder_rows_
 from fastgen.ops.kbest import SparseEdits, best_of_log_probs, kbest
 from fastgen.ops.tables import Table, extend_rows_
 
@@ -37,6 +37,11 @@ Made = tuple[Prediction, Tensor | None]
 
 class Stepper(Protocol):
     """A model that decodes R = B * M rows, one token each at a time."""
+
+    @property
+    def ancestry(self) -> Ancestry:
+        """What `reorder` changes, and nothing else."""
+        ...
 
     def step(self, ids: Tensor) -> Made:
         """Run the newest token of each text.
@@ -75,6 +80,17 @@ class Search(Protocol):
         """Choose for R rows, or for B: then the first beam of each sentence is the only one."""
         ...
 
+    def of_logits(self, logits: Tensor, text: Text, scores: Tensor, beams: int) -> Candidates:
+        """Choose by logits (B, N, V) alone, of texts with N beams per sentence and running scores (B, N)."""
+        ...
+
+    def phase(self, step: int) -> Hashable | None:
+        """What `of_logits` makes of the number of a step: where it is equal it does the same.
+
+        None where the candidates of a step come in another way.
+        """
+        ...
+
     def kept(self, sentences: Tensor) -> None:
         """Only these sentences go on."""
         ...
@@ -107,42 +123,54 @@ def best_of_logits(logits: Tensor, scores: Tensor, beams: int, edits: SparseEdit
     return Candidates(found.values, found.indices % vocabulary, found.indices // vocabulary)
 
 
+def differences(reached: Tensor) -> Tensor:
+    """The scores of single tokens, of running scores (N, T); may work in place."""
+    reached[:, 1:] = reached[:, 1:] - reached[:, :-1]
+    return reached
+
+
 def _count(rows: Tensor, beams: int) -> int:
     """How many candidates of rows (B, N, V) there are."""
     return min(2 * beams, rows.shape[1] * rows.shape[2] - 1)
 
 
 class Attention:
-    """What each beam's tokens attended to: written once per step, never moved; a table says whose row is whose."""
+    """What each beam's tokens attended to: written once per step, never moved; a table says whose row is whose.
 
-    def __init__(self, sentences: int, beams: int, longest: int, device: torch.device) -> None:
-        self.steps = 0
-        self._origin = torch.zeros(sentences, beams, longest, dtype=torch.int64, device=device)
-        shape = (0, sentences, beams, 0)  # (T, B, M, S), with room to grow
-        self._rows = torch.empty(shape, dtype=torch.float32, device=device)
+    Attributes:
+        origins: (B, M, T) int64, the beams that a beam's text came by: in which it was when it got each token.
+        rows: (T, B, M, S), with room to grow.
+    """
 
-    def add(self, attention: Tensor) -> None:
-        """Note a step's attention over the source, (B * M, S) or (B, S)."""
-        sentences, beams = self._origin.shape[:2]
-        if self.steps == self._rows.shape[0]:
-            grown = self._rows.new_empty(max(16, 2 * self.steps), sentences, beams, attention.shape[1])
-            if self.steps:
-                grown[: self.steps] = self._rows
-            self._rows = grown
-        self._rows[self.steps] = attention.view(sentences, -1, attention.shape[1])
-        self._origin[:, :, self.steps] = torch.arange(beams, device=self._origin.device)
-        self.steps += 1
+    def __init__(self, sentences: int, beams: int, longest: int, width: int, device: torch.device) -> None:
+        self.origins = torch.zeros(sentences, beams, longest, dtype=torch.int64, device=device)
+        self.rows = torch.empty(0, sentences, beams, width, dtype=torch.float32, device=device)
 
-    def reorder(self, parents: Tensor) -> None:
-        reorder_rows_(self._origin[:, :, : self.steps], parents)
+    def make_room(self, step: int) -> None:
+        """Make room for what is written in a step."""
+        if step >= self.rows.shape[0]:
+            grown = self.rows.new_empty(step + room_for(step, self.origins.shape[2]), *self.rows.shape[1:])
+            grown[: self.rows.shape[0]] = self.rows
+            self.rows = grown
+
+    def write(self, attention: Tensor, step: int | Tensor) -> None:
+        """Note a step's attention over the source, (B * M, S) or (B, S).
+
+        step: its number; (1,) int64 where only the device knows.
+        """
+        attention = attention.view(self.rows.shape[1], -1, attention.shape[1])
+        if isinstance(step, Tensor):
+            self.rows.index_copy_(0, step, attention.to(self.rows.dtype).expand(self.rows.shape[1:])[None])
+        else:
+            self.rows[step] = attention
 
     def keep(self, sentences: Tensor) -> None:
-        self._origin, self._rows = self._origin[sentences], self._rows[:, sentences]
+        self.origins, self.rows = self.origins[sentences], self.rows[:, sentences]
 
-    def of(self, sentences: Tensor, beams: Tensor) -> Tensor:
-        """(N, S, T) fp32 of the texts of beams (N,) of sentences (N,)."""
-        step = torch.arange(self.steps, device=sentences.device)
-        return self._rows[step, sentences[:, None], self._origin[sentences, beams, : self.steps]].transpose(1, 2)
+    def of(self, sentences: Tensor, origins: Tensor) -> Tensor:
+        """(N, S, T) fp32 of texts of sentences (N,) that came by the beams origins (N, T)."""
+        step = torch.arange(origins.shape[1], device=sentences.device)
+        return self.rows[step, sentences[:, None], origins].transpose(1, 2)
 
 
 @dataclass
@@ -176,7 +204,7 @@ class FirstFinished:
 
     def __post_init__(self) -> None:
         b, m = self.sentences, self.beams
-        self.step = 0
+        self.step: int = 0
         self.tokens = torch.full((b * m, self.longest + 2), self.pad, dtype=torch.int64, device=self.device)
         self.tokens[:, 0] = self.start
         self.scores = torch.zeros(b * m, self.longest + 1, dtype=torch.float32, device=self.device)
@@ -212,6 +240,11 @@ class FirstFinished:
         return len(self.running)
 
     @property
+    def left_off(self) -> tuple[str, ...]:
+        """What does not run, each with its reason."""
+        return ()
+
+    @property
     def text(self) -> Text:
         """The tokens of all beams so far."""
         return Text(self.tokens[:, : self.step + 1], 1)
@@ -226,17 +259,14 @@ class FirstFinished:
 
         made: what the model's step returns.
         """
-        step, m = self.step, self.beams
+        step = self.step
         prediction, attention = made
         if attention is not None:
-            if self.attention is None:
-                self.attention = Attention(len(self.running), m, self.longest + 1, self.device)
-            self.attention.add(attention)
+            self._attended(attention).write(attention, step)
         found = self.search(prediction, self)
         self.scores = self.scores.to(found.scores.dtype)
-        ends = found.tokens.eq(self.end) & found.scores.ne(-torch.inf)
-        ends[:, :m].masked_fill_(self.ignored, False)
-        seen: list[list[bool]] = cast(Any, ends[:, :m]).tolist()  # the one read of the device in a step
+        ends = self._ends(found)
+        seen: list[list[bool]] = cast(Any, ends[:, : self.beams]).tolist()  # the one read of the device in a step
         ending = [(b, k) for b, row in enumerate(seen) if not self.over[b] for k, hit in enumerate(row) if hit]
         leaving = self._finish(found, ending) if ending else []
         for sentence in leaving:
@@ -244,11 +274,28 @@ class FirstFinished:
         if all(self.over) or (self.stop_at_longest and step >= self.longest):
             return False
         assert step < self.longest, f"{step} < {self.longest}"
-        if leaving:
-            found, ends = self._drop(model, found, ends)
-        self._go_on(model, found, ends)
+        if leaving and (staying := self._staying()) is not None:
+            kept = self._keep(model, staying)
+            found, ends = Candidates(*(part[kept] for part in found)), ends[kept]
+        order, running = self._running(found, ends)
+        extend_rows_(self._tables(running), running.beams, step)
+        self.search.continued(order)
+        model.reorder(running.beams)
         self.step += 1
         return True
+
+    def _attended(self, attention: Tensor) -> Attention:
+        """Where attention over the source (B * M, S) or (B, S) is noted, with room for that of this step."""
+        if self.attention is None:
+            self.attention = Attention(self.present, self.beams, self.longest + 1, attention.shape[1], self.device)
+        self.attention.make_room(self.step)
+        return self.attention
+
+    def _ends(self, found: Candidates) -> Tensor:
+        """Which candidates end, (B, K) bool."""
+        ends = found.tokens.eq(self.end) & found.scores.ne(-torch.inf)
+        ends[:, : self.beams].masked_fill_(self.ignored, False)
+        return ends
 
     def _finish(self, found: Candidates, ending: list[tuple[int, int]]) -> list[int]:
         """Note the hypotheses that end in candidates (sentence, k); return the present sentences that are over."""
@@ -259,37 +306,48 @@ class FirstFinished:
         tokens = self.tokens.index_select(0, rows)[:, 1 : step + 2]
         tokens[:, step] = self.end
         scores = found.scores[sentence, candidate]
-        token_scores = self.scores.index_select(0, rows)[:, : step + 1]
-        token_scores[:, step] = scores
-        token_scores[:, 1:] = token_scores[:, 1:] - token_scores[:, :-1]
+        reached = self.scores.index_select(0, rows)[:, : step + 1]
+        reached[:, step] = scores
         if self.normalize:
             scores = scores / (step + 1) ** self.length_penalty
-        if self.no_longer_than is not None:
-            limit = self.no_longer_than.to(self.device)[self._of_all(sentence)]
-            scores = torch.where(step > limit, -torch.inf, scores)
-        attention = None if self.attention is None else self.attention.of(sentence, beam)
-        for i, (b, _) in enumerate(ending):
-            hypotheses = self.finished[self.running[b]]
-            if len(hypotheses) < self.beams:
-                seen = None if attention is None else attention[i]
-                hypotheses.append(Hypothesis(tokens[i], scores[i], token_scores[i], seen))
+        attention = None
+        if self.attention is not None:
+            origins = self.attention.origins.flatten(0, 1).index_select(0, rows)[:, : step + 1]
+            origins[:, step] = beam
+            attention = self.attention.of(sentence, origins)
+        numbers = [self.running[b] for b, _ in ending]
+        scores, token_scores = self._limited(scores, numbers, step + 1), differences(reached)
+        for i, number in enumerate(numbers):
+            seen = None if attention is None else attention[i]
+            self._note(number, Hypothesis(tokens[i], scores[i], token_scores[i], seen))
         touched = dict.fromkeys(b for b, _ in ending)
         full = step == self.longest
         return [b for b in touched if full or len(self.finished[self.running[b]]) == self.beams]
 
-    def _of_all(self, sentence: Tensor) -> Tensor:
-        return torch.tensor(self.running, device=self.device)[sentence]
+    def _limited(self, scores: Tensor, sentences: Sequence[int], lengths: int | Tensor) -> Tensor:
+        """Scores (N,) of hypotheses of some of all sentences, -inf where they are too long; lengths with the end."""
+        if self.no_longer_than is None:
+            return scores
+        limit = self.no_longer_than.to(self.device)[torch.tensor(sentences, device=self.device)]
+        return torch.where(lengths - 1 > limit, -torch.inf, scores)
 
-    def _drop(self, model: Stepper, found: Candidates, ends: Tensor) -> tuple[Candidates, Tensor]:
-        """Let sentences that are over leave; where the search allows it, when enough of them have gathered."""
+    def _note(self, sentence: int, hypothesis: Hypothesis) -> None:
+        """One of all sentences has finished a hypothesis, which counts if it is among the first M."""
+        if len(self.finished[sentence]) < self.beams:
+            self.finished[sentence].append(hypothesis)
+
+    def _staying(self) -> list[int] | None:
+        """Who stays and in which order, where those that are over leave; None where all stay.
+
+        Where the search allows it, they leave when enough of them have gathered.
+        """
         gone = [b for b, over in enumerate(self.over) if over]
-        if self.search.plain and not may_leave(len(gone), len(self.over), self.captured):
-            return found, ends
-        staying = (
-            closed_up(len(self.over), gone)
-            if self.search.plain
-            else [b for b, over in enumerate(self.over) if not over]
-        )
+        if not self.search.plain:
+            return [b for b, over in enumerate(self.over) if not over] if gone else None
+        return closed_up(self.present, gone) if may_leave(len(gone), self.present, self.captured) else None
+
+    def _keep(self, model: Stepper, staying: list[int]) -> Tensor:
+        """Let all other sentences leave; return those that stay, as a tensor."""
         kept, m = torch.tensor(staying, device=self.device), self.beams
         self.running = [self.running[b] for b in staying]
         self.over = [False] * len(staying)
@@ -299,20 +357,24 @@ class FirstFinished:
             self.attention.keep(kept)
         model.keep(kept, in_order=not self.search.plain)
         self.search.kept(kept)
-        return Candidates(*(part[kept] for part in found)), ends[kept]
+        return kept
 
-    def _go_on(self, model: Stepper, found: Candidates, ends: Tensor) -> None:
-        """Let the M best candidates that do not end run on."""
-        step, m, count = self.step, self.beams, ends.shape[1]
-        ends[:, :m] |= self.ignored
-        rank = ends * (2 * m) + torch.arange(count, device=self.device)
+    def _running(self, found: Candidates, ends: Tensor) -> tuple[Tensor, Candidates]:
+        """The M best candidates that do not end: which they are, (B, M), and what they are. Changes `ends`."""
+        m = self.beams
+        ends[:, :m].logical_or_(self.ignored)
+        rank = ends * (2 * m) + torch.arange(ends.shape[1], device=self.device)
         lowest, order = rank.topk(m, 1, largest=False)
-        self.ignored = lowest >= 2 * m
-        parents = found.beams.gather(1, order)
-        tokens, scores = (table.view(-1, m, table.shape[1]) for table in (self.tokens, self.scores))
-        chosen, reached = (of.gather(1, order)[:, :, None] for of in (found.tokens, found.scores))
-        extend_rows_([Table(tokens, chosen, 1), Table(scores, reached)], parents, step)
-        self.search.continued(order)
-        if self.attention is not None:
-            self.attention.reorder(parents)
-        model.reorder(parents)
+        torch.ge(lowest, 2 * m, out=self.ignored)
+        return order, Candidates(*(part.gather(1, order) for part in found))
+
+    @property
+    def _rows(self) -> list[Tensor]:
+        """The tables of the running texts, (B, M, N): tokens, scores and, where there is attention, its origins."""
+        rows = [table.view(-1, self.beams, table.shape[1]) for table in (self.tokens, self.scores)]
+        return rows if self.attention is None else [*rows, self.attention.origins]
+
+    def _tables(self, found: Candidates) -> list[Table]:
+        """`_rows`, and what comes next to them with candidates (B, N)."""
+        newest = [part[:, :, None] for part in (found.tokens, found.scores, found.beams)]
+        return [Table(rows, new, at) for rows, new, at in zip(self._rows, newest, (1, 0, 0), strict=False)]

@@ -1,5 +1,6 @@
 """The finishing rules of beam search, one object per toolkit: what lives on, what finishes, when it is over."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -13,6 +14,17 @@ class Merged(NamedTuple):
     scores: Tensor
     done: Tensor
     order: Tensor
+
+
+def length_powers(lengths: Iterable[int], exponent: float, scores: Tensor) -> Tensor:
+    """Lengths to the power of an exponent, (N,), as `per_power` takes them for such scores."""
+    powers = torch.tensor([length**exponent for length in lengths], dtype=scores.dtype, device=scores.device)
+    return powers.reciprocal() if scores.device.type == "cuda" else powers
+
+
+def per_power(scores: Tensor, powers: Tensor) -> Tensor:
+    """Scores divided by powers of lengths, rounded as by a number: CUDA multiplies by the reciprocal of a number."""
+    return scores * powers if scores.device.type == "cuda" else scores / powers
 
 
 @dataclass
@@ -68,12 +80,9 @@ class TransformersRule:
         if isinstance(length, int):
             return scores / (length**self.length_penalty)
         if self._powers is None or self._powers.device != scores.device:
-            powers = [max(n, 1) ** self.length_penalty for n in range(self.max_length - self.prompt_length + 1)]
-            self._powers = torch.tensor(powers, dtype=scores.dtype, device=scores.device)
-            if scores.device.type == "cuda":  # which divides by a number so
-                self._powers = self._powers.reciprocal()
-        power = self._powers.index_select(0, length)
-        return scores * power if scores.device.type == "cuda" else scores / power
+            lengths = range(self.max_length - self.prompt_length + 1)
+            self._powers = length_powers((max(n, 1) for n in lengths), self.length_penalty, scores)
+        return per_power(scores, self._powers.index_select(0, length))
 
     def improvable(self, best: Tensor, merged: Merged, new_tokens: int | Tensor) -> Tensor:
         """Whether the best running beam (B,) could still beat the worst finished hypothesis."""

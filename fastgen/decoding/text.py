@@ -382,7 +382,7 @@ def phases(edits: Sequence[Edit], length: int) -> tuple[int, ...]:
     return tuple(
         edit.reach(length) if isinstance(edit, SequenceShift) else edit.active(length)
         for edit in edits
-        if isinstance(edit, NGramBlock | Ban | Force | SequenceShift)
+        if isinstance(edit, NGramBlock | Ban | Only | Force | SequenceShift)
     )
 
 

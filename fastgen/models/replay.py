@@ -24,7 +24,7 @@ WORTH = 8
 
 
 Result = tuple[Tensor, Tensor | None]
-"""Logits (R, V), and attention over the source (R, S) where it is wanted."""
+"""Logits (R, V), and attention over the source (R, S) in their type where it is wanted."""
 
 
 def not_captured(reason: object) -> str:
@@ -117,5 +117,6 @@ class Replay:
         context = make((start - prefix) // beams)
         context.text = [_Fixed(*layer.room, beams, start) for layer in self.text]
         context.seen = start + beams
-        logits = self.step(tokens, context)
-        return logits.float() if self.wide else logits, context.weights
+        logits, weights = self.step(tokens, context), context.weights
+        weights = None if weights is None else weights.to(logits.dtype)
+        return logits.float() if self.wide else logits, weights

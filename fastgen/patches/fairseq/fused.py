@@ -45,10 +45,9 @@ class FusedDecoder:
         layers, ancestry = self.layers, self.layers.ancestry
         if self.replay is not None and self.ready and self.replay.able(len(tokens)) and ancestry is not None:
             make = functools.partial(self._context, visible=ancestry.room)
-            logits, weights = self.replay(tokens[:, -1], make, ancestry.room, layers.source_mask)
-        else:
-            context = self.context()
-            logits, weights = self.step(tokens[:, -1], context), context.weights
+            return self.replay(tokens[:, -1], make, ancestry.room, layers.source_mask)
+        context = self.context()
+        logits, weights = self.step(tokens[:, -1], context), context.weights
         return logits, None if weights is None else weights.to(logits.dtype)
 
     def context(self) -> Context:

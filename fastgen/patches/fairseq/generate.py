@@ -10,8 +10,10 @@ import torch
 from fairseq.search import BeamSearch
 from torch import Tensor
 
+from fastgen.decoding.choices import not_captured
 from fastgen.decoding.cohorts import run
 from fastgen.decoding.first_finished import FirstFinished, Hypothesis, Prediction
+from fastgen.decoding.first_finished_replay import ReplayedFirstFinished
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import graph, linear, memory
 from fastgen.models.routes import routed
@@ -43,7 +45,8 @@ class Begun:
     def finish(self) -> Found:
         """Return what `_generate` returns, once the search is over."""
         found = [[_as_fairseq(hypothesis) for hypothesis in hypotheses] for hypotheses in self.search.outcome()]
-        _engine.hit("fairseq.generate", (*self.plan.left_off, *self.left_off, *self.model.left_off))
+        left_off = *self.plan.left_off, *self.left_off, *self.model.left_off, *self.search.left_off
+        _engine.hit("fairseq.generate", left_off)
         return found
 
 
@@ -132,8 +135,9 @@ def begin(
         generator.lm_weight,
     )  # fmt: skip
     generator.search.init_constraints(constraints, m)
-    plain = type(generator.search) is BeamSearch
-    search = FirstFinished(
+    plain, captured = type(generator.search) is BeamSearch, graph.wanted(source)
+    reason = _reason_not_to_capture(generator, stepper) if captured else None
+    search = (ReplayedFirstFinished if captured and reason is None else FirstFinished)(
         sentences=b,
         beams=m,
         start=generator.eos if bos_token is None else bos_token,
@@ -148,12 +152,22 @@ def begin(
         length_penalty=generator.len_penalty,
         no_longer_than=lengths if generator.match_source_len else None,
         stop_at_longest=generator.search.stop_on_max_len,
-        captured=graph.wanted(source),
+        captured=captured,
     )
     first = _prefilled(search, stepper, prefix_tokens)
     made = stepper.step(search.text.ids[::m]) if first is None else (Prediction(lambda: first), None)
     over = run(search, stepper, made, lambda: pauses and stepper.joinable)
-    return Begun(plan, search, stepper, encoded.left_off), over
+    left_off = encoded.left_off if reason is None else (*encoded.left_off, not_captured(reason))
+    return Begun(plan, search, stepper, left_off), over
+
+
+def _reason_not_to_capture(generator: Any, stepper: Stepper) -> str | None:
+    """Why choices cannot be captured as decode steps are, as far as it is known before there are any."""
+    if type(generator.search) is not BeamSearch:
+        return f"{type(generator.search).__name__} makes them"
+    if len(stepper.members) > 1 or stepper.language_model is not None:
+        return "predictions of several models are mixed"
+    return None if stepper.members[0].plain else "log-probabilities of its own"
 
 
 def _prefilled(search: FirstFinished, stepper: Stepper, prefix: Tensor | None) -> Tensor | None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.first_finished import Candidates, FirstFinished, Prediction, best, best_of_logits
-from fastgen.decoding.text import Ban, Edit, NGramBlock, Only, Shift, Text, edited, sparse
+from fastgen.decoding.text import Ban, Edit, NGramBlock, Only, Shift, Text, edited, phases, sparse
 from fastgen.ops.dispatch import runs_kernels
 
 
@@ -44,16 +44,22 @@ class Beam:
 
     def __call__(self, prediction: Prediction, state: FirstFinished) -> Candidates:
         count, logits = len(state.running), prediction.logits
-        if logits is not None and runs_kernels(logits) and not self._in_prefix(state):
-            edits = sparse(self.edits, _text(state, logits), logits.shape[1])
-            if edits is not None:
-                rows = logits.view(count, -1, logits.shape[1])
-                return best_of_logits(rows, state.running_scores(rows.shape[1]), state.beams, edits)
+        if logits is not None and runs_kernels(logits) and not self._in_prefix(state.step):
+            rows = logits.view(count, -1, logits.shape[1])
+            return self.of_logits(rows, _text(state, logits), state.running_scores(rows.shape[1]), state.beams)
         log_probs = self.edited(prediction.log_probs(), state)
         if state.step == 0 and log_probs.shape[0] != count:
             log_probs = log_probs[:: state.beams]  # all beams are the same yet
         rows = log_probs.view(count, -1, log_probs.shape[1])
         return best(rows, state.running_scores(rows.shape[1]), state.beams)
+
+    def of_logits(self, logits: Tensor, text: Text, scores: Tensor, beams: int) -> Candidates:
+        edits = sparse(self.edits, text, logits.shape[2])
+        assert edits is not None  # all are of few tokens, and one of them changes scores
+        return best_of_logits(logits, scores, beams, edits)
+
+    def phase(self, step: int) -> tuple[int, ...] | None:
+        return None if self._in_prefix(step) else phases(self.edits, step + 1)
 
     def forced(self, tokens: Tensor, longest: int) -> int:
         """How many of tokens (B, P + 1) behind the first all sentences have, with nothing for an option to decide."""
@@ -77,7 +83,7 @@ class Beam:
         """Apply the generator's options, in fairseq's order; in place, or at R rows where prefixes want them."""
         without_nan(log_probs)
         log_probs = edited(log_probs, _text(state, log_probs), self.first)
-        if self._in_prefix(state):
+        if self._in_prefix(state.step):
             if log_probs.shape[0] != state.tokens.shape[0]:
                 log_probs = log_probs.repeat_interleave(state.beams, 0)
             log_probs, state.tokens, state.scores = self.generator._prefix_tokens(
@@ -87,10 +93,10 @@ class Beam:
             log_probs = edited(log_probs, _text(state, log_probs), self.free)
         return edited(log_probs, _text(state, log_probs), self.last)
 
-    def _in_prefix(self, state: FirstFinished) -> bool:
+    def _in_prefix(self, step: int) -> bool:
         """Whether a prefix may say what the next token is."""
         prefix = self.prefix_tokens
-        return prefix is not None and state.step < min(prefix.shape[1], self.longest)
+        return prefix is not None and step < min(prefix.shape[1], self.longest)
 
     def kept(self, sentences: Tensor) -> None:
         if self.prefix_tokens is not None:
@@ -131,6 +137,9 @@ class Toolkits(Beam):
             self.sentences,
         )
         return Candidates(scores, tokens, beams)
+
+    def phase(self, step: int) -> None:
+        return None
 
     def kept(self, sentences: Tensor) -> None:
         super().kept(sentences)

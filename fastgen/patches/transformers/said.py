@@ -19,7 +19,7 @@ _UNKNOWN = ("encoder_outputs", "past_key_values")
 
 
 def rows_at_most(model: Any, inputs: Sequence[Any], arguments: Mapping[str, Any]) -> int | None:
-    """How many rows a product has at most in a call with such inputs: tokens of the batch, or beams; None if unknown."""
+    """How many rows a product has at most in a call with such inputs: its tokens, or beams; None if unknown."""
     if any(said(model, arguments, name) is not None for name in _SEVERAL):
         return None
     given = [value for value in (*inputs, *arguments.values()) if isinstance(value, Tensor)]
