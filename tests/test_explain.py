@@ -333,11 +333,13 @@ def test_linear_layers(linear_mode: Any) -> None:
     explained = _explain(model, kwargs).linears
     assert explained.packed
     assert explained.reason is None
-    with routes.routed(model) as routed:
+    with routes.routed(model, rows=24) as routed:
         assert explained.routed == routed
         assert fastgen.explain(model, **kwargs).linears == explained, "while another call runs"
     model.generate(**kwargs)
     assert 0 < linear.packed_bytes() <= explained.packed_bytes * 1.1 + 4096, "a packed layout may pad a little"
+    few = _explain(model, {"input_ids": kwargs["input_ids"][:1, :1], "max_new_tokens": 4, "pad_token_id": 0}).linears
+    assert str(few) == "torch's own: faster for the 1 rows that there are at most"
     linear_mode("plain")
     assert not _explain(model, kwargs).linears.packed
     linear_mode("off")

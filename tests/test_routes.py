@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
 from fastgen import config
@@ -26,6 +27,7 @@ from fastgen.models import norm as norms
 from fastgen.models.families import FAMILIES
 from fastgen.models.memory import Memory, _rounded
 from fastgen.ops import linear as linear_ops
+from fastgen.patches.transformers.said import rows_at_most
 from tests import zoo
 
 needs_onednn = pytest.mark.skipif(not linear_ops.available(), reason="this torch has no oneDNN linear operators")
@@ -245,6 +247,31 @@ def test_routes_of_no_rows(net: Net) -> None:
     with routes.routed(net), torch.no_grad():
         for _ in range(3):
             assert net.first(X[:0]).shape == (0, 640)
+
+
+@needs_onednn
+def test_routes_of_few_rows(net: Net) -> None:
+    """Layers that gain from more rows alone are not touched: 320 x 640 from two on, 640 x 4 from 32."""
+    for rows, count in ((1, 0), (2, 3), (31, 3), (32, 4), (None, 4)):
+        with routes.routed(net, rows=rows) as routed:
+            assert routed == count
+            assert ("forward" in net.first.__dict__) == (count >= 3)
+            assert ("forward" in net.small.__dict__) == (count == 4)
+
+
+def test_rows_of_a_call() -> None:
+    model = zoo.build("bart")
+    ids, mask = torch.ones(3, 7, dtype=torch.int64), torch.ones(3, 7, dtype=torch.int64)
+    assert rows_at_most(model, (ids,), {"attention_mask": mask}) == 21
+    assert rows_at_most(model, (), {"input_ids": ids[:, :2], "num_beams": 5}) == 15
+    assert rows_at_most(model, (), {"inputs": ids[:, :2], "num_beams": 2, "num_return_sequences": 4}) == 12
+    assert rows_at_most(model, (), {"input_ids": ids, "generation_config": GenerationConfig(num_beams=9)}) == 27
+    unknown: list[dict[str, Any]] = [
+        {"inputs_embeds": torch.zeros(3, 7, 4)}, {"input_features": torch.zeros(3, 7)}, {},
+        {"input_ids": ids, "assistant_model": model}, {"input_ids": ids, "prompt_lookup_num_tokens": 3},
+        {"input_ids": ids, "past_key_values": ()}, {"attention_mask": mask, "encoder_outputs": ()},
+    ]  # fmt: skip
+    assert all(rows_at_most(model, (), arguments) is None for arguments in unknown)
 
 
 @needs_onednn

@@ -323,3 +323,28 @@ def test_unproven_models_are_left_alone() -> None:
     before = fallbacks().get(reason, 0)
     assert assert_same(model, zoo.batch(model, 2, 9) | {"num_beams": 2, "max_new_tokens": 6}).error is None
     assert fallbacks()[reason] > before
+
+
+FEW: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "one": ("bart", {"max_new_tokens": 1}, "no more than 1 new, for which it does not pay"),
+    "three": ("t5", {"max_new_tokens": 3}, "no more than 3 new, for which it does not pay"),
+    "three behind a short prompt": ("gpt2", {"max_new_tokens": 3}, "no more than 3 new, for which it does not pay"),
+    "one behind a long prompt": ("gpt2", {"length": 40, "max_new_tokens": 1}, "no more than 1 new"),
+    "three behind a long prompt": ("gpt2", {"length": 40, "max_new_tokens": 3}, None),
+    "four": ("bart", {"max_new_tokens": 4}, None),
+    "two rows": ("bart", {"max_new_tokens": 1, "num_beams": 2}, None),
+}
+
+
+@pytest.mark.parametrize(("family", "options", "reason"), FEW.values(), ids=FEW)
+@pytest.mark.parametrize("fields", FIELDS)
+def test_few_new_tokens(family: str, options: dict[str, Any], reason: str | None, fields: str) -> None:
+    """A cache to read in place takes some steps to pay."""
+    model = zoo.build(family)
+    length = options.get("length", 9)
+    kwargs = zoo.batch(model, 3, length) | {name: value for name, value in options.items() if name != "length"}
+    assert assert_same(model, kwargs | FIELDS[fields], tolerance=1e-9).error is None
+    call = last_call()
+    assert call is not None
+    assert call.plan.shared == (reason is None)
+    assert reason is None or any(reason in said for said in call.plan.left_off)

@@ -242,13 +242,14 @@ def is_plain(module: nn.Module) -> bool:
 def layers(modules: Iterable[nn.Module], rows: int | None = None) -> Iterator[tuple[nn.Module, bool]]:
     """Yield (layer, transposed) for every linear layer that can be routed, and gains from it with so many rows."""
     for module in modules:
-        if is_linear(module) and (rows is None or _gains(module, rows)) and is_plain(module):
+        if is_linear(module) and gains(module, rows) and is_plain(module):
             yield module, is_transposed(module)
 
 
-def _gains(module: nn.Module, rows: int) -> bool:
+def gains(module: nn.Module, rows: int | None) -> bool:
+    """Whether a product of so many rows with a layer's weight may be faster by oneDNN; None: any number of them."""
     weight = module._parameters.get("weight")
-    return weight is not None and rows >= ops.least_rows(weight.numel())
+    return rows is None or (weight is not None and rows >= ops.least_rows(weight.numel()))
 
 
 def reason_off(model: nn.Module) -> str | None:

@@ -78,7 +78,8 @@ def check_unread(model: nn.Module, paths: Sequence[str], read: Container[nn.Modu
         if holds is not None or not module._modules:
             around = at(model, paths[0]) if module not in along else model
             name = next(name for name, part in around.named_modules() if part is module)
-            raise NotFused(f"a part of its own, {name if holds is None else f'{name}.{holds}'}")
+            where = name if holds is None else f"{name}.{holds}"
+            raise NotFused(f"a part of its own, {where}")
 
 
 def check_plain(modules: Iterable[nn.Module]) -> None:

@@ -93,14 +93,14 @@ class Survey:
     packed_bytes: int
 
 
-def survey(model: nn.Module) -> Survey:
-    """Say what `routed` would do, without doing it."""
+def survey(model: nn.Module, rows: int | None) -> Survey:
+    """Say what `routed` would do in a call with so many rows at most, without doing it."""
     packed = config.settings().linear != "plain"
     with _lock:
         route = _routes.get(id(model))
         layers: list[Any] = [
-            module for module, transposed in linear.layers(model.modules()) if packed or not transposed
+            module for module, transposed in linear.layers(model.modules(), rows) if packed or not transposed
         ]
-        layers += [] if route is None else route.layers
+        layers += [] if route is None else [layer for layer in route.layers if linear.gains(layer, rows)]
     weights = {id(module.weight): 4 * module.weight.numel() for module in layers}  # tied weights have one copy
     return Survey(len(layers), packed, sum(weights.values()) if packed else 0)

@@ -45,8 +45,8 @@ def decide(
     check_call(model, loop, method, config, kwargs)
     left_off: list[str] = []
     reason = _reason_not_to_know(model, method) or _reason_not_to_share(model, input_ids, config, kwargs, beams)
-    if reason is None and beams == 1 and config.max_length - input_ids.shape[1] <= 1 and not drafts and method is None:
-        reason = "one new token, and nothing reads them"
+    if reason is None and beams == 1 and method is None and not drafts:
+        reason = _reason_too_few(model, input_ids, config.max_length - input_ids.shape[1])
     if reason is not None:
         left_off.append(not_shared(reason))
     shared = not left_off
@@ -182,6 +182,18 @@ def check_model(model: Any) -> None:
 def _configs(model: Any) -> tuple[Any, ...]:
     """The model's config and, where it is one of several, that of its text: transformers makes a copy to find it."""
     return (model.config, model.config.get_text_config(decoder=True)) if model.config.sub_configs else (model.config,)
+
+
+FEW, SHORT = 3, 64
+"""New tokens up to which, on a CPU, a call with one row per sentence takes longer to begin than its steps would save;
+tokens of prompts up to which that holds for decoder-only models, whose own cache copies all that it holds at a step."""
+
+
+def _reason_too_few(model: Any, input_ids: Tensor, new_tokens: int) -> str | None:
+    short = model.config.is_encoder_decoder or input_ids.numel() <= SHORT
+    if new_tokens > 1 and not (new_tokens <= FEW and short and input_ids.device.type == "cpu"):
+        return None
+    return f"no more than {new_tokens} new, for which it does not pay"
 
 
 def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any], beams: int) -> str | None:

@@ -27,6 +27,7 @@ from fastgen.patches.transformers.prepared import (
     prepare,
     without_wrappers,
 )
+from fastgen.patches.transformers.said import rows_at_most
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Linears:
     """How linear layers would run.
 
     Attributes:
-        routed: how many go through oneDNN, for as many rows as make it the faster product.
+        routed: how many go through oneDNN, where their rows make it the faster product.
         packed: whether their weights are copied into oneDNN's own layout.
         packed_bytes: what these copies take at most; they are kept between calls.
         reason: why none is routed.
@@ -114,7 +115,7 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
     if not callable(getattr(model, "generate", None)):
         raise TypeError(f"{type(model).__name__} has no generate")
     bare = without_wrappers(model)
-    linears = _linears(bare)
+    linears = _linears(bare, rows_at_most(bare, (), generate_kwargs))
     asked = _asked(bare, generate_kwargs)
     try:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -209,13 +210,15 @@ def _check_patch(name: str) -> str:
     return row.reason
 
 
-def _linears(model: Any) -> Linears:
+def _linears(model: Any, rows: int | None) -> Linears:
     row = _engine.status()["transformers.generate"]
     if row.state != "applied":
         return Linears(reason=f"transformers.generate is {row.state}: {row.reason}")
     if (reason := linear.reason_off(model)) is not None:
         return Linears(reason=reason)
-    survey = routes.survey(model)
+    survey = routes.survey(model, rows)
+    if rows is not None and not survey.layers and routes.survey(model, None).layers:
+        return Linears(reason=f"faster for the {rows} rows that there are at most")
     return Linears(survey.layers, survey.packed, survey.packed_bytes)
 
 
