@@ -145,12 +145,13 @@ class Case:
 
     def cells(self) -> Iterator[tuple[str, Shape, Case]]:
         """Yield key, model shape and case of every cell of a grid, cheapest model first."""
-        for model, batch, beams, source in itertools.product(
-            self.models, self.grid["batch"], self.grid["beams"], self.grid["source"]
+        lengths = self.grid.get("new_tokens", (self.new_tokens,))
+        for model, batch, beams, source, new in itertools.product(
+            self.models, self.grid["batch"], self.grid["beams"], self.grid["source"], lengths
         ):
-            key = f"{model}/batch{batch}/beams{beams}/source{source}"
+            key = f"{model}/batch{batch}/beams{beams}/source{source}" + f"/new{new}" * ("new_tokens" in self.grid)
             shape = SHAPES[model]
-            yield key, shape, replace(self, shape=shape, batch=batch, beams=beams, source=source)
+            yield key, shape, replace(self, shape=shape, batch=batch, beams=beams, source=source, new_tokens=new)
 
     def tiny(self) -> Case:
         """Return the case at a size for tests."""
@@ -327,6 +328,15 @@ CASES = {
             target=0.98,
             models=("small", "bart_large"),
             grid={"batch": (1, 4, 16), "beams": (1, 2, 4), "source": (16, 128, 512)},
+            rounds=40,
+        ),
+        Case(
+            "few_tokens",
+            "grid",
+            "few new tokens, where most of a call is its beginning: no cell may be slower than the toolkit",
+            target=0.98,
+            models=("small",),
+            grid={"batch": (1, 8), "beams": (1, 4), "source": (16,), "new_tokens": (1, 2, 3, 5, 8)},
             rounds=40,
         ),
         Case(

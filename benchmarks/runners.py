@@ -192,6 +192,7 @@ def run_grid(case: Case, session: Session) -> dict[str, Any]:
         model = built[id(shape)]
         cells[key] = pair(tiny, model, session, precision=CELL_PRECISION, budget=CELL_BUDGET)
         cells[key] |= {"batch": tiny.batch, "beams": tiny.beams, "source": tiny.source, "model": key.split("/", 1)[0]}
+        cells[key]["new_tokens"] = tiny.new_tokens
         cells[key]["environment"] = measure.environment()  # cells of one file may come from several runs
         session.say(f"{key:<40}{outcome_text(cells[key])}")
         session.save({"cells": cells})

@@ -126,6 +126,8 @@ def never_worse() -> str:
     """The range of ratios of the grid, of all results files."""
     lines: list[str] = []
     for name, data in _results("grid"):
+        if data["case"] != "never_worse":
+            continue
         cells = data["result"]["cells"].values()
         ratios = [cell["ratio"] for cell in cells if cell["equal"]]
         lines.append(
@@ -133,6 +135,18 @@ def never_worse() -> str:
             f"{max(ratios):.2f} times as fast (`{name}`)"
         )
     return "\n".join(lines)
+
+
+def few_tokens() -> str:
+    """Ratios of calls for few new tokens, of all results files."""
+    found: dict[tuple[str, str], dict[int, str]] = {}  # by what is a row, and the number of new tokens
+    for _, data in _results("grid"):
+        for cell in data["result"]["cells"].values() if data["case"] == "few_tokens" else ():
+            row = found.setdefault((f"{cell['batch']} x {cell['beams']}", _where(data)), {})
+            row[cell["new_tokens"]] = _ratio(cell)
+    counts = sorted({count for row in found.values() for count in row})
+    rows = [(*row, *(ratios.get(count, "") for count in counts)) for row, ratios in found.items()]
+    return table(("sentences x beams", "where", *(f"{n} new" for n in counts)), rows) if rows else NOT_YET
 
 
 def memory() -> str:
@@ -249,6 +263,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "commands": commands,
     "encoders-speed": encoders_speed,
     "families": families,
+    "few-tokens": few_tokens,
     "families-speed": families_speed,
     "loss-speed": loss_speed,
     "memory": memory,
