@@ -41,7 +41,7 @@ STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "prompt": (GenerationMixin, "_prefill", lambda _, ids, *args, **kwargs: _rows_of(ids)),
     "step": (DecoderStep, "__call__", lambda _, ids, *args: _rows_of(ids)),
     "cache": (cache.LayerKV, "append", lambda _, keys, values: _rows_of(keys)),
-    "log-softmax": (beams.BeamSearch, "_candidates", lambda _, logits: _rows_of(logits)),
+    "log-softmax": (beams.BeamSearch, "_candidates", lambda _, logits, *others: _rows_of(logits)),
     "finish": (beams.BeamSearch, "_finish", lambda _, order, *args: 3 * _rows_of(order)),
     "reorder": (cache.Ancestry, "reorder", lambda _, parents: 3 * _rows_of(parents)),
     "choice": (sample.Sampling, "_choose", lambda _, logits, text: _rows_of(logits)),

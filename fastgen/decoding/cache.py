@@ -8,6 +8,8 @@ the beams of a sentence (`ops.beam_attention`).
 Sources: FastSeq (shared prefix), FasterTransformer (indirection instead of reorder).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -174,7 +176,7 @@ class LayerKV:
         """Bytes of the slots in use, without the room to grow."""
         if self._keys is None or self._values is None:
             return 0
-        elements = self._keys.numel() // self._keys.shape[2] + self._values.numel() // self._values.shape[2]
+        elements = sum(math.prod((*buffer.shape[:2], buffer.shape[3])) for buffer in (self._keys, self._values))
         return elements * self.slots * self._keys.element_size()
 
     def extend(self, keys: Tensor, values: Tensor) -> None:
