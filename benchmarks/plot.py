@@ -155,7 +155,7 @@ def peer(data: Data) -> Any:
 
 def grid(data: Data) -> Any:
     """Speed-up of every cell: rows are batch and beams, columns the source length, one panel per model."""
-    rows = {name: d for name, d in data.items() if d["case"] == "never_worse"}
+    rows = {name: d for name, d in data.items() if d.get("case") == "never_worse"}
     if not rows:
         return None
     cells = [cell for d in rows.values() for cell in d["result"]["cells"].values()]

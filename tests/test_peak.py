@@ -56,7 +56,7 @@ def _build(family: str, **more: Any) -> Any:
 def _warm(model: Any, kwargs: dict[str, Any]) -> None:
     """Have weights packed, as they are at their third use, and steps proven; leave no memory that is kept."""
     for _ in range(3):
-        model.generate(**kwargs | _length(3))
+        model.generate(**kwargs | _length(6))
     memory.release()
 
 

@@ -65,7 +65,7 @@ def _columns(batch: Any) -> dict[str, list[Any]]:
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -273,11 +273,16 @@ def test_a_lost_machine_loses_no_row_and_doubles_none(
     lost: list[list[str]] = []
     counted = engine._counted
 
+    def models() -> list[str]:
+        """Where a model lives, once for each."""
+        actors = ray._private.state.actors().values()
+        alive = [one for one in actors if "_Reporting" in one["ActorClassName"] and one["State"] == "ALIVE"]
+        return [one["Address"]["NodeID"] for one in alive]
+
     def losing(*args: Any) -> Any:
         if not lost:
-            actors = ray._private.state.actors().values()
-            models = [one for one in actors if "_Reporting" in one["ActorClassName"] and one["State"] == "ALIVE"]
-            lost.append([one["Address"]["NodeID"] for one in models])
+            _wait(lambda: node.node_id in models())  # the other may be the first to answer, long before
+            lost.append(models())
             cluster.remove_node(node, allow_graceful=False)
         return counted(*args)
 
