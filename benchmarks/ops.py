@@ -92,6 +92,11 @@ def rows() -> Iterator[Row]:
             "kbest", f"{b}x{m}x{v}", "by peeling", lambda rig, b=b, m=m, v=v: _strategies(rig, b, m, v, 2 * m),
             lambda rig, b=b, m=m, v=v: b * m * v * rig.width, {}, only="cuda",
         )  # fmt: skip
+    for r, v in ((128, 50_264), (32, 50_264), (1, 50_264), (32, 8_000), (1, 6_000)):
+        yield Row(
+            "argmax", f"{r}x{v}", "torch.argmax", lambda rig, r=r, v=v: _argmax(rig, r, v),
+            lambda rig, r=r, v=v: r * v * rig.width, {},
+        )  # fmt: skip
     for r, length in ((128, 1024), (16, 512), (128, 64)):
         for baseline in ("Python loop", "transformers"):
             yield Row(
@@ -169,6 +174,15 @@ def _kbest(rig: Rig, b: int, m: int, v: int, k: int, in_place: bool = False) -> 
         return torch.topk(theirs.add_(scores[:, :, None]).view(b, m * v), k)
 
     return without_fresh_memory if in_place else separate, lambda: kbest(logits, scores, k, scratch=ours)[:2]
+
+
+def _argmax(rig: Rig, r: int, v: int) -> tuple[Call, Call]:
+    import torch
+
+    from fastgen.ops.kbest import argmax
+
+    logits = rig.randn(r, v) * 3
+    return lambda: torch.argmax(logits, -1), lambda: argmax(logits)
 
 
 def _strategies(rig: Rig, b: int, m: int, v: int, k: int) -> tuple[Call, Call]:

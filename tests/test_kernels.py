@@ -284,13 +284,26 @@ def test_best_of_log_probs(b: int, m: int, v: int, k: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("rows", "v"), [(1, 1), (3, 33), (5, 4_097), (2, 50_264)])
+@pytest.mark.parametrize(("rows", "v"), [(1, 1), (3, 33), (5, 4_097), (2, 50_264), (8, 50_264), (32, 32_768)])
 def test_argmax(rows: int, v: int, dtype: torch.dtype, device: str) -> None:
     logits = _randn(rows, v, dtype=dtype, device=device)
     with _Watched(logits, part=1):
         assert torch.equal(kbest.argmax(logits), logits.argmax(-1))
-    logits[:, v // 2 :] = logits[:, : v - v // 2].max() + 1
-    assert kbest.argmax(logits).tolist() == [v // 2] * rows
+    for first in (v // 2, 0, v - 1):
+        logits[:, first:] = logits.max() + 1
+        assert kbest.argmax(logits).tolist() == [first] * rows
+
+
+@pytest.mark.parametrize("v", [1_000, 50_264, 50_304])
+def test_argmax_of_equal_values_and_of_nan(v: int) -> None:
+    """On a CPU, where torch.argmax is slow: as it says, at every place of a group, in the last one too."""
+    places = [0, 1, 127, 128, v // 2, v - 129, v - 128, v - 127, v - 1]
+    for value in (torch.inf, torch.nan):
+        logits = _randn(len(places), v)
+        for row, place in enumerate(places):
+            logits[row, [place, v - 1]] = value
+        assert kbest.argmax(logits).tolist() == logits.argmax(1).tolist() == places
+    assert kbest.argmax(torch.full((9, v), -torch.inf)).tolist() == [0] * 9
 
 
 # Tokens and n-grams

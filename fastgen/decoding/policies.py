@@ -51,9 +51,7 @@ class Likeliest:
     rollback: float
 
     def draft(self, scores: Tensor, places: Sequence[Place]) -> Drafted:
-        token = argmax(scores)
-        best = scores.gather(1, token[:, None])[:, 0]
-        tokens, confidence = _read(token, (best - scores.logsumexp(1)).exp_())
+        tokens, confidence = _read(argmax(scores), torch.softmax(scores, 1).amax(1))
         return Drafted([int(t) for t in tokens], confidence)
 
     def check(self, scores: Tensor, places: Sequence[Place], drafted: Sequence[int]) -> Checked:
@@ -143,6 +141,8 @@ def _draw(weights: Tensor) -> list[int]:
 
 def _read(*columns: Tensor) -> list[list[float]]:
     """Numbers (N,) of several kinds, in one look at the device."""
+    if not columns[0].is_cuda:
+        return [cast(Any, column).tolist() for column in columns]
     return cast(Any, torch.stack([column.double() for column in columns])).tolist()
 
 

@@ -4,7 +4,8 @@ What reads the weights runs over all tokens, one row each. For attention the tok
 a sentence are: they are several queries over the same keys, each of which sees those before it.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -66,7 +67,7 @@ class Ragged:
     rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
 
     def __post_init__(self) -> None:
-        prefix, device = self.text[0].prefix, self.text[0].keys.device
+        prefix, self.device = self.text[0].prefix, self.text[0].room[0].device
         counts = [len(span.tokens) for span in self.spans]
         starts = [prefix + span.start for span in self.spans]
         self.queries = max(counts)
@@ -76,19 +77,34 @@ class Ragged:
         # All texts are attended to where most have tokens: those of some only are copied, and not read in place.
         chosen = [span.row for span in self.spans]
         whole = 2 * len(chosen) > self.texts
-        self.attended = None if whole else torch.tensor(chosen, device=device)
+        self.attended = None if whole else torch.tensor(chosen, device=self.device)
         self.present = self.texts if whole else len(chosen)
         places = chosen if whole else range(len(chosen))
         self.even = len(chosen) == self.present and len(set(counts)) == 1
         level = self.even and len(set(starts)) == 1
-        # Of each token: its text, its slot, and its query among those of all texts.
-        self.rows = torch.tensor([r for r, n in zip(chosen, counts, strict=True) for _ in range(n)], device=device)
-        slots = [start + i for start, n in zip(starts, counts, strict=True) for i in range(n)]
-        self.slots = torch.tensor(slots, device=device)
-        folded = [place * self.queries + i for place, n in zip(places, counts, strict=True) for i in range(n)]
-        self.folded = None if self.even else torch.tensor(folded, device=device)
-        self.position: int | Tensor = self._position(prefix, starts[0] if level and self.queries == 1 else None)
-        self.mask = None if level and self.queries == 1 and self.prefix_mask is None else self._mask()
+        self.folded = None if self.even else self._folded(places)
+        at_once = level and self.queries == 1
+        self.position: int | Tensor = self._position(prefix, starts[0] if at_once else None)
+        self.mask = None if at_once and self.prefix_mask is None else self._mask()
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """The text of each token (N,) int64."""
+        return torch.tensor([span.row for span in self.spans for _ in span.tokens], device=self.device)
+
+    @functools.cached_property
+    def slots(self) -> Tensor:
+        """The slot of each token (N,) int64."""
+        starts = (self.text[0].prefix + span.start for span in self.spans)
+        slots = [start + i for start, span in zip(starts, self.spans, strict=True) for i in range(len(span.tokens))]
+        return torch.tensor(slots, device=self.device)
+
+    def _folded(self, places: Iterable[int]) -> Tensor:
+        """The query of each token (N,) int64, among those of all texts."""
+        each = zip(places, self.spans, strict=True)
+        return torch.tensor(
+            [place * self.queries + i for place, span in each for i in range(len(span.tokens))], device=self.device
+        )
 
     def _position(self, prefix: int, slot: int | None) -> int | Tensor:
         if isinstance(self.first, Tensor):
@@ -97,7 +113,7 @@ class Ragged:
 
     def _mask(self) -> Tensor:
         """What each query sees of its text, additive (R', 1, K, N)."""
-        unseen = torch.arange(self.end, device=self.slots.device) > self._last_seen()[:, None, :, None]
+        unseen = torch.arange(self.end, device=self.device) > self._last_seen()[:, None, :, None]
         mask = torch.zeros(unseen.shape, dtype=self.text[0].keys.dtype, device=unseen.device)
         mask.masked_fill_(unseen, -torch.inf)
         if self.prefix_mask is None:
@@ -109,7 +125,7 @@ class Ragged:
         """The slot of each query (R', K) int64; the last one where there is no token."""
         if self.folded is None:
             return self.slots.view(self.present, self.queries)
-        last = torch.full((self.present * self.queries,), self.end - 1, device=self.slots.device)
+        last = torch.full((self.present * self.queries,), self.end - 1, device=self.device)
         return last.index_copy_(0, self.folded, self.slots).view(self.present, self.queries)
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,8 +144,8 @@ class Ragged:
     def _write(self, buffer: Tensor, new: Tensor) -> None:
         """Write keys or values (N, Hkv, D) to their slots of a buffer (R, Hkv, L, D)."""
         if len(self.spans) == 1:
-            row = self.spans[0].row
-            buffer[row, :, self.end - self.queries : self.end] = new.transpose(0, 1)
+            own = buffer.select(0, self.spans[0].row)
+            own.narrow(1, self.end - self.queries, self.queries).copy_(new.transpose(0, 1))
         else:
             buffer.transpose(1, 2)[self.rows, self.slots] = new
 

@@ -200,11 +200,26 @@ def best_of_log_probs_reference(log_probs: Tensor, scores: Tensor, k: int) -> tu
 def argmax(logits: Tensor) -> Tensor:
     """Return the token (R,) int64 with the highest logit of each row of logits (R, V); ties: the lowest.
 
-    No probability is computed (Hoang et al. 2018, algorithm 5). Traffic: one read of the logits.
+    No probability is computed (Hoang et al. 2018, algorithm 5). Traffic: one read of the logits. Of NaN, the first.
     """
     if use_triton("argmax", lambda: logits.dtype != torch.float64 and logits.stride(-1) == 1, logits):
         return kernels.argmax(logits)
-    return torch.argmax(logits, -1)
+    if logits.device.type != "cpu":
+        return torch.argmax(logits, -1)
+    if logits.numel() >= SMALL and logits.shape[1] >= 2 * GROUP:
+        return _argmax_in_groups(logits)
+    return logits.max(-1).indices  # the same, and two to three times as fast there
+
+
+def _argmax_in_groups(logits: Tensor) -> Tensor:
+    """The first group with the highest maximum is read again: `amax` alone is vectorised on a CPU."""
+    v = logits.shape[1]
+    end = v // GROUP * GROUP
+    maxima = logits[:, :end].unflatten(1, (-1, GROUP)).amax(2)
+    if end < v:
+        maxima = torch.cat([maxima, logits[:, end:].amax(1, keepdim=True)], 1)
+    start = maxima.max(1, keepdim=True).indices.mul_(GROUP).clamp_(max=v - GROUP)
+    return (start + logits.gather(1, start + torch.arange(GROUP)).max(1, keepdim=True).indices)[:, 0]
 
 
 def _covered(logits: Tensor, scores: Tensor, k: int, changed: int = 0) -> bool:

@@ -65,7 +65,7 @@ class FusedDecoder:
             layers.sentences, spans, self.text[0].prefix, self.text[:text], self.source[:source],
             source_mask=layers.source_mask,
         )  # fmt: skip
-        ids = torch.tensor([token for span in spans for token in span.tokens], device=around.slots.device)
+        ids = torch.tensor([token for span in spans for token in span.tokens], device=around.device)
         return step(ids, around)
 
     def _context(self, steps: int | Tensor, visible: Tensor | None = None) -> Context:

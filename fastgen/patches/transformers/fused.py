@@ -178,7 +178,7 @@ class FusedDecoder:
             cache.sentences, spans, self.first, cache.text[:text], cache.source[:source], self.prefix_mask,
             self.source_mask,
         )  # fmt: skip
-        ids = torch.tensor([token for span in spans for token in span.tokens], device=around.slots.device)
+        ids = torch.tensor([token for span in spans for token in span.tokens], device=around.device)
         return step(ids, around).float()
 
     def keep(self, sentences: Tensor) -> None:
