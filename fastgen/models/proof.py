@@ -4,13 +4,15 @@ What was found is of the step as it was read: what was written into a model or i
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from fastgen.models import memory
+
+_T = TypeVar("_T")
 
 OTHERWISE = "they compute something else than its family's"
 """The reason for which a model that was compared and differs is not fused."""
@@ -52,14 +54,20 @@ def trial(step: Callable[[], Tensor], text: Sequence[Written]) -> Tensor | None:
     """Make a step, and let its token be written to the layers once more; None where it cannot be made."""
     before = [(layer.steps, layer.filled) for layer in text]
     try:
-        return step()
+        return made(step)
+    finally:
+        for layer, (steps, filled) in zip(text, before, strict=True):
+            layer.steps, layer.filled = steps, filled
+
+
+def made(what: "Callable[[], _T]") -> "_T | None":
+    """Compute something; None where that fails, but for want of memory."""
+    try:
+        return what()
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         if memory.is_out_of_memory(error):
             raise
         return None
-    finally:
-        for layer, (steps, filled) in zip(text, before, strict=True):
-            layer.steps, layer.filled = steps, filled
 
 
 def verdict(step: Proven, found: Tensor | None, own: Tensor) -> str | None:
@@ -77,7 +85,24 @@ def verdict(step: Proven, found: Tensor | None, own: Tensor) -> str | None:
 
 def outcome(step: Proven) -> bool | None:
     """Whether a step like this one has agreed with its decoder's own forward; None where none has been compared."""
-    facts, same = _outcomes.get(step.module, (None, False))
+    return _known(_outcomes, step)
+
+
+def first_outcome(step: Proven) -> bool | None:
+    """Whether a text's first token, run as such a step is, has agreed with its decoder's own forward, as `outcome`."""
+    return _known(_first_outcomes, step)
+
+
+def first_verdict(step: Proven, found: Sequence[Tensor] | None, own: Sequence[Tensor]) -> None:
+    """Compare what a text's first token has made with what the decoder's own forward has, once for all."""
+    made_alike = found is not None and len(found) == len(own)
+    same = [agree(one, other) for one, other in zip(found, own, strict=True)] if found and made_alike else [False]
+    if None not in same:
+        _first_outcomes[step.module] = step.facts, all(same)
+
+
+def _known(outcomes: "_Outcomes", step: Proven) -> bool | None:
+    facts, same = outcomes.get(step.module, (None, False))
     return same if facts == step.facts else None
 
 
@@ -86,5 +111,10 @@ def by_modules(reason: object) -> str:
     return f"decode steps run through the model's own modules: {reason}"
 
 
-_outcomes: "WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], bool]]" = WeakKeyDictionary()
+_Outcomes: TypeAlias = "WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], bool]]"
+
+_outcomes: _Outcomes = WeakKeyDictionary()
 """Decoders whose first fused step has been compared with their own forward: its facts, and whether the two agreed."""
+
+_first_outcomes: _Outcomes = WeakKeyDictionary()
+"""The same of a text's first token."""

@@ -222,10 +222,15 @@ class Reader:
 
     def over_source(self, module: Any, names: Attention) -> SourceAttention:
         dims, query = getattr(module, self.layout.dims), at(module, names.parts[0])
-        self.read.update(at(module, name) for name in names.parts[1:])  # they have made the keys and values
+        makers = [at(module, name) for name in names.parts[1:]]
+        self.read.update(makers)
+        plain = all(is_linear(maker) and maker.weight.dtype == self.dtype for maker in makers)
         scale = float(names.scale(module))
         self.facts += (dims, scale)
-        return SourceAttention(self.product(query), query.out_features // dims, dims, scale)
+        return SourceAttention(
+            self.product(query), query.out_features // dims, dims, scale,
+            (product(makers[0]), product(makers[1])) if plain and len(makers) == 2 else None,
+        )  # fmt: skip
 
     def buckets(self, module: Any) -> Tensor:
         """The bucket of each distance, (L,) int64, by the toolkit's own function."""

@@ -193,12 +193,16 @@ class TextAttention:
 
 @dataclass(frozen=True)
 class SourceAttention:
-    """The newest token attends to the encoder's output, whose keys and values are there already."""
+    """The newest token attends to the encoder's output, whose keys and values are there already.
+
+    made_by: what makes them of it; None where that is no product of linear layers.
+    """
 
     query: Product
     heads: int
     dims: int
     scale: float
+    made_by: tuple[Product, Product] | None = None
 
     def __call__(self, x: Tensor, layer: int, context: Surroundings) -> Tensor:
         return context.over_source(layer, self.query.apply(x).view(-1, self.heads, self.dims), self.scale)

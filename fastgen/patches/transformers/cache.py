@@ -166,6 +166,16 @@ class SharedCache:
             for kv, layer in zip(layers, part.layers, strict=False)
         )
 
+    def keep_text(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keep what a layer makes of the prompt, (B, Hkv, L, D), as its module would."""
+        parts_of(self.past_key_values)[0].update(keys, values, layer)
+
+    def keep_source(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keep a layer's keys and values (B, Hkv, S, D) of the source, as its module would."""
+        cached = cast(EncoderDecoderCache, self.past_key_values)
+        cached.cross_attention_cache.update(keys, values, layer)
+        cached.is_updated[layer] = True
+
     def begin_decoding(self) -> None:
         self.decoding = True
         for layer in (*self.text, *self.source):

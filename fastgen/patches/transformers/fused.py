@@ -1,7 +1,7 @@
 """The decode steps of a transformers model from its weights (`models.step`), over the shared cache."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -204,6 +204,13 @@ class FusedDecoder:
         visible = visible[:, None].to(self.step.dtype)
         shared = visible.new_zeros(1) if prefix is None else prefix
         return torch.cat([shared.expand(*visible.shape[:3], self.prefix), visible], 3)
+
+
+def source_mask(model: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> Tensor | None:
+    """What a decoder's attention over the source does not see, additive (R, 1, 1, S), of a forward's arguments."""
+    mask, layout = kwargs.get("attention_mask"), layout_of(model.config)
+    assert layout is not None  # or there is no step
+    return None if mask is None or not layout.masks_source else _additive(mask, dtype)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor | None:

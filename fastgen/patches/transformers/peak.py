@@ -132,6 +132,7 @@ def _planned(kind: Any, plan: Plan, step: DecoderStep | None) -> type:
             config = bounded(generation_config, stopping_criteria) if name == "sample" else generation_config
             call = Call(self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, kwargs)
             model = cast(SharedStepper, call.stepper(plan, step))
+            model.first_proven = True  # as it is from a model's second call on
             decoding = loops.decoding_of(name, call, model)
             with _engine.running(plan), decoding.around():
                 run(_Ends(cast("BeamSearch | Sampling", decoding.search), config.max_length), model, model.prefill())
@@ -168,7 +169,7 @@ class _Ends:
         self.search.advance(model, logits)
         skipped = 0
         if stepper.fused is not None:
-            stepper.fused.ready = True  # as it is from a model's second call on
+            stepper.fused.ready = True  # this, too
         if cache.text[0].steps == int(stepper.fused is None):  # a model's own first step does more than the others
             skipped = max(0, self.max_length - 1 - length)
         _lengthen(stepper, cache, skipped)

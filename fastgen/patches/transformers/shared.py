@@ -6,14 +6,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from fastgen.decoding.cache import Ancestry
 from fastgen.decoding.plan import Plan
+from fastgen.models import first_token
 from fastgen.models.attention import BeamAttention
 from fastgen.models.memory import memory_of
 from fastgen.models.parts import NotFused
-from fastgen.models.proof import by_modules, trial, verdict
+from fastgen.models.proof import by_modules, first_outcome, first_verdict, made, trial, verdict
 from fastgen.models.replay import not_captured
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.attention import current_step
@@ -27,7 +28,7 @@ from fastgen.patches.transformers.decide import (
     reason_not_to_capture,
     refused,
 )
-from fastgen.patches.transformers.fused import FusedDecoder
+from fastgen.patches.transformers.fused import FusedDecoder, source_mask
 from fastgen.patches.transformers.given import is_given
 from fastgen.patches.transformers.report import CallReport
 from fastgen.patches.transformers.stepper import Stepper
@@ -68,6 +69,7 @@ class SharedStepper(Stepper):
         self.captured: CapturedModules | None = None
         self._behind = 0  # replayed steps of modules, which the arguments of the next one do not know of yet
         self.alone = plan.beams > 1 and has_own_attention(model)
+        self.first_proven = None if step is None else first_outcome(step)  # of the text's first token
 
     @property
     def past_key_values(self) -> Any:
@@ -82,7 +84,14 @@ class SharedStepper(Stepper):
         assert self.cache is not None
         m = self.plan.beams
         first = {name: _every(m, value) for name, value in self.kwargs.items()}
-        outputs = self.model._prefill(self.input_ids[::m], self.config, first, is_first_iteration=True)
+        step = self.of_weights
+        from_weights = step is not None and self._is_first_token(step, first)
+        if step is not None and from_weights and self.first_proven:
+            outputs = self._first_token(self.cache, step, first)
+        else:
+            outputs = self.model._prefill(self.input_ids[::m], self.config, first, is_first_iteration=True)
+        if step is not None and from_weights and self.first_proven is None:
+            self._prove_first_token(self.cache, step, first, outputs.logits[:, -1])
         self.cache.begin_decoding()
         logits = self._taken(outputs, repeat=m)
         if self.of_weights is not None:
@@ -93,6 +102,33 @@ class SharedStepper(Stepper):
         elif self.plan.graphs:
             self.captured = CapturedModules(self.model, self.cache)
         return logits
+
+    def _is_first_token(self, step: DecoderStep, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the prompt is a token behind nothing but a source, of which logits alone are wanted."""
+        assert self.cache is not None
+        states, mask = kwargs.get("encoder_outputs"), kwargs.get("decoder_attention_mask")
+        return (
+            self.input_ids.shape[1] == 1 and not self.cache.text and states is not None and mask is None
+            and self.outputs is None and not kwargs.get("output_hidden_states") and first_token.able(step)
+        )  # fmt: skip
+
+    def _first_token(self, cache: SharedCache, step: DecoderStep, kwargs: Mapping[str, Any]) -> Seq2SeqLMOutput:
+        """What the model's own forward would return of the prompt; `kwargs`: of B rows."""
+        for layer, kept in enumerate(first_token.source_of(step, kwargs["encoder_outputs"][0])):
+            cache.keep_source(layer, *kept)
+        source = [(layer.keys, layer.values) for layer in cache.source]
+        around = first_token.FirstToken(source, source_mask(self.model, kwargs, step.dtype), cache.keep_text)
+        logits = step(self.input_ids[:: self.plan.beams, 0], around)
+        return Seq2SeqLMOutput(logits=cast(Any, logits[:, None]), past_key_values=cast(Any, cache.past_key_values))
+
+    def _prove_first_token(
+        self, cache: SharedCache, step: DecoderStep, kwargs: Mapping[str, Any], logits: Tensor
+    ) -> None:
+        """Make the prompt from the weights beside the model's own forward, and compare all that they have made."""
+        ids, states = self.input_ids[:: self.plan.beams, 0], kwargs["encoder_outputs"][0]
+        found = made(lambda: first_token.all_made(step, ids, states, source_mask(self.model, kwargs, step.dtype)))
+        kept = [each for layer in (*cache.text, *cache.source) for each in (layer.keys, layer.values)]
+        first_verdict(step, found, [logits, *kept])
 
     def prove(self, logits: Tensor) -> None:
         """Behind the prompt, make sure that steps are made from the weights.
