@@ -9,7 +9,6 @@ import torch
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
-    GenerationMixin,
     LogitsProcessorList,
     MaxTimeCriteria,
     StoppingCriteriaList,
@@ -22,6 +21,7 @@ import fastgen
 from fastgen.decoding import beam as beams
 from fastgen.decoding import cache, sample
 from fastgen.models.step import DecoderStep
+from fastgen.patches.transformers.shared import SharedStepper
 from tests import zoo
 from tests.parity import left_off, same
 
@@ -38,7 +38,7 @@ def _rows_of(*arguments: Any) -> int:
 STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "encoder": (BartEncoder, "forward", lambda _, *args, **kwargs: _rows_of(*args, *kwargs.values())),
     "decoder": (LlamaModel, "forward", lambda _, *args, **kwargs: _rows_of(*args, *kwargs.values())),
-    "prompt": (GenerationMixin, "_prefill", lambda _, ids, *args, **kwargs: _rows_of(ids)),
+    "prompt": (SharedStepper, "prefill", lambda stepper: stepper.plan.sentences),
     "step": (DecoderStep, "__call__", lambda _, ids, *args: _rows_of(ids)),
     "cache": (cache.LayerKV, "append", lambda _, keys, values: _rows_of(keys)),
     "log-softmax": (beams.BeamSearch, "_candidates", lambda _, logits, *others: _rows_of(logits)),

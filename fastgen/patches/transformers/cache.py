@@ -172,7 +172,7 @@ class SharedCache:
 
     def keep_source(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keep a layer's keys and values (B, Hkv, S, D) of the source, as its module would."""
-        cached = cast(EncoderDecoderCache, self.past_key_values)
+        cached = cast(Any, self.past_key_values)
         cached.cross_attention_cache.update(keys, values, layer)
         cached.is_updated[layer] = True
 

@@ -84,14 +84,7 @@ class SharedStepper(Stepper):
         assert self.cache is not None
         m = self.plan.beams
         first = {name: _every(m, value) for name, value in self.kwargs.items()}
-        step = self.of_weights
-        from_weights = step is not None and self._is_first_token(step, first)
-        if step is not None and from_weights and self.first_proven:
-            outputs = self._first_token(self.cache, step, first)
-        else:
-            outputs = self.model._prefill(self.input_ids[::m], self.config, first, is_first_iteration=True)
-        if step is not None and from_weights and self.first_proven is None:
-            self._prove_first_token(self.cache, step, first, outputs.logits[:, -1])
+        outputs = self._prompt(self.cache, first)
         self.cache.begin_decoding()
         logits = self._taken(outputs, repeat=m)
         if self.of_weights is not None:
@@ -103,32 +96,32 @@ class SharedStepper(Stepper):
             self.captured = CapturedModules(self.model, self.cache)
         return logits
 
-    def _is_first_token(self, step: DecoderStep, kwargs: Mapping[str, Any]) -> bool:
+    def _prompt(self, cache: SharedCache, kwargs: dict[str, Any]) -> Any:
+        """What the model's own forward returns of the prompt, or what stands in its place; `kwargs`: of B rows."""
+        step, ids = self.of_weights, self.input_ids[:: self.plan.beams]
+        if step is None or not self._is_first_token(cache, step, kwargs):
+            return self.model._prefill(ids, self.config, kwargs, is_first_iteration=True)
+        states, mask = kwargs["encoder_outputs"][0], source_mask(self.model, kwargs, step.dtype)
+        if self.first_proven:
+            for layer, kept in enumerate(first_token.source_of(step, states)):
+                cache.keep_source(layer, *kept)
+            source = [(layer.keys, layer.values) for layer in cache.source]
+            logits = step(ids[:, 0], first_token.FirstToken(source, mask, cache.keep_text))
+            return Seq2SeqLMOutput(logits=cast(Any, logits[:, None]), past_key_values=cast(Any, cache.past_key_values))
+        outputs: Any = self.model._prefill(ids, self.config, kwargs, is_first_iteration=True)
+        if self.first_proven is None:
+            found = made(lambda: first_token.all_made(step, ids[:, 0], states, mask))
+            own = [each for layer in (*cache.text, *cache.source) for each in (layer.keys, layer.values)]
+            first_verdict(step, found, [outputs.logits[:, -1], *own])
+        return outputs
+
+    def _is_first_token(self, cache: SharedCache, step: DecoderStep, kwargs: Mapping[str, Any]) -> bool:
         """Whether the prompt is a token behind nothing but a source, of which logits alone are wanted."""
-        assert self.cache is not None
         states, mask = kwargs.get("encoder_outputs"), kwargs.get("decoder_attention_mask")
         return (
-            self.input_ids.shape[1] == 1 and not self.cache.text and states is not None and mask is None
+            self.input_ids.shape[1] == 1 and not cache.text and states is not None and mask is None
             and self.outputs is None and not kwargs.get("output_hidden_states") and first_token.able(step)
         )  # fmt: skip
-
-    def _first_token(self, cache: SharedCache, step: DecoderStep, kwargs: Mapping[str, Any]) -> Seq2SeqLMOutput:
-        """What the model's own forward would return of the prompt; `kwargs`: of B rows."""
-        for layer, kept in enumerate(first_token.source_of(step, kwargs["encoder_outputs"][0])):
-            cache.keep_source(layer, *kept)
-        source = [(layer.keys, layer.values) for layer in cache.source]
-        around = first_token.FirstToken(source, source_mask(self.model, kwargs, step.dtype), cache.keep_text)
-        logits = step(self.input_ids[:: self.plan.beams, 0], around)
-        return Seq2SeqLMOutput(logits=cast(Any, logits[:, None]), past_key_values=cast(Any, cache.past_key_values))
-
-    def _prove_first_token(
-        self, cache: SharedCache, step: DecoderStep, kwargs: Mapping[str, Any], logits: Tensor
-    ) -> None:
-        """Make the prompt from the weights beside the model's own forward, and compare all that they have made."""
-        ids, states = self.input_ids[:: self.plan.beams, 0], kwargs["encoder_outputs"][0]
-        found = made(lambda: first_token.all_made(step, ids, states, source_mask(self.model, kwargs, step.dtype)))
-        kept = [each for layer in (*cache.text, *cache.source) for each in (layer.keys, layer.values)]
-        first_verdict(step, found, [logits, *kept])
 
     def prove(self, logits: Tensor) -> None:
         """Behind the prompt, make sure that steps are made from the weights.
