@@ -99,7 +99,7 @@ class Ban:
             if self._within is None:
                 within = (self.tokens >= 0) & (self.tokens < scores.shape[1])
                 self._within = self.tokens[within].to(scores.device)
-            scores[:, self._within] = -torch.inf
+            scores.index_fill_(1, self._within, -torch.inf)
         return scores
 
     def add_to(self, mask: Tensor, text: Text, vocabulary: int) -> None:

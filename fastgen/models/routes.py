@@ -68,7 +68,7 @@ def _forwards(model: nn.Module, family: Family | None, rows: int | None) -> dict
     for layer, transposed in linear.layers(modules, rows):
         linear.check(layer)
         forwards[layer] = linear.Linear(layer, transposed, memory)
-    if family is None:
+    if family is None or not any(isinstance(forward, linear.Linear) for forward in forwards.values()):
         return forwards
     for layer, function, kind in activation.pairs(modules, family.activated):
         before = forwards.get(layer)

@@ -184,13 +184,14 @@ def _configs(model: Any) -> tuple[Any, ...]:
     return (model.config, model.config.get_text_config(decoder=True)) if model.config.sub_configs else (model.config,)
 
 
-FEW, SHORT = 3, 64
-"""New tokens up to which, on a CPU, a call with one row per sentence takes longer to begin than its steps would save;
-tokens of prompts up to which that holds for decoder-only models, whose own cache copies all that it holds at a step."""
+FEW, SHORT = 2, 64
+"""New tokens up to which, on a CPU, a call of a decoder-only model with one row per sentence takes longer to begin than
+its steps would save, and tokens of prompts up to which that holds: its own cache copies all that it holds at a step.
+Models with a source save by their first token, too."""
 
 
 def _reason_too_few(model: Any, input_ids: Tensor, new_tokens: int) -> str | None:
-    short = model.config.is_encoder_decoder or input_ids.numel() <= SHORT
+    short = not model.config.is_encoder_decoder and input_ids.numel() <= SHORT
     if new_tokens > 1 and not (new_tokens <= FEW and short and input_ids.device.type == "cpu"):
         return None
     return f"no more than {new_tokens} new, for which it does not pay"
