@@ -275,10 +275,21 @@ def test_drafts_that_do_not_pay_are_left_off() -> None:
 
 def test_drafts_that_pay_go_on() -> None:
     clock = _Clock()
-    always = _seconds(None, clock, 0.05, calls=10)
-    measured = _seconds(Pace(clock), clock, 0.05, calls=10)
-    assert always <= measured <= 1.1 * always
-    assert _seconds(None, clock, 0.0, calls=10, fallback=1.1) > 1.5 * measured, "they do pay"
+    always = _seconds(None, clock, 0.05, calls=60)
+    measured = _seconds(Pace(clock), clock, 0.05, calls=60)
+    assert always <= measured <= 1.15 * always, "the first trial comes when it costs little of what there was"
+    assert _seconds(None, clock, 0.0, calls=60, fallback=1.1) > 1.5 * measured, "they do pay"
+
+
+@pytest.mark.parametrize("small_seconds", [0.9, 3.0, 20.0])
+def test_trials_cost_a_share_of_the_time_at_most(small_seconds: float) -> None:
+    """At any time, from the first call on."""
+    clock = _Clock()
+    pace, alone, spent = Pace(clock), 0.0, 0.0
+    for _ in range(40):
+        alone += _seconds(None, clock, 0.0, calls=1, fallback=1.1)
+        spent += _seconds(pace, clock, small_seconds, calls=1)
+        assert spent <= 1.02 * alone + 5 * small_seconds, "and one trial"
 
 
 def test_drafts_are_tried_again_when_they_have_become_cheap() -> None:

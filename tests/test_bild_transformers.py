@@ -15,7 +15,7 @@ from transformers.generation import logits_process as lp
 
 import fastgen
 from fastgen import config
-from fastgen.decoding.pace import Pace
+from fastgen.decoding.pace import Pace, pace_of
 from fastgen.models.layouts import LAYOUTS
 from fastgen.patches.transformers import bild as transformers_bild
 from fastgen.patches.transformers.bild import BildDecoderOnlyOutput, BildEncoderDecoderOutput
@@ -141,7 +141,8 @@ def test_lossless_is_the_large_models_greedy_output(family: str) -> None:
 def test_other_dtypes(family: str, dtype: torch.dtype) -> None:
     large, small = (model.to(dtype) for model in pair(family, apart=0.03))
     inputs = zoo.batch(large, 3, 6)
-    output = generated(large, inputs, assistant_model=small, lossless=True, fallback_threshold=0.2)
+    options = {"lossless": True, "fallback_threshold": 0.2, "adaptive_draft": False}
+    output = generated(large, inputs, assistant_model=small, **options)
     if dtype == torch.float32:
         start = 1 if large.config.is_encoder_decoder else 6
         for row, (tokens, _) in zip(greedy(large, inputs)[:, start:].tolist(), output, strict=True):
@@ -605,3 +606,48 @@ def test_a_processor_that_may_remember_is_refused() -> None:
             **zoo.batch(large, 1, 5), assistant_model=small, lossless=True, logits_processor=[_Counting()],
             max_new_tokens=5,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["bart", "llama"])
+def test_a_call_that_would_not_draft_is_the_large_models_own(family: str) -> None:
+    """It has lost enough by drafts; output, fields and counts are those of a call that might draft."""
+    large, small = pair(family, seed=2, apart=0.03)
+    inputs = zoo.batch(large, 5, 7, seed=1)
+    call = {"max_new_tokens": NEW, "eos_token_id": ENDS, "num_beams": 1, "assistant_model": small, "lossless": True}
+    first = large.generate(**inputs, **call, return_dict_in_generate=True)
+    pace = pace_of(large, small, None)
+    assert pace.total > 0, "the first call goes by the clock"
+    pace.lost, before = 1e6, fastgen.status().to_dict()
+    rested = large.generate(**inputs, **call, return_dict_in_generate=True)
+    report = last_call()
+    assert report is not None
+    assert report.plan.method == "greedy search"
+    assert type(rested) is type(first)
+    assert torch.equal(rested.sequences, greedy(large, inputs))
+    assert torch.equal(rested.bild["tokens"], first.bild["tokens"])
+    assert torch.equal(rested.bild["large_calls"], rested.bild["tokens"])
+    assert not rested.bild["drafted"].any()
+    assert torch.equal(large.generate(**inputs, **call), greedy(large, inputs))
+    after = fastgen.status().to_dict()
+    assert after["bild"]["tokens"] - before["bild"]["tokens"] == 2 * int(rested.bild["tokens"].sum())
+    spent = pace.total
+    pace.lost = 0.0
+    next(iter(pace._costs.values())).pays = True
+    large.generate(**inputs, **call)
+    report = last_call()
+    assert report is not None
+    assert report.plan.method == "big-little decoding", "drafts pay by now"
+    assert pace.total > spent
+
+
+def test_a_resting_call_raises_what_any_other_does() -> None:
+    large, small = pair("bart")
+    inputs = zoo.batch(large, 2, 7)
+    call = {"max_new_tokens": NEW, "num_beams": 1, "assistant_model": small, "lossless": True}
+    large.generate(**inputs, **call)
+    pace_of(large, small, None).lost = 1e6
+    with pytest.raises(ValueError, match="output_scores=True is not possible"):
+        large.generate(**inputs, **call, return_dict_in_generate=True, output_scores=True)
+    large.model.decoder.layers[0].fc1.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="a hook on a Linear"):
+        large.generate(**inputs, **call)

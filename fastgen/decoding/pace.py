@@ -1,8 +1,8 @@
 """Whether drafts pay, by the clock: what a token costs with them, and what it costs the large model alone.
 
 For use where drafts change nothing about the output. Both costs depend on how many texts are running, so that they are
-kept for each number of them, as a power of two. Now and then the other way is tried, the more seldom the longer drafts
-have not paid.
+kept for each number of them, as a power of two. What trials of drafts may lose is bounded: a small share of all the
+time that a pair of models has taken so far. So the first trial comes a while after the first token.
 """
 
 import time
@@ -11,8 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+SHARE = 0.01
+"""Of all seconds, those that drafts may have lost against the large model alone."""
+
 TRIAL = 3
 """Rounds with drafts before they are judged."""
+
+DEAR = 1.5
+"""A token that costs so many times that of the large model alone ends a trial at once."""
 
 REST, LONGEST_REST = 16, 512
 """Rounds without drafts when they have not paid once, and at most; each time in succession twice as many."""
@@ -29,31 +35,32 @@ class _Costs:
     """Seconds per token, and what is to come.
 
     Attributes:
+        pays: what the last trial has found, and no round since has undone.
         tried: rounds with drafts since the last without. rest: rounds without drafts before the next with them.
         next_rest: how many it will be when drafts do not pay the next time.
+        lost: seconds that the last trial has cost beyond the large model alone.
     """
 
     alone: float | None = None
     together: float | None = None
+    pays: bool = False
     tried: int = 0
     rest: int = 0
     next_rest: int = REST
+    lost: float = 0.0
 
-    def drafts(self) -> bool:
-        if self.alone is None or self.tried >= STALE:
-            return False
-        return self.rest == 0
+    def note_alone(self, cost: float) -> None:
+        self.alone = _mean(self.alone, cost)
+        self.tried, self.rest = 0 if self.tried >= STALE else self.tried, max(0, self.rest - 1)
 
-    def note(self, drafted: bool, cost: float) -> None:
-        if not drafted:
-            self.alone = _mean(self.alone, cost)
-            self.tried, self.rest = 0 if self.tried >= STALE else self.tried, max(0, self.rest - 1)
-            return
+    def note_drafts(self, cost: float, alone: float, lost: float) -> None:
         together = self.together = _mean(self.together, cost)
+        self.lost = lost + (self.lost if self.tried else 0.0)
         self.tried += 1
-        if self.tried < TRIAL or self.alone is None:
+        if self.tried < TRIAL and together <= DEAR * alone:
             return
-        if together <= self.alone:
+        self.pays = together <= alone
+        if self.pays:
             self.next_rest = REST
             return
         self.together, self.tried = None, 0
@@ -66,23 +73,53 @@ def _mean(before: float | None, newest: float) -> float:
 
 @dataclass
 class Pace:
-    """The costs of a pair of models, over all their calls."""
+    """The costs of a pair of models, over all their calls.
+
+    Attributes:
+        start: seconds of the small model's prompt, for each token of a call.
+        total: seconds of all rounds. lost: of them, those that drafts have cost beyond the large model alone.
+    """
 
     clock: Callable[[], float] = time.perf_counter
-    start: float = 0.0  # seconds of the small model's prompt, for each token of a call
+    start: float = 0.0
+    total: float = 0.0
+    lost: float = 0.0
     _costs: dict[int, _Costs] = field(default_factory=dict[int, _Costs])
 
     def drafts(self, texts: int) -> bool:
         """Whether the next round of so many texts is to be one with drafts."""
-        return self._of(texts).drafts()
+        costs = self._of(texts)
+        if costs.alone is None or costs.tried >= STALE:
+            return False
+        return costs.pays or costs.tried > 0 or self._can_afford(costs, texts)
+
+    def may_draft(self, texts: int) -> bool:
+        """Whether a round of a call that begins with so many texts may be one with drafts, as far as it is known."""
+        return any(
+            costs.pays or costs.tried or (costs.alone is not None and self._can_afford(costs, 2**size // 2))
+            for size, costs in self._costs.items()
+            if size <= texts.bit_length()
+        )
+
+    def _can_afford(self, costs: _Costs, texts: int) -> bool:
+        expected = max(costs.lost, (costs.alone or 0.0) * texts)
+        return costs.rest == 0 and self.lost + expected <= SHARE * self.total
 
     def note(self, drafted: bool, texts: int, tokens: int, seconds: float) -> None:
         """Note a round: whether it was one with drafts, the tokens that all its texts gained, and how long it took."""
-        self._of(texts).note(drafted, seconds / tokens + (self.start if drafted else 0.0))
+        costs = self._of(texts)
+        self.total += seconds
+        if not drafted or costs.alone is None:
+            costs.note_alone(seconds / tokens)
+            return
+        lost = seconds - tokens * costs.alone
+        self.lost = max(0.0, self.lost + lost)
+        costs.note_drafts(seconds / tokens + self.start, costs.alone, lost)
 
     def note_start(self, seconds: float, tokens: int) -> None:
         """Note, when a call is over, what the small model's prompts took, and how many tokens the call gave."""
         self.start = _mean(self.start or None, seconds / max(1, tokens))
+        self.total, self.lost = self.total + seconds, self.lost + seconds
 
     def _of(self, texts: int) -> _Costs:
         return self._costs.setdefault(texts.bit_length(), _Costs())

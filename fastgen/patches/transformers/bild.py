@@ -20,7 +20,7 @@ from transformers.generation import utils as gu
 
 from fastgen.decoding.bild import Bild, Counts
 from fastgen.decoding.bild_options import Options
-from fastgen.decoding.pace import pace_of
+from fastgen.decoding.pace import Pace, pace_of
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.policies import Drawn, Likeliest, Policy, Rejection
 from fastgen.models.early_exit import early_exit
@@ -36,7 +36,7 @@ from fastgen.patches.transformers.drafted import DraftedStepper
 from fastgen.patches.transformers.edits import edits_of, known, rowwise, stop_of
 from fastgen.patches.transformers.fused import FusedDecoder
 from fastgen.patches.transformers.given import IS_GIVEN, is_given
-from fastgen.patches.transformers.report import note
+from fastgen.patches.transformers.report import CallReport, note
 from fastgen.patches.transformers.shared import SharedStepper
 
 WIDTH = 2
@@ -137,7 +137,6 @@ def decode(call: Call, asked: Asked) -> Any:
     policy: Policy = Likeliest(0.0 if options.lossless else options.rollback)
     if config.do_sample:
         policy = Rejection() if options.lossless else Drawn(options.rollback)
-    adaptive = options.lossless and not config.do_sample if options.adaptive is None else options.adaptive
     streamer, pad = call.streamer, config._pad_token_tensor
     bild = Bild(
         large=large,
@@ -151,7 +150,7 @@ def decode(call: Call, asked: Asked) -> Any:
         max_draft=options.max_draft,
         shared=options.small is None,
         paper_compat=options.paper_compat,
-        pace=pace_of(call.model, options.small, options.layers) if adaptive else None,
+        pace=_pace(call, options),
         on_tokens=None if streamer is None else lambda _, tokens: streamer.put(torch.tensor(tokens)),
     )
     plan = replace(large.stepper.plan, method="big-little decoding")
@@ -167,9 +166,46 @@ def decode(call: Call, asked: Asked) -> Any:
         streamer.end()
     note(large.stepper.report())
     _engine.hit("transformers.sample", plan.left_off)
-    counts = _by_name(bild.counts)
+    return _returned(call, sequences, _by_name(bild.counts))
+
+
+def _pace(call: Call, options: Options) -> Pace | None:
+    """The costs by which a call drafts; None where it always does."""
+    by_default = options.lossless and not call.config.do_sample
+    adaptive = by_default if options.adaptive is None else options.adaptive
+    return pace_of(call.model, options.small, options.layers) if adaptive else None
+
+
+def rests(call: Call, asked: Asked) -> bool:
+    """Whether a call is better the large model's own, as no round of it would draft, and its output is the same."""
+    pace = _pace(call, asked.options)
+    alike = not (call.config.do_sample or asked.options.paper_compat or call.scored or call.wanted is not None)
+    if pace is None or not alike or pace.total == 0.0 or pace.may_draft(call.input_ids.shape[0]):
+        return False
+    asked.decoded = True
+    check(call, asked)
+    return True
+
+
+def of_large_alone(call: Call, asked: Asked, output: Any, report: CallReport) -> Any:
+    """What `generate` returns of a call that rested; what it took is noted."""
+    pace = _pace(call, asked.options)
+    assert pace is not None  # or it has not rested
+    for rows, seconds in report.steps:
+        pace.note(False, rows, rows, seconds)
+    sequences: Tensor = output.sequences if call.config.return_dict_in_generate else output
+    written = sequences[:, call.input_ids.shape[1] :]
+    eos = stop_of(call.stopping_criteria).eos
+    ended = torch.zeros_like(written, dtype=torch.bool) if eos is None else torch.isin(written, eos.to(written.device))
+    lengths: list[int] = cast(Any, (written.shape[1] - ended.cumsum(1).gt(0).sum(1) + ended.any(1))).tolist()
+    counts = _by_name([Counts(tokens=length, large_calls=length) for length in lengths])
+    return _returned(call, sequences, counts)
+
+
+def _returned(call: Call, sequences: Tensor, counts: dict[str, Tensor]) -> Any:
+    """What `generate` returns; the counts are summed up for `status()`."""
     _engine.decoded_together({name: int(values.sum()) for name, values in counts.items()})
-    if not config.return_dict_in_generate:
+    if not call.config.return_dict_in_generate:
         return sequences
     kind = BildEncoderDecoderOutput if call.model.config.is_encoder_decoder else BildDecoderOnlyOutput
     return kind(sequences=cast(Any, sequences), bild=counts)

@@ -164,10 +164,14 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
     method = restored.method_of(call.config)
     if bild.hands_over(call.model):
         return call
-    if (asked := bild.asked_of(call.model)) is not None:
-        if method is not None:
-            raise ValueError(f"{method} does not go with big-little decoding")
-        return bild.decode(call, asked) if loop == "sample" else _drafted_beams(call, asked)
+    asked = bild.asked_of(call.model)
+    if asked is not None and method is not None:
+        raise ValueError(f"{method} does not go with big-little decoding")
+    if asked is not None and loop == "beam":
+        return _drafted_beams(call, asked)
+    rests = asked is not None and bild.rests(call, asked)
+    if asked is not None and not rests:
+        return bild.decode(call, asked)
     name = {"beam": "transformers.beam_search", "sample": "transformers.sample"}[loop]
     wide = restored_loops.widened(call) if method == "contrastive search" else call
     try:
@@ -181,17 +185,23 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
             wide.model_kwargs | {"synced_gpus": call.synced_gpus, "streamer": call.streamer},
         )
     except Unsupported as unsupported:
+        if asked is not None:
+            return bild.decode(call, asked)  # which says what it needs
         if method is not None:  # transformers would run another one
             raise ValueError(f"{method} of {type(call.model).__name__}: {unsupported.reason}") from None
         _engine.fallback(name, unsupported.reason)
         return stock()
-    pauses, reason = pausing.decide(call.model, plan, step, call.stopping_criteria)
+    if asked is not None and step is None:
+        return bild.decode(call, asked)
+    pauses, reason = (False, None) if rests else pausing.decide(call.model, plan, step, call.stopping_criteria)
     with _engine.running(plan):
         model = wide.stepper(plan, step) if method is None else restored_loops.stepper(wide, plan, step)
         decoding = decoding_of(loop, call, model)
         with decoding.around():
             over = run(decoding.search, model, model.prefill(), lambda: pauses and model.joinable)
     begun = Begun(name, model, decoding.search, decoding.output, () if reason is None else (reason,))
+    if asked is not None:
+        return bild.of_large_alone(call, asked, begun.finish(), model.report())
     return begun.finish() if over else begun
 
 
