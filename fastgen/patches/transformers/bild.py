@@ -5,6 +5,7 @@ decoding loop. There `decode` sends the small model the same way with the same i
 together.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -166,7 +167,7 @@ def decode(call: Call, asked: Asked) -> Any:
         streamer.end()
     note(large.stepper.report())
     _engine.hit("transformers.sample", plan.left_off)
-    return _returned(call, sequences, _by_name(bild.counts))
+    return _returned(call, config.return_dict_in_generate, sequences, _by_name(bild.counts))
 
 
 def _pace(call: Call, options: Options) -> Pace | None:
@@ -187,25 +188,31 @@ def rests(call: Call, asked: Asked) -> bool:
     return True
 
 
-def of_large_alone(call: Call, asked: Asked, output: Any, report: CallReport) -> Any:
-    """What `generate` returns of a call that rested; what it took is noted."""
+def resting(call: Call) -> Call:
+    """A call that rests returns tokens; what else a dict would have, as keys and values, is not made."""
+    config = copy.copy(call.config)
+    config.return_dict_in_generate = False
+    return replace(call, config=config)
+
+
+def of_large_alone(call: Call, asked: Asked, as_dict: bool, sequences: Tensor, report: CallReport) -> Any:
+    """What `generate` returns of a call that rested, as a dict or as tokens; what it took is noted."""
     pace = _pace(call, asked.options)
     assert pace is not None  # or it has not rested
     for rows, seconds in report.steps:
         pace.note(False, rows, rows, seconds)
-    sequences: Tensor = output.sequences if call.config.return_dict_in_generate else output
     written = sequences[:, call.input_ids.shape[1] :]
     eos = stop_of(call.stopping_criteria).eos
     ended = torch.zeros_like(written, dtype=torch.bool) if eos is None else torch.isin(written, eos.to(written.device))
     lengths: list[int] = cast(Any, (written.shape[1] - ended.cumsum(1).gt(0).sum(1) + ended.any(1))).tolist()
     counts = _by_name([Counts(tokens=length, large_calls=length) for length in lengths])
-    return _returned(call, sequences, counts)
+    return _returned(call, as_dict, sequences, counts)
 
 
-def _returned(call: Call, sequences: Tensor, counts: dict[str, Tensor]) -> Any:
+def _returned(call: Call, as_dict: bool, sequences: Tensor, counts: dict[str, Tensor]) -> Any:
     """What `generate` returns; the counts are summed up for `status()`."""
     _engine.decoded_together({name: int(values.sum()) for name, values in counts.items()})
-    if not call.config.return_dict_in_generate:
+    if not as_dict:
         return sequences
     kind = BildEncoderDecoderOutput if call.model.config.is_encoder_decoder else BildDecoderOnlyOutput
     return kind(sequences=cast(Any, sequences), bild=counts)

@@ -88,10 +88,10 @@ def _as_asked(options: Options | None, original: _Original, self: Any, *args: An
 
 
 def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    family = family_of(getattr(self.config, "model_type", ""))
+    family, asked = family_of(getattr(self.config, "model_type", "")), bild.asked_of(self)
     with (
         _engine.running("generate"),
-        source.unread_padding(self, kwargs),
+        source.unread_padding(self, kwargs, tokens_alone=asked is not None and not asked.options.beams),
         restored.calling(self, kwargs),
         routed(self, family, rows_at_most(self, args, kwargs)) as layers,
     ):
@@ -169,9 +169,11 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
         raise ValueError(f"{method} does not go with big-little decoding")
     if asked is not None and loop == "beam":
         return _drafted_beams(call, asked)
-    rests = asked is not None and bild.rests(call, asked)
+    rests, returned = asked is not None and bild.rests(call, asked), call.config.return_dict_in_generate
     if asked is not None and not rests:
         return bild.decode(call, asked)
+    if rests:
+        call = bild.resting(call)
     name = {"beam": "transformers.beam_search", "sample": "transformers.sample"}[loop]
     wide = restored_loops.widened(call) if method == "contrastive search" else call
     try:
@@ -201,7 +203,7 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
             over = run(decoding.search, model, model.prefill(), lambda: pauses and model.joinable)
     begun = Begun(name, model, decoding.search, decoding.output, () if reason is None else (reason,))
     if asked is not None:
-        return bild.of_large_alone(call, asked, begun.finish(), model.report())
+        return bild.of_large_alone(call, asked, returned, begun.finish(), model.report())
     return begun.finish() if over else begun
 
 

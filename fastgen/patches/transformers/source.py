@@ -29,9 +29,13 @@ _generating: ContextVar[Any] = ContextVar("fastgen_generating", default=None)
 
 
 @contextmanager
-def unread_padding(model: Any, arguments: Mapping[str, Any]) -> Generator[None]:
-    """A call of `generate`: what its encoder makes of padding is seen where the cache is returned, and nowhere else."""
-    token = _generating.set(None if said(model, arguments, "return_dict_in_generate") else model)
+def unread_padding(model: Any, arguments: Mapping[str, Any], tokens_alone: bool = False) -> Generator[None]:
+    """A call of `generate`: what its encoder makes of padding is seen where the cache is returned, and nowhere else.
+
+    tokens_alone: whether not even a dict has more than tokens, and what was counted.
+    """
+    seen = not tokens_alone and said(model, arguments, "return_dict_in_generate")
+    token = _generating.set(None if seen else model)
     try:
         yield
     finally:
