@@ -109,8 +109,9 @@ class Pace:
         """Note a round: whether it was one with drafts, the tokens that all its texts gained, and how long it took."""
         costs = self._of(texts)
         self.total += seconds
-        if not drafted or costs.alone is None:
+        if not drafted:
             costs.note_alone(seconds / tokens)
+        if not drafted or costs.alone is None:
             return
         lost = seconds - tokens * costs.alone
         self.lost = max(0.0, self.lost + lost)

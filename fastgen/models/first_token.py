@@ -1,7 +1,7 @@
 """The first token of texts that have a source: made from the weights too, keys and values of the source included.
 
-Through the modules this is one more pass than a text has tokens, and most of a short call. A model whose first token
-has not been compared runs it through its own forward, and is compared then (`models.proof`).
+Through the modules that takes up to twice as long, which a short call notices. A model whose first token has not been
+compared runs it through its own forward, and is compared then (`models.proof`).
 """
 
 from collections.abc import Callable, Sequence

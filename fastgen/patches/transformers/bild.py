@@ -183,7 +183,6 @@ def rests(call: Call, asked: Asked) -> bool:
     alike = not (call.config.do_sample or asked.options.paper_compat or call.scored or call.wanted is not None)
     if pace is None or not alike or pace.total == 0.0 or pace.may_draft(call.input_ids.shape[0]):
         return False
-    asked.decoded = True
     check(call, asked)
     return True
 
@@ -197,7 +196,7 @@ def resting(call: Call) -> Call:
 
 def of_large_alone(call: Call, asked: Asked, as_dict: bool, sequences: Tensor, report: CallReport) -> Any:
     """What `generate` returns of a call that rested, as a dict or as tokens; what it took is noted."""
-    pace = _pace(call, asked.options)
+    asked.decoded, pace = True, _pace(call, asked.options)
     assert pace is not None  # or it has not rested
     for rows, seconds in report.steps:
         pace.note(False, rows, rows, seconds)
