@@ -15,6 +15,7 @@ from fastgen.decoding import cohorts
 from fastgen.models.joint import Joint
 from fastgen.models.step import DecoderStep
 from fastgen.patches._room import NO_MEMORY
+from fastgen.patches.transformers.shared import SharedStepper
 from tests import zoo
 from tests.parity import hits, left_off
 
@@ -166,7 +167,7 @@ def test_switched_off(together: list[int]) -> None:
 
 def _raising_in(stage: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let steps of several batches fail, or the beginning of a batch beside another."""
-    step, prefill = DecoderStep.__call__, zoo.tf.GenerationMixin._prefill
+    step, prefill = DecoderStep.__call__, SharedStepper.prefill
     joined = [False]
 
     def stepped(self: Any, ids: torch.Tensor, context: Any) -> torch.Tensor:
@@ -175,13 +176,13 @@ def _raising_in(stage: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -
             raise error
         return step(self, ids, context)
 
-    def prefilled(self: Any, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if stage == "begin" and joined[0] and len(ids) > 1:
+    def prefilled(self: SharedStepper) -> torch.Tensor:
+        if stage == "begin" and joined[0] and self.plan.sentences > 1:
             raise error
-        return prefill(self, ids, *args, **kwargs)
+        return prefill(self)
 
     monkeypatch.setattr(DecoderStep, "__call__", stepped)
-    monkeypatch.setattr(zoo.tf.GenerationMixin, "_prefill", prefilled)
+    monkeypatch.setattr(SharedStepper, "prefill", prefilled)
 
 
 @pytest.mark.parametrize("stage", ["step", "begin"])
