@@ -68,8 +68,9 @@ def test_precision(family: str, dtype: torch.dtype, prompts: list[object]) -> No
         {"decoder_input_ids": torch.full((4, 1), zoo.START), "decoder_attention_mask": torch.ones(4, 1).long()},
         {"return_dict_in_generate": True, "output_hidden_states": True},
         {"return_dict_in_generate": True, "output_attentions": True},
+        {"prefill_chunk_size": 1},
     ],
-    ids=["two tokens", "a mask", "hidden states", "attentions"],
+    ids=["two tokens", "a mask", "hidden states", "attentions", "chunks"],
 )
 def test_what_more_is_asked_of_a_prompt(more: dict[str, Any], prompts: list[object]) -> None:
     model = zoo.build("bart")

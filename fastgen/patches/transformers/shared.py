@@ -121,6 +121,7 @@ class SharedStepper(Stepper):
         return (
             self.input_ids.shape[1] == 1 and not cache.text and states is not None and mask is None
             and self.outputs is None and not kwargs.get("output_hidden_states") and first_token.able(step)
+            and getattr(self.config, "prefill_chunk_size", None) is None  # which runs without the source's mask
         )  # fmt: skip
 
     def prove(self, logits: Tensor) -> None:
