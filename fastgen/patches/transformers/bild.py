@@ -5,7 +5,6 @@ decoding loop. There `decode` sends the small model the same way with the same i
 together.
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ from fastgen.patches.transformers.drafted import DraftedStepper
 from fastgen.patches.transformers.edits import edits_of, known, rowwise, stop_of
 from fastgen.patches.transformers.fused import FusedDecoder
 from fastgen.patches.transformers.given import IS_GIVEN, is_given
-from fastgen.patches.transformers.report import CallReport, note
+from fastgen.patches.transformers.report import note
 from fastgen.patches.transformers.shared import SharedStepper
 
 WIDTH = 2
@@ -151,7 +150,7 @@ def decode(call: Call, asked: Asked) -> Any:
         max_draft=options.max_draft,
         shared=options.small is None,
         paper_compat=options.paper_compat,
-        pace=_pace(call, options),
+        pace=pace_for(call, options),
         on_tokens=None if streamer is None else lambda _, tokens: streamer.put(torch.tensor(tokens)),
     )
     plan = replace(large.stepper.plan, method="big-little decoding")
@@ -167,48 +166,17 @@ def decode(call: Call, asked: Asked) -> Any:
         streamer.end()
     note(large.stepper.report())
     _engine.hit("transformers.sample", plan.left_off)
-    return _returned(call, config.return_dict_in_generate, sequences, _by_name(bild.counts))
+    return returned(call, config.return_dict_in_generate, sequences, by_name(bild.counts))
 
 
-def _pace(call: Call, options: Options) -> Pace | None:
+def pace_for(call: Call, options: Options) -> Pace | None:
     """The costs by which a call drafts; None where it always does."""
     by_default = options.lossless and not call.config.do_sample
     adaptive = by_default if options.adaptive is None else options.adaptive
     return pace_of(call.model, options.small, options.layers) if adaptive else None
 
 
-def rests(call: Call, asked: Asked) -> bool:
-    """Whether a call is better the large model's own, as no round of it would draft, and its output is the same."""
-    pace = _pace(call, asked.options)
-    alike = not (call.config.do_sample or asked.options.paper_compat or call.scored or call.wanted is not None)
-    if pace is None or not alike or pace.total == 0.0 or pace.may_draft(call.input_ids.shape[0]):
-        return False
-    check(call, asked)
-    return True
-
-
-def resting(call: Call) -> Call:
-    """A call that rests returns tokens; what else a dict would have, as keys and values, is not made."""
-    config = copy.copy(call.config)
-    config.return_dict_in_generate = False
-    return replace(call, config=config)
-
-
-def of_large_alone(call: Call, asked: Asked, as_dict: bool, sequences: Tensor, report: CallReport) -> Any:
-    """What `generate` returns of a call that rested, as a dict or as tokens; what it took is noted."""
-    asked.decoded, pace = True, _pace(call, asked.options)
-    assert pace is not None  # or it has not rested
-    for rows, seconds in report.steps:
-        pace.note(False, rows, rows, seconds)
-    written = sequences[:, call.input_ids.shape[1] :]
-    eos = stop_of(call.stopping_criteria).eos
-    ended = torch.zeros_like(written, dtype=torch.bool) if eos is None else torch.isin(written, eos.to(written.device))
-    lengths: list[int] = cast(Any, (written.shape[1] - ended.cumsum(1).gt(0).sum(1) + ended.any(1))).tolist()
-    counts = _by_name([Counts(tokens=length, large_calls=length) for length in lengths])
-    return _returned(call, as_dict, sequences, counts)
-
-
-def _returned(call: Call, as_dict: bool, sequences: Tensor, counts: dict[str, Tensor]) -> Any:
+def returned(call: Call, as_dict: bool, sequences: Tensor, counts: dict[str, Tensor]) -> Any:
     """What `generate` returns; the counts are summed up for `status()`."""
     _engine.decoded_together({name: int(values.sum()) for name, values in counts.items()})
     if not as_dict:
@@ -243,7 +211,7 @@ def not_proven(model: DraftedStepper, reason: NotFused) -> ValueError:
     return _not_fused(model.model if model.fused is None else model.small.model, reason)
 
 
-def _by_name(counts: Sequence[Counts]) -> dict[str, Tensor]:
+def by_name(counts: Sequence[Counts]) -> dict[str, Tensor]:
     return {name: torch.tensor([getattr(each, name) for each in counts]) for name in Counts.__dataclass_fields__}
 
 

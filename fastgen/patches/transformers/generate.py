@@ -32,6 +32,7 @@ from fastgen.patches.transformers import (
     beam_streamer,
     bild,
     bild_call,
+    bild_resting,
     parity,
     pausing,
     restored,
@@ -169,11 +170,11 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
         raise ValueError(f"{method} does not go with big-little decoding")
     if asked is not None and loop == "beam":
         return _drafted_beams(call, asked)
-    rests, returned = asked is not None and bild.rests(call, asked), call.config.return_dict_in_generate
+    rests, returned = asked is not None and bild_resting.rests(call, asked), call.config.return_dict_in_generate
     if asked is not None and not rests:
         return bild.decode(call, asked)
     if rests:
-        call = bild.resting(call)
+        call = bild_resting.resting(call)
     name = {"beam": "transformers.beam_search", "sample": "transformers.sample"}[loop]
     wide = restored_loops.widened(call) if method == "contrastive search" else call
     try:
@@ -203,7 +204,7 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
             over = run(decoding.search, model, model.prefill(), lambda: pauses and model.joinable)
     begun = Begun(name, model, decoding.search, decoding.output, () if reason is None else (reason,))
     if asked is not None:
-        return bild.of_large_alone(call, asked, returned, begun.finish(), model.report())
+        return bild_resting.of_large_alone(call, asked, returned, begun.finish(), model.report())
     return begun.finish() if over else begun
 
 

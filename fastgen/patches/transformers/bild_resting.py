@@ -1,0 +1,45 @@
+"""Big-little calls that would not draft: the large model's own, with the counts and the output of the others."""
+
+import copy
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.bild import Counts
+from fastgen.patches.transformers import bild
+from fastgen.patches.transformers.call import Call
+from fastgen.patches.transformers.edits import stop_of
+from fastgen.patches.transformers.report import CallReport
+
+
+def rests(call: Call, asked: bild.Asked) -> bool:
+    """Whether a call is better the large model's own, as no round of it would draft, and its output is the same."""
+    pace = bild.pace_for(call, asked.options)
+    alike = not (call.config.do_sample or asked.options.paper_compat or call.scored or call.wanted is not None)
+    if pace is None or not alike or pace.total == 0.0 or pace.may_draft(call.input_ids.shape[0]):
+        return False
+    bild.check(call, asked)
+    return True
+
+
+def resting(call: Call) -> Call:
+    """A call that rests returns tokens; what else a dict would have, as keys and values, is not made."""
+    config = copy.copy(call.config)
+    config.return_dict_in_generate = False
+    return replace(call, config=config)
+
+
+def of_large_alone(call: Call, asked: bild.Asked, as_dict: bool, sequences: Tensor, report: CallReport) -> Any:
+    """What `generate` returns of a call that rested, as a dict or as tokens; what it took is noted."""
+    asked.decoded, pace = True, bild.pace_for(call, asked.options)
+    assert pace is not None  # or it has not rested
+    for rows, seconds in report.steps:
+        pace.note(False, rows, rows, seconds)
+    written = sequences[:, call.input_ids.shape[1] :]
+    eos = stop_of(call.stopping_criteria).eos
+    ended = torch.zeros_like(written, dtype=torch.bool) if eos is None else torch.isin(written, eos.to(written.device))
+    lengths: list[int] = cast(Any, (written.shape[1] - ended.cumsum(1).gt(0).sum(1) + ended.any(1))).tolist()
+    counts = bild.by_name([Counts(tokens=length, large_calls=length) for length in lengths])
+    return bild.returned(call, as_dict, sequences, counts)
