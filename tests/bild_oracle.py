@@ -93,16 +93,22 @@ class Toy:
 class Held:
     """A toy over R texts: it knows of each what it was given, and can go on from nowhere else.
 
-    texts: what it holds of each; handed over where two models hold the same.
+    texts: what it holds of each, from its prompt's last token on; handed over where two models hold the same.
+    late: whether the last token of each prompt comes with the first of a text.
     """
 
     toy: Scores
     prompts: list[list[int]]
     texts: list[list[int]] = field(default_factory=list[list[int]])
     passes: list[int] = field(default_factory=list[int])
+    late: bool = False
 
-    def prefill(self) -> Tensor:
+    def prefill(self) -> Tensor | None:
         self.texts = self.texts or [[] for _ in self.prompts]
+        if self.late:
+            return None
+        for prompt, text in zip(self.prompts, self.texts, strict=True):
+            text[:] = text or prompt[-1:]
         return torch.stack([self.toy(prompt) for prompt in self.prompts])
 
     def extend(self, spans: Sequence[Span]) -> Tensor:
@@ -110,11 +116,12 @@ class Held:
         found: list[Tensor] = []
         for row, start, tokens in spans:
             assert tokens
-            assert start <= len(self.texts[row])
-            self.texts[row][start:] = tokens
-            whole = self.prompts[row] + self.texts[row]
-            behind = len(self.prompts[row]) + start + 1
-            found += [self.toy(whole[: behind + i]) for i in range(len(tokens))]
+            prompt, held = self.prompts[row], self.texts[row]
+            assert start < len(held)
+            held[start + 1 :] = tokens
+            assert held[0] == prompt[-1]
+            behind = len(prompt) + start + 1
+            found += [self.toy((prompt[:-1] + held)[: behind + i]) for i in range(len(tokens))]
         self.passes.append(len(found))
         return torch.stack(found)
 

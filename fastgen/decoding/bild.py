@@ -30,8 +30,11 @@ from fastgen.models.ragged import Span
 class Model(Protocol):
     """A model that holds keys and values of R texts, and goes on from any place of each."""
 
-    def prefill(self) -> Tensor:
-        """Run the prompts; return the logits (R, V) fp32 of what follows them."""
+    def prefill(self) -> Tensor | None:
+        """Run the prompts; return the logits (R, V) fp32 of what follows them.
+
+        None where the last token of each has yet to be run: a text's first span is to begin with it, at -1.
+        """
         ...
 
     def extend(self, spans: Sequence[Span]) -> Tensor:
@@ -100,6 +103,7 @@ class Bild:
         pad: token that fills a text behind its end.
         fallback: the least probability of the small model's likeliest token for which it goes on.
         max_draft: tokens that it writes in a row at most.
+        vocabulary: V of the large model; None where the small one's is the same.
         shared: whether the small model's keys and values are among those of the large one.
         paper_compat: write the first token by the large model, and do not look over a draft that has come to an end, as
             the authors' program.
@@ -117,6 +121,7 @@ class Bild:
     pad: int
     fallback: float
     max_draft: int
+    vocabulary: int | None = None
     shared: bool = False
     paper_compat: bool = False
     pace: Pace | None = None
@@ -129,11 +134,12 @@ class Bild:
         eos: list[int] = [] if self.stop.eos is None else cast(Any, self.stop.eos).tolist()
         self._ends = frozenset(eos)
         self._start = 0.0  # seconds of the small model's prompts
-        self._first: dict[int, Tensor] = {}  # what the models say of the tokens that follow the prompts
+        self._first: dict[int, Tensor | None] = {}  # what the models say of the tokens that follow the prompts
+        self._last: list[int] = cast(Any, self.prompt[:, -1]).tolist()
 
     def run(self) -> Tensor:
         """Decode to the end; return all texts (R, P + T), filled up with `pad`."""
-        self._first = {_LARGE: self.large.prefill()}
+        self._begin(_LARGE, self.large)
         if self.paper_compat:
             self._check(self._present)
         while running := [text for text in self._present if not text.finished]:
@@ -163,9 +169,15 @@ class Bild:
         if pace is not None:
             pace.note(drafts, len(texts), sum(len(text.tokens) for text in texts) - before, pace.clock() - began)
 
+    def _begin(self, size: int, model: Model) -> None:
+        self._first[size] = first = model.prefill()
+        if first is None:
+            for text in self._all:
+                text.held[size] = text.held[size] or -1
+
     def _begin_small(self) -> None:
         began = 0.0 if self.pace is None else self.pace.clock()
-        self._first[_SMALL] = self.small.prefill()
+        self._begin(_SMALL, self.small)
         if len(self._present) < len(self._all):
             self.small.keep(torch.tensor([text.index for text in self._present], device=self.prompt.device))
         if self.pace is not None:
@@ -252,27 +264,36 @@ class Bild:
         size: which model's. lengths: all from the tokens on that it holds, or one behind, to a text's end at most.
         """
         spans = [
-            Span(text.row, text.held[size], text.tokens[text.held[size] : wanted[-1]])
+            Span(text.row, text.held[size], self._tokens(text, text.held[size], wanted[-1]))
             for text, wanted in zip(texts, lengths, strict=True)
             if text.held[size] < wanted[-1]
         ]
         first = self._first[size]
-        logits = (self.large if size == _LARGE else self.small).extend(spans) if spans else first[:0]
+        if spans:
+            logits = (self.large if size == _LARGE else self.small).extend(spans)
+        else:
+            assert first is not None
+            logits = first[:0]
         whole = all(text.held[size] + 1 == wanted[0] for text, wanted in zip(texts, lengths, strict=True))
         pieces, end = list[Tensor](), 0
         for text, wanted in zip(texts, lengths, strict=True):
-            if wanted[0] == 0:
+            behind = wanted[0] - 1
+            if behind < 0 and first is not None:
                 pieces.append(first[text.row : text.row + 1])
+                behind = 0
             end += wanted[-1] - text.held[size]
-            pieces.append(logits[end - (wanted[-1] - max(wanted[0] - 1, 0)) : end])
+            pieces.append(logits[end - (wanted[-1] - behind) : end])
             text.held[size] = wanted[-1]
         places = [(text.index, place) for text, wanted in zip(texts, lengths, strict=True) for place in wanted]
         scores = logits if whole else torch.cat(pieces)
-        vocabulary = self._first[_LARGE].shape[1]
-        if scores.shape[1] != vocabulary:  # one tokenizer, but another number of rows that stand for nothing
-            missing = vocabulary - scores.shape[1]
-            scores = F.pad(scores[:, :vocabulary], (0, max(0, missing)), value=-torch.inf)
+        if self.vocabulary not in (None, scores.shape[1]):  # one tokenizer, but other rows that stand for nothing
+            missing = self.vocabulary - scores.shape[1]
+            scores = F.pad(scores[:, : self.vocabulary], (0, max(0, missing)), value=-torch.inf)
         return self._edited(scores, places), places
+
+    def _tokens(self, text: _Text, start: int, end: int) -> list[int]:
+        """Of a text, -1 being its prompt's last."""
+        return text.tokens[start:end] if start >= 0 else [self._last[text.index], *text.tokens[:end]]
 
     def _edited(self, scores: Tensor, places: Sequence[Place]) -> Tensor:
         """Apply the edits to scores (N, V), those of texts of one length at a time."""

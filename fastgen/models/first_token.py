@@ -43,6 +43,14 @@ def source_of(step: DecoderStep, states: Tensor) -> list[Kept]:
     return [(made(makers[0], dims), made(makers[1], dims)) for makers, dims in found if makers is not None]
 
 
+def room_of(step: DecoderStep, texts: int) -> list[Kept]:
+    """Each layer's keys and values of first tokens that have yet to be run."""
+    mixes = (sublayer.mix for sublayer in step.sublayers)
+    found = ((mix.key_heads, mix.dims) for mix in mixes if isinstance(mix, TextAttention))
+    rooms = (step.embedding.tokens.new_zeros(texts, heads, 1, dims) for heads, dims in found)
+    return [(room, room) for room in rooms]
+
+
 @dataclass
 class FirstToken:
     """`Surroundings` of the first token of B texts, which is all that there is to see of them.

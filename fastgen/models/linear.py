@@ -79,10 +79,13 @@ def _entry(weight: Tensor) -> _Packed:
 class Product(Protocol):
     """A linear layer with what comes right behind it.
 
-    fuses: whether it activates, or adds a residual, while it computes.
+    fuses: whether it activates, or adds a residual, while it computes. outputs: N.
     """
 
     fuses: bool
+
+    @property
+    def outputs(self) -> int: ...
 
     def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
         """Return the layer's output (R, N) for x (R, K), fresh; through `activation`, or with `residual` (R, N) added.
@@ -110,6 +113,10 @@ class Linear(Routed):
         self.entry: _Packed | None = None
         weight = self.module.weight
         self.least = max(1, ops.least_rows(weight.numel()) * weight.shape[0 if transposed else 1])
+
+    @property
+    def outputs(self) -> int:
+        return self.module.weight.shape[1 if self.transposed else 0]
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.apply(x)
@@ -158,6 +165,10 @@ class Plain:
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
 
+    @property
+    def outputs(self) -> int:
+        return self.module.weight.shape[1 if is_transposed(self.module) else 0]
+
     def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
         return _finished(type(self.module).forward(self.module, x), activation, residual)
 
@@ -171,6 +182,10 @@ class SideBySide:
         self.weight = torch.cat([module.weight.detach() for module in modules])
         biases = [module.bias for module in modules if module.bias is not None]
         self.bias = torch.cat([bias.detach() for bias in biases]) if biases else None
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0]
 
     def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
         return _finished(nn.functional.linear(x, self.weight, self.bias), activation, residual)

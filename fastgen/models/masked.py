@@ -48,6 +48,10 @@ class Prediction:
     out: Product
     fuses = False
 
+    @property
+    def outputs(self) -> int:
+        return self.out.outputs
+
     def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
         return self.out.apply(self.norm(self.dense.apply(x, self.activation))[0], activation, residual)
 

@@ -166,6 +166,11 @@ class TextAttention:
     neighbours: bool = False
     whole_norms: bool = False
 
+    @property
+    def key_heads(self) -> int:
+        """Of keys and values, as they are kept."""
+        return self.heads if self.spread else (sum(part.outputs for part in self.parts) // self.dims - self.heads) // 2
+
     def __call__(self, x: Tensor, layer: int, context: Surroundings) -> Tensor:
         made = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.parts]
         query, key, value = made if len(made) > 1 else self._split(made[0])

@@ -285,7 +285,6 @@ class _Whole:
         return self.log_probs(self.fused.extend(spans))
 
     def keep(self, rows: Tensor) -> None:
-        self.start = self.start[rows]
         self.stepper.keep(rows, in_order=False)
 
 
@@ -295,11 +294,9 @@ class _FirstLayers:
     def __init__(self, whole: _Whole, layers: int) -> None:
         self.whole, self.layers = whole, layers
 
-    def prefill(self) -> Tensor:
-        """Run the start of each text that is present once more, to the layer of the exit."""
+    def prefill(self) -> None:
+        """The start of each text is run once more, to the layer of the exit."""
         self.step = early_exit(self.whole.fused.step, self.layers)
-        start: list[int] = cast(Any, self.whole.start[:, 0]).tolist()
-        return self.extend([Span(row, -1, [token]) for row, token in enumerate(start)])
 
     def extend(self, spans: Sequence[Span]) -> Tensor:
         return self.whole.log_probs(self.whole.fused.extend(spans, self.step))

@@ -147,6 +147,7 @@ def decode(call: Call, asked: Asked) -> Any:
         policy=policy,
         pad=0 if pad is None else int(pad),
         fallback=options.fallback,
+        vocabulary=call.model.get_output_embeddings().weight.shape[0],
         max_draft=options.max_draft,
         shared=options.small is None,
         paper_compat=options.paper_compat,
@@ -270,10 +271,11 @@ class _Whole:
 
     def __init__(self, call: Call) -> None:
         plan, step = planned(call)
-        self.prompt = call.input_ids
         self.stepper = cast(SharedStepper, call.stepper(plan, step))
 
-    def prefill(self) -> Tensor:
+    def prefill(self) -> Tensor | None:
+        if self.stepper.begin():
+            return None
         logits = self.stepper.prefill()
         try:
             self.stepper.prove(logits)
@@ -290,7 +292,6 @@ class _Whole:
         return self.fused.extend(spans)
 
     def keep(self, rows: Tensor) -> None:
-        self.prompt = self.prompt[rows]
         self.stepper.keep_cache(rows, rows)
 
 
@@ -303,10 +304,8 @@ class _FirstLayers:
         assert step is not None
         self.step = early_exit(step, layers)
 
-    def prefill(self) -> Tensor:
-        """Run the last token of each prompt that is present once more, to the layer of the exit."""
-        last: list[int] = cast(Any, self.whole.prompt[:, -1]).tolist()
-        return self.extend([Span(row, -1, [token]) for row, token in enumerate(last)])
+    def prefill(self) -> None:
+        """The last token of each prompt is run once more, to the layer of the exit."""
 
     def extend(self, spans: Sequence[Span]) -> Tensor:
         return self.whole.fused.extend(spans, self.step)
@@ -322,7 +321,7 @@ class _Later:
         self._make = make
         self._made: _Whole | None = None
 
-    def prefill(self) -> Tensor:
+    def prefill(self) -> Tensor | None:
         self._made = self._make()
         return self._made.prefill()
 

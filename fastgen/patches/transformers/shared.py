@@ -14,7 +14,7 @@ from fastgen.models import first_token
 from fastgen.models.attention import BeamAttention
 from fastgen.models.memory import memory_of
 from fastgen.models.parts import NotFused
-from fastgen.models.proof import by_modules, first_outcome, first_verdict, made, trial, verdict
+from fastgen.models.proof import by_modules, first_outcome, first_verdict, made, outcome, trial, verdict
 from fastgen.models.replay import not_captured
 from fastgen.models.step import Context, DecoderStep
 from fastgen.patches.transformers.attention import current_step
@@ -79,6 +79,26 @@ class SharedStepper(Stepper):
         returned = self.config.return_dict_in_generate  # which has done so
         if self.cache is not None and is_given(self.cache.stock) and not returned:
             self.cache.as_stock()
+
+    def begin(self) -> bool:
+        """Hold the source's keys and values, and have room for the prompt's one token, which comes as a span.
+
+        False where the prompt has to be run. One beam per sentence.
+        """
+        cache, step = self.cache, self.of_weights
+        assert cache is not None
+        if not (step is not None and self.first_proven and outcome(step)):
+            return False
+        if not self._is_first_token(cache, step, self.kwargs):
+            return False
+        states = self.kwargs["encoder_outputs"][0]
+        for layer, kept in enumerate(first_token.source_of(step, states)):
+            cache.keep_source(layer, *kept)
+        for layer, kept in enumerate(first_token.room_of(step, len(states))):
+            cache.keep_text(layer, *kept)
+        cache.begin_decoding()
+        self.fused = FusedDecoder(step, self.model, cache, self.kwargs)
+        return True
 
     def prefill(self) -> Tensor:
         assert self.cache is not None
