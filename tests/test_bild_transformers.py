@@ -11,14 +11,18 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.generation import logits_process as lp
 
 import fastgen
 from fastgen import config
 from fastgen.decoding.pace import Pace, pace_of
 from fastgen.models.layouts import LAYOUTS
+from fastgen.models.ragged import Span
+from fastgen.models.step import DecoderStep
 from fastgen.patches.transformers import bild as transformers_bild
 from fastgen.patches.transformers.bild import BildDecoderOnlyOutput, BildEncoderDecoderOutput
+from fastgen.patches.transformers.fused import FusedDecoder
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.bild_oracle import Scores, bild
@@ -638,6 +642,30 @@ def test_a_call_that_would_not_draft_is_the_large_models_own(family: str) -> Non
     assert report is not None
     assert report.plan.method == "big-little decoding", "drafts pay by now"
     assert pace.total > spent
+
+
+@pytest.mark.parametrize("by", ["model", "layers"])
+def test_a_proven_model_reads_the_first_token_with_the_first_draft(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    large, small = pair("bart", seed=1, apart=0.03)
+    inputs, passes = zoo.batch(large, 1, 7, seed=1), list[tuple[bool, int]]()
+    extend = FusedDecoder.extend
+
+    def noted(self: FusedDecoder, spans: Sequence[Span], step: DecoderStep | None = None) -> torch.Tensor:
+        passes.append(((step or self.step) is self.step and self.step.module is large.model.decoder, spans[0].start))
+        return extend(self, spans, step)
+
+    monkeypatch.setattr(FusedDecoder, "extend", noted)
+    drafts = {"assistant_model": small} if by == "model" else {"assistant_early_exit": 1}
+    call = {"max_new_tokens": NEW, "num_beams": 1, "lossless": True, "adaptive_draft": False} | drafts
+    outputs = [large.generate(**inputs, **call, return_dict_in_generate=True)]
+    passes.clear()
+    monkeypatch.setattr(GenerationMixin, "_prefill", lambda *_, **__: pytest.fail("it has run a prompt by itself"))
+    outputs.append(large.generate(**inputs, **call, return_dict_in_generate=True))
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert {name: int(n) for name, n in outputs[1].bild.items()} == {n: int(v) for n, v in outputs[0].bild.items()}
+    assert next(start for is_large, start in passes if is_large) == -1
+    assert sum(is_large for is_large, _ in passes) == int(outputs[1].bild["large_calls"])
+    assert len(passes) == int(outputs[1].bild["large_calls"] + outputs[1].bild["small_calls"])
 
 
 def test_a_resting_call_raises_what_any_other_does() -> None:

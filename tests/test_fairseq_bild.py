@@ -17,8 +17,8 @@ from fairseq import utils
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 
-from fastgen.decoding.bild import Counts
-from fastgen.decoding.pace import Pace
+from fastgen.decoding.bild import Bild, Counts
+from fastgen.decoding.pace import Pace, pace_of
 from fastgen.patches.fairseq import bild as fairseq_bild
 from tests import fairseq_zoo as zoo
 from tests.bild_oracle import Scores, bild
@@ -172,6 +172,33 @@ def test_lossless_is_fairseqs_own_output(kind: str, name: str) -> None:
                     torch.testing.assert_close(one[field], other[field], atol=1e-5, rtol=1e-6)
             drafted += drafting.counts["drafted"]
     assert drafted
+
+
+@pytest.mark.parametrize("name", ["nothing", "n-grams", "a short text", "another start", "another end"])
+def test_a_call_that_would_not_draft_is_the_large_models_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has lost enough by drafts; hypotheses, their fields and counts are those of a call that might draft."""
+    large, small = pair("transformer", 1, 0.03)
+    sample, options = zoo.batch(9, 8, "left", 1), {"beam_size": 1, "max_len_b": 20} | (OPTIONS | LOSSLESS)[name]
+    with fastgen.bild(small, lossless=True) as drafting:
+        first, _ = zoo.call([large], sample, options)
+        pace = pace_of(large, small, None)
+        assert pace.total > 0, "the first call goes by the clock"
+        pace.lost, before, spent = 1e6, dict(drafting.counts), pace.total
+        with monkeypatch.context() as patch:
+            patch.setattr(Bild, "run", lambda _: pytest.fail("it has decoded together"))
+            rested, _ = zoo.call([large], sample, options)
+            with pytest.raises(ValueError, match="is not possible with a prefix"):
+                zoo.call([large], sample, options | {"prefix_tokens": torch.full((9, 1), 5)})
+    for (one,), (other,) in zip(rested, first, strict=True):
+        assert one.keys() == other.keys()
+        assert one["tokens"].tolist() == other["tokens"].tolist()
+        assert one["attention"].shape == other["attention"].shape
+        for field in ("score", "positional_scores"):
+            torch.testing.assert_close(one[field], other[field], atol=1e-5, rtol=1e-6)
+    assert pace.total > spent
+    took = {count: drafting.counts[count] - before[count] for count in before}
+    tokens = sum(len(hypothesis["tokens"]) for (hypothesis,) in rested)
+    assert took == dict.fromkeys(took, 0) | {"tokens": tokens, "large_calls": tokens}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fastgen.decoding import bild_options
 from fastgen.decoding.bild import Bild, Counts
 from fastgen.decoding.bild_options import Options
-from fastgen.decoding.pace import pace_of
+from fastgen.decoding.pace import Pace, pace_of
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.policies import Likeliest, Noting
 from fastgen.decoding.stop import Stop
@@ -158,7 +158,51 @@ def generate(
         ValueError: the call has what cannot be had here; the message says what.
     """
     options = here.options
-    check(generator, options)
+    plan = _planned(here, generator, sample, prefix_tokens, constraints)
+    small = nullcontext() if options.small is None else routed(options.small)
+    with _engine.running(plan), routed(generator.model.models[0]), small:
+        found, counts, left_off = _decode(generator, plan, sample["net_input"], options, bos_token)
+    _count(here, counts)
+    _engine.hit("fairseq.generate", dict.fromkeys((*plan.left_off, *left_off)))
+    return found
+
+
+def rests(
+    here: Drafting, generator: Any, sample: Any, prefix_tokens: Tensor | None, constraints: Tensor | None
+) -> bool:
+    """Whether a call is better the large model's own, as no round of it would draft.
+
+    Raises:
+        ValueError: as `generate`.
+    """
+    pace = _pace(generator, here.options)
+    if pace is None or pace.total == 0.0:
+        return False
+    plan = _planned(here, generator, sample, prefix_tokens, constraints)
+    return not pace.may_draft(plan.sentences)
+
+
+def of_large_alone(
+    here: Drafting, generator: Any, found: list[list[dict[str, Tensor]]], steps: Sequence[tuple[int, float]]
+) -> list[list[dict[str, Tensor]]]:
+    """What `generate` returns of a call that rested; what it took is noted.
+
+    steps: rows and seconds of each.
+    """
+    pace = _pace(generator, here.options)
+    assert pace is not None  # or it has not rested
+    for rows, seconds in steps[1:]:  # beside the prompt, as in rounds
+        pace.note(False, rows, rows, seconds)
+    lengths = [len(hypothesis["tokens"]) for (hypothesis,) in found]
+    _count(here, [Counts(tokens=length, large_calls=length) for length in lengths])
+    return [[hypothesis | {"attention": torch.empty(0)}] for (hypothesis,) in found]
+
+
+def _planned(
+    here: Drafting, generator: Any, sample: Any, prefix_tokens: Tensor | None, constraints: Tensor | None
+) -> Plan:
+    """How a call runs; ValueError where it has what cannot be had here."""
+    check(generator, here.options)
     for what, given in {"a prefix": prefix_tokens, "constraints": constraints}.items():
         if given is not None:
             raise _impossible(what)
@@ -166,14 +210,22 @@ def generate(
         plan = replace(decide.decide(generator, sample, constraints), method="big-little decoding")
     except Unsupported as unsupported:
         raise ValueError(f"big-little decoding: {unsupported.reason}") from None
-    small = nullcontext() if options.small is None else routed(options.small)
-    with _engine.running(plan), routed(generator.model.models[0]), small:
-        found, counts, left_off = _decode(generator, plan, sample["net_input"], options, bos_token)
+    if here.options.small is not None:
+        source = sample["net_input"]["src_tokens"]
+        _check_positions(here.options.small, source.shape[1], longest_of(generator, source))
+    return plan
+
+
+def _pace(generator: Any, options: Options) -> Pace | None:
+    """The costs by which a call drafts; None where it always does."""
+    adaptive = options.lossless if options.adaptive is None else options.adaptive
+    return pace_of(generator.model.models[0], options.small, options.layers) if adaptive else None
+
+
+def _count(here: Drafting, counts: Sequence[Counts]) -> None:
     total = {name: sum(getattr(each, name) for each in counts) for name in Counts.__dataclass_fields__}
     here.counts.update(total)
     _engine.decoded_together(total)
-    _engine.hit("fairseq.generate", dict.fromkeys((*plan.left_off, *left_off)))
-    return found
 
 
 def _decode(
@@ -185,11 +237,9 @@ def _decode(
     start = source.new_full((plan.sentences, 1), end if bos_token is None else bos_token)
     large = _Whole(generator.model, net_input, start, longest, generator.temperature)
     if options.layers is None:
-        _check_positions(options.small, source.shape[1], longest)
         small = _Whole(EnsembleModel([options.small]), net_input, start, longest, generator.temperature)
     else:
         small = _FirstLayers(large, options.layers)
-    adaptive = options.lossless if options.adaptive is None else options.adaptive
     policy = Noting(Likeliest(0.0 if options.lossless else options.rollback))
     together = Bild(
         large=large,
@@ -202,7 +252,7 @@ def _decode(
         fallback=options.fallback,
         max_draft=options.max_draft,
         shared=options.layers is not None,
-        pace=pace_of(generator.model.models[0], options.small, options.layers) if adaptive else None,
+        pace=_pace(generator, options),
     )
     written: list[list[int]] = cast(Any, together.run()[:, 1:]).tolist()
     texts = [tokens[: counts.tokens] for tokens, counts in zip(written, together.counts, strict=True)]

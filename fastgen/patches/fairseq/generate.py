@@ -75,7 +75,8 @@ def generate(
     answer = _answer.get()
     if answer is not None and answer[0] is self and answer[1] is sample:
         return answer[2]
-    if (asked := bild.asked()) is not None:
+    asked = bild.asked()
+    if asked is not None and not bild.rests(asked, self, sample, prefix_tokens, constraints):
         return bild.generate(asked, self, sample, prefix_tokens, constraints, bos_token)
     try:
         plan = decide(self, sample, constraints)
@@ -86,7 +87,8 @@ def generate(
     with _engine.running(plan), routes(self):
         lengths = source_lengths(original, self, sample["net_input"])
         begun, _ = begin(self, plan, sample, lengths, prefix_tokens, constraints, bos_token)
-    return begun.finish()
+    found = begun.finish()
+    return found if asked is None else bild.of_large_alone(asked, self, found, begun.model.times)
 
 
 def models_of(generator: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """fairseq models that make decode steps over the shared cache: one, an ensemble, and a language model beside them."""
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -153,9 +154,17 @@ class Stepper:
         self.longest = longest
         self.ancestry = cache.Ancestry(sentences, beams, longest, device)
         self._first = True
+        self._began: list[tuple[int, float]] = []  # rows and time at the start of each step
+
+    @property
+    def times(self) -> list[tuple[int, float]]:
+        """Rows and seconds of each step so far but the newest, whose end is not known."""
+        each = zip(self._began, self._began[1:], strict=False)
+        return [(rows, after - began) for (rows, began), (_, after) in each]
 
     def step(self, ids: Tensor) -> Made:
         """Run the newest token of ids (R, L), in the first step (B, 1)."""
+        self._began.append((ids.shape[0], time.perf_counter()))
         ancestry = None if self._first else self._opened()
         self._first = False
         return self._mixed([member.step(ids, ancestry) for member in self._all])

@@ -89,9 +89,10 @@ class SharedStepper(Stepper):
         assert cache is not None
         if not (step is not None and self.first_proven and outcome(step)):
             return False
-        if not self._is_first_token(cache, step, self.kwargs):
+        given: dict[str, Any] = self.kwargs
+        if not self._is_first_token(cache, step, given):
             return False
-        states = self.kwargs["encoder_outputs"][0]
+        states: Tensor = given["encoder_outputs"][0]
         for layer, kept in enumerate(first_token.source_of(step, states)):
             cache.keep_source(layer, *kept)
         for layer, kept in enumerate(first_token.room_of(step, len(states))):
