@@ -17,6 +17,9 @@ SHARE = 0.01
 TRIAL = 3
 """Rounds with drafts before they are judged."""
 
+UNKNOWN = 4
+"""Rounds that a first trial may cost, of so many texts or more: where a pass reads many tokens, each of them costs."""
+
 DEAR = 1.5
 """A token that costs so many times that of the large model alone ends a trial at once."""
 
@@ -102,7 +105,7 @@ class Pace:
         )
 
     def _can_afford(self, costs: _Costs, texts: int) -> bool:
-        expected = max(costs.lost, (costs.alone or 0.0) * texts)
+        expected = max(costs.lost, (costs.alone or 0.0) * texts * min(texts, UNKNOWN))
         return costs.rest == 0 and self.lost + expected <= SHARE * self.total
 
     def note(self, drafted: bool, texts: int, tokens: int, seconds: float) -> None:

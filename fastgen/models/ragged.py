@@ -82,6 +82,7 @@ class Ragged:
         places = chosen if whole else range(len(chosen))
         self.even = len(chosen) == self.present and len(set(counts)) == 1
         level = self.even and len(set(starts)) == 1
+        self.level = level and len(chosen) == self.texts
         self.folded = None if self.even else self._folded(places)
         at_once = level and self.queries == 1
         self.position: int | Tensor = self._position(prefix, starts[0] if at_once else None)
@@ -143,9 +144,12 @@ class Ragged:
 
     def _write(self, buffer: Tensor, new: Tensor) -> None:
         """Write keys or values (N, Hkv, D) to their slots of a buffer (R, Hkv, L, D)."""
+        first = self.end - self.queries
         if len(self.spans) == 1:
-            own = buffer.select(0, self.spans[0].row)
-            own.narrow(1, self.end - self.queries, self.queries).copy_(new.transpose(0, 1))
+            buffer.select(0, self.spans[0].row).narrow(1, first, self.queries).copy_(new.transpose(0, 1))
+        elif self.level:
+            own = buffer[: self.texts].narrow(2, first, self.queries)
+            own.copy_(new.view(self.texts, self.queries, *new.shape[1:]).transpose(1, 2))
         else:
             buffer.transpose(1, 2)[self.rows, self.slots] = new
 
