@@ -222,7 +222,10 @@ def _quality(texts: dict[str, list[str]], references: list[str], tiny: bool) -> 
 
 
 def _costs(large: Any, smalls: dict[str, Any], sources: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds, at batch 1: a pass of the large model over k tokens, one of the small model, and the encoders."""
+    """Seconds at batch 1: a step of the large model alone, a pass of it over k tokens, one of the small one, encoders.
+
+    A step among steps is not a pass over one token among other passes, whose weights the caches hold as well.
+    """
     from fastgen.cli.bild import pair, sweep
 
     greedy = pair.greedy(large, args.max_new_tokens)
@@ -230,37 +233,50 @@ def _costs(large: Any, smalls: dict[str, Any], sources: list[list[int]], args: a
     small = smalls["unaligned"]
     encoders = {name: _encoder_seconds(model, batches) for name, model in (("large", large), ("small", small))}
     passes: dict[tuple[bool, int], list[float]] = {}
+    steps: list[float] = []
     points = [sweep.Point(0.0, None, width - 1) if width > 1 else sweep.Point(1.0, None, 1) for width in PASS_WIDTHS]
-    with _watched_passes(large, passes):
-        for batch, point in itertools.product(batches[:: max(1, len(batches) // COST_SOURCES)], points):
-            options = greedy | point.options | {"assistant_model": small, "adaptive_draft": False}
-            _arm(large, options)(batch)
+    with _watched_passes(large, passes, steps):
+        for batch in batches[:: max(1, len(batches) // COST_SOURCES)]:
+            _arm(large, greedy)(batch)
+            for point in points:
+                options = greedy | point.options | {"assistant_model": small, "adaptive_draft": False}
+                _arm(large, options)(batch)
     table = {tokens: statistics.median(times) for (is_large, tokens), times in sorted(passes.items()) if is_large}
-    return {"large_pass": table, "small_pass": statistics.median(passes[False, 1]), "encoder": encoders}
+    of_small = statistics.median(passes[False, 1])
+    return {"large_step": statistics.median(steps), "large_pass": table, "small_pass": of_small, "encoder": encoders}
 
 
 @contextmanager
-def _watched_passes(large: Any, passes: dict[tuple[bool, int], list[float]]) -> Iterator[None]:
-    """Within it, the seconds of every pass of both models are noted, by whose it is and over how many tokens."""
+def _watched_passes(large: Any, passes: dict[tuple[bool, int], list[float]], steps: list[float]) -> Iterator[None]:
+    """Within it, the seconds of every pass of both models are noted, by whose it is and over how many tokens.
+
+    steps: of the large model where it runs alone.
+    """
+    from unittest import mock
+
     from fastgen.patches.transformers import bild
 
-    whole = bild._Whole
-    original = whole.extend
+    extends, steps_on = bild._Whole.extend, bild.FusedDecoder.__call__
 
-    def extend(self: Any, spans: Any) -> Any:
+    def timed(call: Callable[[], Any]) -> tuple[Any, float]:
         began = time.perf_counter()
-        logits = original(self, spans)
+        logits = call()
         if logits.is_cuda:
             logits.sum().item()
-        seconds = time.perf_counter() - began
+        return logits, time.perf_counter() - began
+
+    def extend(self: Any, spans: Any) -> Any:
+        logits, seconds = timed(lambda: extends(self, spans))
         passes.setdefault((self.stepper.model is large, sum(len(span.tokens) for span in spans)), []).append(seconds)
         return logits
 
-    whole.extend = extend
-    try:
+    def step(self: Any, ids: Any) -> Any:
+        logits, seconds = timed(lambda: steps_on(self, ids))
+        steps.append(seconds)
+        return logits
+
+    with mock.patch.object(bild._Whole, "extend", extend), mock.patch.object(bild.FusedDecoder, "__call__", step):
         yield
-    finally:
-        whole.extend = original
 
 
 def _encoder_seconds(model: Any, batches: Sequence[Batch]) -> float:
@@ -298,7 +314,7 @@ def ideal(counts: dict[str, int], sentences: int, cost: dict[str, Any]) -> float
     mean = (counts["drafted"] + counts["large_calls"]) / max(1, counts["large_calls"])
     at_mean = float(np.interp(mean, widths, [cost["large_pass"][width] for width in widths]))
     encoders = cost["encoder"]
-    alone = sentences * encoders["large"] + counts["tokens"] * cost["large_pass"][1]
+    alone = sentences * encoders["large"] + counts["tokens"] * cost["large_step"]
     together = sentences * (encoders["large"] + encoders["small"])
     together += counts["small_calls"] * cost["small_pass"] + counts["large_calls"] * at_mean
     return alone / together

@@ -521,7 +521,12 @@ def test_the_benchmark_of_a_pair(folder: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_the_ideal_speed_of_counted_passes() -> None:
-    cost = {"large_pass": {1: 10.0, 2: 11.0, 4: 13.0}, "small_pass": 2.0, "encoder": {"large": 5.0, "small": 1.0}}
+    cost = {
+        "large_step": 10.0,
+        "large_pass": {1: 10.0, 2: 11.0, 4: 13.0},
+        "small_pass": 2.0,
+        "encoder": {"large": 5.0, "small": 1.0},
+    }
     counts = {"tokens": 20, "drafted": 16, "large_calls": 8, "small_calls": 18}
     assert benchmark.ideal(counts, 2, cost) == pytest.approx((2 * 5 + 20 * 10) / (2 * 6 + 18 * 2 + 8 * 12))
     assert benchmark.ideal(counts | {"drafted": 0, "small_calls": 0, "large_calls": 20}, 0, cost) == 1.0

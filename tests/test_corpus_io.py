@@ -15,7 +15,6 @@ from operator import length_hint
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -120,6 +119,7 @@ def test_tables_and_objects(tmp_path_factory: pytest.TempPathFactory, texts: lis
 
 def test_a_dataset_on_disk(tmp_path: Path) -> None:
     rows = [{"id": i, "text": text} for i, text in enumerate(ODD)]
+    datasets: Any = pytest.importorskip("datasets")
     whole = datasets.Dataset.from_list(rows)
     whole.save_to_disk(str(tmp_path / "whole"))
     assert [r.fields for r in read(tmp_path / "whole", column="text")] == rows
