@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("zstandard", reason="needs fastgen[corpus]")
 from fastgen.corpus import compression, formats, writers
 from fastgen.corpus.readers import Files
 from fastgen.corpus.records import Record
