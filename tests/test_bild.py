@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastgen.decoding.bild import Bild
-from fastgen.decoding.pace import Pace
+from fastgen.decoding.pace import REST, TRIAL, Pace
 from fastgen.decoding.policies import Drawn, Likeliest, Noting, Rejection
 from fastgen.decoding.stop import Stop
 from fastgen.models.ragged import Span
@@ -222,6 +222,25 @@ def test_a_drawn_token_stands_if_it_is_cheap() -> None:
                 assert token == int(toys.large(text[: len(prompt) + place]).argmax())
             if kind != "fallback":
                 text[len(prompt) + place :] = [token]
+
+
+def test_calls_that_lose_by_drafts_have_none_though_a_round_may_win() -> None:
+    pace = Pace()
+    pace.note(False, 1, 1, 1.0)
+    for _ in range(TRIAL):
+        pace.note(True, 1, 3, 1.0)
+    assert pace.may_draft(8), "when one text is left"
+    pace.note_call(False, 8, 100, 10.0)
+    for _ in range(TRIAL):
+        assert pace.may_draft(8)
+        pace.note_call(True, 8, 100, 12.0)
+    assert not pace.may_draft(8)
+    assert pace.may_draft(1)
+    for _ in range(REST):
+        pace.note_call(False, 8, 100, 10.0)
+    assert not pace.may_draft(8), "six seconds are no hundredth of those so far"
+    pace.note(False, 8, 8, 1000.0)
+    assert pace.may_draft(8)
 
 
 class _Clock:

@@ -416,7 +416,15 @@ def test_attention_dims(d: int, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize(
     ("b", "m", "h", "kv", "n"),
-    [(1, 1, 1, 1, 1), (3, 5, 6, 2, 33), (1, 4, 8, 1, 129), (2, 1, 4, 2, 17), (1, 4, 2, 2, 1_100), (2, 16, 8, 1, 65)],
+    [
+        (1, 1, 1, 1, 1),
+        (3, 5, 6, 2, 33),
+        (1, 4, 8, 1, 129),
+        (2, 1, 4, 2, 17),
+        (1, 4, 2, 2, 1_100),
+        (2, 16, 8, 1, 65),
+        (1, 9, 8, 1, 600),
+    ],
 )
 def test_attention(b: int, m: int, h: int, kv: int, n: int, softcap: float | None, device: str) -> None:
     _check_attention(beam_attention, device, b, m, h, kv, n, 8, softcap=softcap)
@@ -800,6 +808,10 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
     "attention: query heads of a key head": (
         beam_attention, "kv_head * groups + row // beams", "kv_head + row // beams",
         lambda ops: _check_attention(ops, *_SMALL_ATTENTION),
+    ),
+    "attention: pieces of the rows": (
+        beam_attention, "tl.program_id(0) % chunks * ROWS", "0 * chunks",
+        lambda ops: _check_attention(ops, "cpu", 2, 16, 8, 1, 65, 8),
     ),
     "attention: parts": (
         beam_attention, "mixed * share[:, None]", "mixed",

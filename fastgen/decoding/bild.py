@@ -139,6 +139,7 @@ class Bild:
 
     def run(self) -> Tensor:
         """Decode to the end; return all texts (R, P + T), filled up with `pad`."""
+        began = 0.0 if self.pace is None else self.pace.clock()
         self._begin(_LARGE, self.large)
         if self.paper_compat:
             self._check(self._present)
@@ -146,7 +147,9 @@ class Bild:
             self._round(running)
             self._let_go()
         if self.pace is not None and _SMALL in self._first:
-            self.pace.note_start(self._start, sum(len(text.tokens) for text in self._all))
+            tokens = sum(len(text.tokens) for text in self._all)
+            self.pace.note_start(self._start, tokens)
+            self.pace.note_call(True, len(self._all), tokens, self.pace.clock() - began)
         longest = max(len(text.tokens) for text in self._all)
         rows = [text.tokens + [self.pad] * (longest - len(text.tokens)) for text in self._all]
         return torch.cat([self.prompt, torch.tensor(rows, device=self.prompt.device).view(len(rows), -1)], 1)

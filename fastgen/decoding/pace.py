@@ -35,7 +35,7 @@ _NEWEST = 0.25
 
 @dataclass
 class _Costs:
-    """Seconds per token, and what is to come.
+    """Seconds per token, and what is to come; of rounds, or in the same way of calls.
 
     Attributes:
         pays: what the last trial has found, and no round since has undone.
@@ -88,6 +88,7 @@ class Pace:
     total: float = 0.0
     lost: float = 0.0
     _costs: dict[int, _Costs] = field(default_factory=dict[int, _Costs])
+    _calls: dict[int, _Costs] = field(default_factory=dict[int, _Costs])
 
     def drafts(self, texts: int) -> bool:
         """Whether the next round of so many texts is to be one with drafts."""
@@ -97,8 +98,16 @@ class Pace:
         return costs.pays or costs.tried > 0 or self._can_afford(costs, texts)
 
     def may_draft(self, texts: int) -> bool:
-        """Whether a round of a call that begins with so many texts may be one with drafts, as far as it is known."""
-        return any(
+        """Whether a round of a call that begins with so many texts may be one with drafts, as far as it is known.
+
+        Not where such calls as a whole have lost by it: what the small model's prompts cost is spread over all tokens,
+        though drafts may pay for a batch's last texts alone.
+        """
+        calls = self._calls.get(texts.bit_length(), _Costs())
+        if calls.tried >= STALE:
+            return False
+        worth = calls.pays or calls.tried or (calls.rest == 0 and self.lost + calls.lost <= SHARE * self.total)
+        return bool(calls.alone is None or worth) and any(
             costs.pays or costs.tried or (costs.alone is not None and self._can_afford(costs, 2**size // 2))
             for size, costs in self._costs.items()
             if size <= texts.bit_length()
@@ -119,6 +128,14 @@ class Pace:
         lost = seconds - tokens * costs.alone
         self.lost = max(0.0, self.lost + lost)
         costs.note_drafts(seconds / tokens + self.start, costs.alone, lost)
+
+    def note_call(self, drafted: bool, texts: int, tokens: int, seconds: float) -> None:
+        """Note a call: whether it had drafts, with how many texts it began, their tokens, and how long it took."""
+        calls, cost = self._calls.setdefault(texts.bit_length(), _Costs()), seconds / max(1, tokens)
+        if not drafted:
+            calls.note_alone(cost)
+        elif calls.alone is not None:
+            calls.note_drafts(cost, calls.alone, seconds - tokens * calls.alone)
 
     def note_start(self, seconds: float, tokens: int) -> None:
         """Note, when a call is over, what the small model's prompts took, and how many tokens the call gave."""

@@ -13,6 +13,7 @@ Sources: FastSeq (Yan et al. 2021), appendix A: the einsum formulation of attent
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ DIMS = 256
 """Largest head dimension of the kernel."""
 
 ROWS = 128
-"""Most beams times query heads per key head that one program of the kernel holds."""
+"""Most beams times query heads per key head of the kernel."""
 
 
 def beam_attention_reference(
@@ -161,6 +162,30 @@ def beam_attention_with_weights(
     return mixed, weights.float().mean(1)
 
 
+class _Tile(NamedTuple):
+    """What a program holds: queries, and keys at a time; by how many warps, and in how many stages keys come."""
+
+    rows: int
+    block: int
+    warps: int
+    stages: int
+
+
+def _tile(dtype: torch.dtype, rows: int, dims: int) -> _Tile:
+    """How `rows` queries of a key head are cut up.
+
+    So that nothing is spilled from the registers, and the shared memory of the smallest devices suffices (99 KiB;
+    compiled for compute capability 8.0 to 9.0 by `tests/compiled.py`). Products in fp32 do not run on tensor cores and
+    hold their operands in registers: there 64 rows of 128 dimensions would spill 32 KB per thread.
+    """
+    held = max(16, power_of_two(rows))
+    if dtype == torch.float32:
+        return _Tile(min(held, 32 if dims <= 128 else 16), 32, 8, 2)
+    if dims <= 64:
+        return _Tile(min(held, 64), 64, 4, 3)
+    return _Tile(min(held, 32), 64 if dims <= 128 else 32, 4, 3)
+
+
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
@@ -177,25 +202,26 @@ def _beam_attention_triton(
 ) -> Tensor:
     b, m, h, d = query.shape
     kv_heads, n = keys.shape[1], keys.shape[2]
-    block = 64 if d <= 128 else 32
+    rows = (h // kv_heads) * m
+    tile = _tile(query.dtype, rows, d)
+    chunks = cdiv(rows, tile.rows)
     # Enough programs to fill the device twice over, each with several blocks of keys.
-    parts = max(1, min(cdiv(n, 4 * block), cdiv(2 * _multiprocessors(query.device), b * kv_heads)))
-    length = cdiv(cdiv(n, parts), block) * block
+    parts = max(1, min(cdiv(n, 4 * tile.block), cdiv(2 * _multiprocessors(query.device), b * kv_heads * chunks)))
+    length = cdiv(cdiv(n, parts), tile.block) * tile.block
     parts = cdiv(n, length)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    rows = (h // kv_heads) * m
     mixed, highest, sums = out, out, out
     if parts > 1:
         mixed = torch.empty(parts, b, m, h, d, dtype=torch.float32, device=query.device)
         highest, sums = torch.empty(2, parts, b, m, h, dtype=torch.float32, device=query.device)
     given = query if mask is None else mask.expand(b, h, m, n)
     launch(
-        _attention_kernel, (b * kv_heads, parts), query, keys, values, given, query if seen is None else seen, mixed,
-        highest, sums, b, m, kv_heads,
-        h // kv_heads, d, n, length, scale, softcap or 0.0, *query.stride(), *keys.stride(), *values.stride(),
-        *given.stride(), ROWS=max(16, power_of_two(rows)), DIMS=max(16, power_of_two(d)), BLOCK=block,
+        _attention_kernel, (b * kv_heads * chunks, parts), query, keys, values, given, query if seen is None else seen,
+        mixed, highest, sums, b, m, kv_heads,
+        h // kv_heads, chunks, d, n, length, scale, softcap or 0.0, *query.stride(), *keys.stride(), *values.stride(),
+        *given.stride(), ROWS=tile.rows, DIMS=max(16, power_of_two(d)), BLOCK=tile.block,
         MASKED=mask is not None, CAPPED=softcap is not None, WHOLE=parts == 1, COUNTED=seen is not None,
-        WIDE=INTERPRETED and query.dtype == torch.bfloat16, num_warps=4 if rows <= 64 else 8,
+        WIDE=INTERPRETED and query.dtype == torch.bfloat16, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if parts > 1:
         launch(
@@ -208,15 +234,15 @@ def _beam_attention_triton(
 @jit
 def _attention_kernel(
     query_ptr, keys_ptr, values_ptr, mask_ptr, seen_ptr, mixed_ptr, highest_ptr, sum_ptr, sentences, beams, kv_heads,
-    groups, dims, count, length, scale, softcap, query_b, query_m, query_h, query_d, keys_b, keys_h, keys_n, keys_d,
-    values_b, values_h, values_n, values_d, mask_b, mask_h, mask_m, mask_n, ROWS: constexpr, DIMS: constexpr,
+    groups, chunks, dims, count, length, scale, softcap, query_b, query_m, query_h, query_d, keys_b, keys_h, keys_n,
+    keys_d, values_b, values_h, values_n, values_d, mask_b, mask_h, mask_m, mask_n, ROWS: constexpr, DIMS: constexpr,
     BLOCK: constexpr, MASKED: constexpr, CAPPED: constexpr, WHOLE: constexpr, COUNTED: constexpr,
     WIDE: constexpr,
 ):  # fmt: skip
-    """All beams and query heads of one key head of one sentence, over one part of the keys."""
-    pair, part = tl.program_id(0), tl.program_id(1)
+    """All beams and query heads of one key head of one sentence, or some of them, over one part of the keys."""
+    pair, part = tl.program_id(0) // chunks, tl.program_id(1)
     sentence, kv_head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(0) % chunks * ROWS + tl.arange(0, ROWS)  # neighbours read the same keys
     beam, head = row % beams, kv_head * groups + row // beams
     is_row = row < groups * beams
     dim = tl.arange(0, DIMS)

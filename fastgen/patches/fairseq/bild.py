@@ -183,17 +183,22 @@ def rests(
 
 
 def of_large_alone(
-    here: Drafting, generator: Any, found: list[list[dict[str, Tensor]]], steps: Sequence[tuple[int, float]]
+    here: Drafting,
+    generator: Any,
+    found: list[list[dict[str, Tensor]]],
+    steps: Sequence[tuple[int, float]],
+    seconds: float,
 ) -> list[list[dict[str, Tensor]]]:
     """What `generate` returns of a call that rested; what it took is noted.
 
-    steps: rows and seconds of each.
+    steps: rows and seconds of each. seconds: of the whole call, its encoder included.
     """
     pace = _pace(generator, here.options)
     assert pace is not None  # or it has not rested
     for rows, seconds in steps[1:]:  # beside the prompt, as in rounds
         pace.note(False, rows, rows, seconds)
     lengths = [len(hypothesis["tokens"]) for (hypothesis,) in found]
+    pace.note_call(False, len(lengths), sum(lengths), seconds)
     _count(here, [Counts(tokens=length, large_calls=length) for length in lengths])
     return [[hypothesis | {"attention": torch.empty(0)}] for (hypothesis,) in found]
 

@@ -1,5 +1,6 @@
 """fairseq's `SequenceGenerator._generate` on the engine of `decoding`."""
 
+import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -84,11 +85,14 @@ def generate(
         _engine.fallback("fairseq.generate", unsupported.reason)
         self.model.set_decoder_beam_size(self.beam_size)  # another generator of the model may have set its own
         return original(self, sample, prefix_tokens, constraints, bos_token)
+    began = time.perf_counter()
     with _engine.running(plan), routes(self):
         lengths = source_lengths(original, self, sample["net_input"])
         begun, _ = begin(self, plan, sample, lengths, prefix_tokens, constraints, bos_token)
     found = begun.finish()
-    return found if asked is None else bild.of_large_alone(asked, self, found, begun.model.times)
+    if asked is None:
+        return found
+    return bild.of_large_alone(asked, self, found, begun.model.times, time.perf_counter() - began)
 
 
 def models_of(generator: Any) -> list[Any]:

@@ -147,7 +147,7 @@ def decode(call: Call, asked: Asked) -> Any:
         policy=policy,
         pad=0 if pad is None else int(pad),
         fallback=options.fallback,
-        vocabulary=call.model.get_output_embeddings().weight.shape[0],
+        vocabulary=None if options.small is None else call.model.get_output_embeddings().weight.shape[0],
         max_draft=options.max_draft,
         shared=options.small is None,
         paper_compat=options.paper_compat,

@@ -31,7 +31,9 @@ def resting(call: Call) -> Call:
     return replace(call, config=config)
 
 
-def of_large_alone(call: Call, asked: bild.Asked, as_dict: bool, sequences: Tensor, report: CallReport) -> Any:
+def of_large_alone(
+    call: Call, asked: bild.Asked, as_dict: bool, sequences: Tensor, report: CallReport, seconds: float
+) -> Any:
     """What `generate` returns of a call that rested, as a dict or as tokens; what it took is noted."""
     asked.decoded, pace = True, bild.pace_for(call, asked.options)
     assert pace is not None  # or it has not rested
@@ -41,5 +43,6 @@ def of_large_alone(call: Call, asked: bild.Asked, as_dict: bool, sequences: Tens
     eos = stop_of(call.stopping_criteria).eos
     ended = torch.zeros_like(written, dtype=torch.bool) if eos is None else torch.isin(written, eos.to(written.device))
     lengths: list[int] = cast(Any, (written.shape[1] - ended.cumsum(1).gt(0).sum(1) + ended.any(1))).tolist()
+    pace.note_call(False, len(lengths), sum(lengths), seconds)
     counts = bild.by_name([Counts(tokens=length, large_calls=length) for length in lengths])
     return bild.returned(call, as_dict, sequences, counts)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -173,6 +174,7 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
     rests, returned = asked is not None and bild_resting.rests(call, asked), call.config.return_dict_in_generate
     if asked is not None and not rests:
         return bild.decode(call, asked)
+    began = time.perf_counter()
     if rests:
         call = bild_resting.resting(call)
     name = {"beam": "transformers.beam_search", "sample": "transformers.sample"}[loop]
@@ -204,7 +206,8 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
             over = run(decoding.search, model, model.prefill(), lambda: pauses and model.joinable)
     begun = Begun(name, model, decoding.search, decoding.output, () if reason is None else (reason,))
     if asked is not None:
-        return bild_resting.of_large_alone(call, asked, returned, begun.finish(), model.report())
+        found, seconds = begun.finish(), time.perf_counter() - began
+        return bild_resting.of_large_alone(call, asked, returned, found, model.report(), seconds)
     return begun.finish() if over else begun
 
 

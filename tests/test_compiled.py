@@ -1,0 +1,42 @@
+"""Every kernel compiles for the devices that it is for, and fits them, as far as that shows without one."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SHARED = 99 * 1024
+"""Bytes of shared memory that a program may have on the smallest of these devices (compute capability 8.6, 8.9)."""
+
+SPILLED = 600
+"""Bytes that a thread may spill; k-best's merge of 9 beams, one program for each sentence, comes to 548."""
+
+pytest.importorskip("triton", reason="kernels are Triton's")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.compiled", "8.6", "9.0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_kernel_is_compiled(compiled: list[dict[str, Any]]) -> None:
+    sources = "".join(file.read_text("utf-8") for file in (ROOT / "fastgen/ops").glob("*.py"))
+    launched = set(re.findall(r"launch\(\s*(_\w+)", sources))
+    assert {each["kernel"] for each in compiled} == launched
+    assert [each for each in compiled if each["error"] is not None] == []
+
+
+def test_no_kernel_needs_more_than_there_is(compiled: list[dict[str, Any]]) -> None:
+    assert [each for each in compiled if each["shared"] > SHARED] == []
+    assert [each for each in compiled if each["spills"] > SPILLED] == []
+    attention = [each for each in compiled if each["kernel"] == "_attention_kernel"]
+    assert attention
+    assert [each for each in attention if each["spills"]] == []
