@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import tempfile
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 from benchmarks import fairseq_command, ops
 from benchmarks.cases import EXAMPLE, FAIRSEQ_SHAPES, SHAPES, Case, FairseqShape, Shape
-from benchmarks.paper.table import DIFFERS, Order, Result, Table, times
+from benchmarks.paper.table import DIFFERS, NotHere, Order, Result, Table, times
 from benchmarks.runners import run_fairseq, run_generate
 from fastgen.cli.measure import paired_ratio
 
@@ -88,11 +89,18 @@ _MODELS: tuple[tuple[str, float, float, str, Any, int, int, dict[str, Any]], ...
 )
 
 
+_FAIRSEQ, _NO_FAIRSEQ = importlib.util.find_spec("fairseq") is not None, "fairseq is not installed"
+
+
 def table1(order: Order) -> Result:
     """One batch of each model; the same batch on both sides."""
     rows: list[tuple[str, ...]] = []
     raw: dict[str, Any] = {}
     for label, before, after, printed, shape, source, new, options in _MODELS:
+        of_fairseq, paper = isinstance(shape, FairseqShape), (f"{before:g} -> {after:g}", printed)
+        if of_fairseq and not _FAIRSEQ:
+            rows.append((label, *paper, "", "", _NO_FAIRSEQ))
+            continue
         if order.size == "reduced":
             source, new, shape = min(source, 256), 24, _reduced(shape)
         case = Case(
@@ -100,13 +108,13 @@ def table1(order: Order) -> Result:
         )
         if order.size == "tiny":
             case = case.tiny()
-        run = run_fairseq if isinstance(shape, FairseqShape) else run_generate
+        run = run_fairseq if of_fairseq else run_generate
         found = raw[label] = run(case, order.session)
         ours: tuple[str, ...] = ("", "", DIFFERS)
         if found["equal"]:
             speeds = (f"{case.batch / found[side]:.2f}" for side in ("baseline_seconds", "candidate_seconds"))
             ours = (*speeds, times(found["ratio"], found["low"], found["high"]))
-        rows.append((label, f"{before:g} -> {after:g}", printed, *ours))
+        rows.append((label, *paper, *ours))
     heads = ("model", "paper, samples/s", "paper", "toolkit, samples/s", "fastgen, samples/s", "here")
     said = order.of("the paper's shapes, 32 sentences", "4 layers of 512 (DistilBART's decoder 2; Transformer "
                     "as it is), 4 sentences of at most 256 tokens, 24 new ones", "tiny")  # fmt: skip
@@ -141,6 +149,8 @@ _NO_CACHE, _LARGER = _LADDER[0][0], _LADDER[-1][0]
 
 def table2(order: Order) -> Result:
     """`fairseq-generate` of real sentences with a small trained model, from the start of the process to its end."""
+    if not _FAIRSEQ:
+        raise NotHere(_NO_FAIRSEQ)
     batch = order.of(32, 16, 4)
     case = Case("", "", "", batch=batch, beams=4, new_tokens=order.of(100, 100, 8),
                 options={"--no-repeat-ngram-size": 3}, sentences=order.of(2000, 200, 12))  # fmt: skip
