@@ -174,9 +174,9 @@ class _Tile(NamedTuple):
 def _tile(dtype: torch.dtype, rows: int, dims: int) -> _Tile:
     """How `rows` queries of a key head are cut up.
 
-    So that nothing is spilled from the registers, and the shared memory of the smallest devices suffices (99 KiB;
-    compiled for compute capability 8.0 to 9.0 by `tests/compiled.py`). Products in fp32 do not run on tensor cores and
-    hold their operands in registers: there 64 rows of 128 dimensions would spill 32 KB per thread.
+    So that next to nothing is spilled from the registers, and the shared memory of the smallest devices suffices (99
+    KiB; compiled for compute capability 8.6 and 9.0 by `tests/compiled.py`). Products in fp32 do not run on tensor
+    cores and hold their operands in registers: there 64 rows of 128 dimensions would spill 32 KB per thread.
     """
     held = max(16, power_of_two(rows))
     if dtype == torch.float32:
