@@ -634,7 +634,9 @@ def test_a_call_that_would_not_draft_is_the_large_models_own(family: str) -> Non
     assert torch.equal(large.generate(**inputs, **call), greedy(large, inputs))
     after = fastgen.status().to_dict()
     assert after["bild"]["tokens"] - before["bild"]["tokens"] == 2 * int(rested.bild["tokens"].sum())
-    spent = pace.total
+    whole, spent = pace._calls[(5).bit_length()].alone, pace.total
+    assert whole is not None
+    assert whole * int(rested.bild["tokens"].sum()) > sum(seconds for _, seconds in report.steps)
     pace.lost = 0.0
     next(iter(pace._costs.values())).pays = True
     large.generate(**inputs, **call)

@@ -199,6 +199,9 @@ def test_a_call_that_would_not_draft_is_the_large_models_own(name: str, monkeypa
     took = {count: drafting.counts[count] - before[count] for count in before}
     tokens = sum(len(hypothesis["tokens"]) for (hypothesis,) in rested)
     assert took == dict.fromkeys(took, 0) | {"tokens": tokens, "large_calls": tokens}
+    whole = pace._calls[len(rested).bit_length()].alone
+    assert whole is not None
+    assert whole * tokens > pace.total - spent, "the call takes longer than its steps"
 
 
 @pytest.mark.parametrize("kind", KINDS)

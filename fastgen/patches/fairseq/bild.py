@@ -195,8 +195,8 @@ def of_large_alone(
     """
     pace = _pace(generator, here.options)
     assert pace is not None  # or it has not rested
-    for rows, seconds in steps[1:]:  # beside the prompt, as in rounds
-        pace.note(False, rows, rows, seconds)
+    for rows, of_step in steps[1:]:  # beside the prompt, as in rounds
+        pace.note(False, rows, rows, of_step)
     lengths = [len(hypothesis["tokens"]) for (hypothesis,) in found]
     pace.note_call(False, len(lengths), sum(lengths), seconds)
     _count(here, [Counts(tokens=length, large_calls=length) for length in lengths])

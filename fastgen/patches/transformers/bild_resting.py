@@ -37,8 +37,8 @@ def of_large_alone(
     """What `generate` returns of a call that rested, as a dict or as tokens; what it took is noted."""
     asked.decoded, pace = True, bild.pace_for(call, asked.options)
     assert pace is not None  # or it has not rested
-    for rows, seconds in report.steps:
-        pace.note(False, rows, rows, seconds)
+    for rows, of_step in report.steps:
+        pace.note(False, rows, rows, of_step)
     written = sequences[:, call.input_ids.shape[1] :]
     eos = stop_of(call.stopping_criteria).eos
     ended = torch.zeros_like(written, dtype=torch.bool) if eos is None else torch.isin(written, eos.to(written.device))
