@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastgen.decoding.bild import Bild
-from fastgen.decoding.pace import REST, TRIAL, Pace
+from fastgen.decoding.pace import REST, TRIAL, Pace, pace_of
 from fastgen.decoding.policies import Drawn, Likeliest, Noting, Rejection
 from fastgen.decoding.stop import Stop
 from fastgen.models.ragged import Span
@@ -229,18 +229,46 @@ def test_calls_that_lose_by_drafts_have_none_though_a_round_may_win() -> None:
     pace.note(False, 1, 1, 1.0)
     for _ in range(TRIAL):
         pace.note(True, 1, 3, 1.0)
-    assert pace.may_draft(8), "when one text is left"
-    pace.note_call(False, 8, 100, 10.0)
+    assert pace.may_draft(), "when one text is left"
+    pace.note_call(False, 100, 10.0)
     for _ in range(TRIAL):
-        assert pace.may_draft(8)
-        pace.note_call(True, 8, 100, 12.0)
-    assert not pace.may_draft(8)
-    assert pace.may_draft(1)
+        assert pace.may_draft()
+        pace.note_call(True, 100, 12.0)
+    assert not pace.may_draft()
     for _ in range(REST):
-        pace.note_call(False, 8, 100, 10.0)
-    assert not pace.may_draft(8), "six seconds are no hundredth of those so far"
+        pace.note_call(False, 100, 10.0)
+    assert not pace.may_draft(), "six seconds are no hundredth of those so far"
     pace.note(False, 8, 8, 1000.0)
-    assert pace.may_draft(8)
+    assert pace.may_draft()
+
+
+def test_a_trial_waits_for_what_the_small_models_prompts_cost() -> None:
+    pace = Pace()
+    for _ in range(299):
+        pace.note(False, 1, 1, 1.0)
+    assert not pace.may_draft(), "a round, and the prompts, which may take two"
+    pace.note(False, 1, 1, 1.0)
+    assert pace.may_draft()
+    pace.note_start(4.0, 100)
+    pace.lost = 0.0
+    assert not pace.may_draft()
+    assert not pace.drafts(1)
+    for _ in range(200):
+        pace.note(False, 1, 1, 1.0)
+    assert pace.drafts(1)
+
+
+def test_calls_of_one_size_pay_for_their_own_trials() -> None:
+    """A thousand calls for one text do not make up for what a batch would lose."""
+    large, small = torch.nn.Identity(), torch.nn.Identity()
+    alone, few, many = (pace_of(large, small, None, texts) for texts in (1, 9, 32))
+    assert pace_of(large, small, None, 12) is few
+    for _ in range(1000):
+        alone.note(False, 1, 1, 1.0)
+    few.note(False, 9, 9, 1.0)
+    assert alone.may_draft()
+    assert not few.may_draft()
+    assert not many.may_draft()
 
 
 class _Clock:

@@ -619,7 +619,7 @@ def test_a_call_that_would_not_draft_is_the_large_models_own(family: str) -> Non
     inputs = zoo.batch(large, 5, 7, seed=1)
     call = {"max_new_tokens": NEW, "eos_token_id": ENDS, "num_beams": 1, "assistant_model": small, "lossless": True}
     first = large.generate(**inputs, **call, return_dict_in_generate=True)
-    pace = pace_of(large, small, None)
+    pace = pace_of(large, small, None, 5)
     assert pace.total > 0, "the first call goes by the clock"
     pace.lost, before = 1e6, fastgen.status().to_dict()
     rested = large.generate(**inputs, **call, return_dict_in_generate=True)
@@ -634,7 +634,7 @@ def test_a_call_that_would_not_draft_is_the_large_models_own(family: str) -> Non
     assert torch.equal(large.generate(**inputs, **call), greedy(large, inputs))
     after = fastgen.status().to_dict()
     assert after["bild"]["tokens"] - before["bild"]["tokens"] == 2 * int(rested.bild["tokens"].sum())
-    whole, spent = pace._calls[(5).bit_length()].alone, pace.total
+    whole, spent = pace._calls.alone, pace.total
     assert whole is not None
     assert whole * int(rested.bild["tokens"].sum()) > sum(seconds for _, seconds in report.steps)
     pace.lost = 0.0
@@ -675,7 +675,7 @@ def test_a_resting_call_raises_what_any_other_does() -> None:
     inputs = zoo.batch(large, 2, 7)
     call = {"max_new_tokens": NEW, "num_beams": 1, "assistant_model": small, "lossless": True}
     large.generate(**inputs, **call)
-    pace_of(large, small, None).lost = 1e6
+    pace_of(large, small, None, 2).lost = 1e6
     with pytest.raises(ValueError, match="output_scores=True is not possible"):
         large.generate(**inputs, **call, return_dict_in_generate=True, output_scores=True)
     large.model.decoder.layers[0].fc1.register_forward_hook(lambda *_: None)

@@ -149,7 +149,7 @@ class Bild:
         if self.pace is not None and _SMALL in self._first:
             tokens = sum(len(text.tokens) for text in self._all)
             self.pace.note_start(self._start, tokens)
-            self.pace.note_call(True, len(self._all), tokens, self.pace.clock() - began)
+            self.pace.note_call(True, tokens, self.pace.clock() - began)
         longest = max(len(text.tokens) for text in self._all)
         rows = [text.tokens + [self.pad] * (longest - len(text.tokens)) for text in self._all]
         return torch.cat([self.prompt, torch.tensor(rows, device=self.prompt.device).view(len(rows), -1)], 1)

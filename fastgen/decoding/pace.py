@@ -2,7 +2,8 @@
 
 For use where drafts change nothing about the output. Both costs depend on how many texts are running, so that they are
 kept for each number of them, as a power of two. What trials of drafts may lose is bounded: a small share of all the
-time that a pair of models has taken so far. So the first trial comes a while after the first token.
+time that a pair of models has taken so far in calls that begin with as many texts. So the first trial comes a while
+after the first token.
 """
 
 import time
@@ -17,7 +18,7 @@ SHARE = 0.01
 TRIAL = 3
 """Rounds with drafts before they are judged."""
 
-UNKNOWN = 4
+UNKNOWN = 8
 """Rounds that a first trial may cost, of so many texts or more: where a pass reads many tokens, each of them costs."""
 
 DEAR = 1.5
@@ -76,19 +77,22 @@ def _mean(before: float | None, newest: float) -> float:
 
 @dataclass
 class Pace:
-    """The costs of a pair of models, over all their calls.
+    """The costs of a pair of models, over all their calls that begin with a like number of texts.
 
     Attributes:
-        start: seconds of the small model's prompt, for each token of a call.
+        prompts: seconds of the small model's prompts, in the last call that had drafts; before there was one, those of
+            the longest two rounds. start: of all calls, for each token that they gave.
         total: seconds of all rounds. lost: of them, those that drafts have cost beyond the large model alone.
     """
 
     clock: Callable[[], float] = time.perf_counter
+    prompts: float = 0.0
     start: float = 0.0
     total: float = 0.0
     lost: float = 0.0
     _costs: dict[int, _Costs] = field(default_factory=dict[int, _Costs])
-    _calls: dict[int, _Costs] = field(default_factory=dict[int, _Costs])
+    _calls: _Costs = field(default_factory=_Costs)
+    _drafted: bool = False
 
     def drafts(self, texts: int) -> bool:
         """Whether the next round of so many texts is to be one with drafts."""
@@ -97,30 +101,31 @@ class Pace:
             return False
         return costs.pays or costs.tried > 0 or self._can_afford(costs, texts)
 
-    def may_draft(self, texts: int) -> bool:
-        """Whether a round of a call that begins with so many texts may be one with drafts, as far as it is known.
+    def may_draft(self) -> bool:
+        """Whether a round of a call may be one with drafts, as far as it is known.
 
-        Not where such calls as a whole have lost by it: what the small model's prompts cost is spread over all tokens,
+        Not where calls as a whole have lost by it: what the small model's prompts cost is spread over all tokens,
         though drafts may pay for a batch's last texts alone.
         """
-        calls = self._calls.get(texts.bit_length(), _Costs())
+        calls = self._calls
         if calls.tried >= STALE:
             return False
         worth = calls.pays or calls.tried or (calls.rest == 0 and self.lost + calls.lost <= SHARE * self.total)
         return bool(calls.alone is None or worth) and any(
             costs.pays or costs.tried or (costs.alone is not None and self._can_afford(costs, 2**size // 2))
             for size, costs in self._costs.items()
-            if size <= texts.bit_length()
         )
 
     def _can_afford(self, costs: _Costs, texts: int) -> bool:
-        expected = max(costs.lost, (costs.alone or 0.0) * texts * min(texts, UNKNOWN))
+        expected = self.prompts + max(costs.lost, (costs.alone or 0.0) * texts * min(texts, UNKNOWN))
         return costs.rest == 0 and self.lost + expected <= SHARE * self.total
 
     def note(self, drafted: bool, texts: int, tokens: int, seconds: float) -> None:
         """Note a round: whether it was one with drafts, the tokens that all its texts gained, and how long it took."""
         costs = self._of(texts)
         self.total += seconds
+        if not self._drafted:
+            self.prompts = max(self.prompts, 2 * seconds)
         if not drafted:
             costs.note_alone(seconds / tokens)
         if not drafted or costs.alone is None:
@@ -129,9 +134,9 @@ class Pace:
         self.lost = max(0.0, self.lost + lost)
         costs.note_drafts(seconds / tokens + self.start, costs.alone, lost)
 
-    def note_call(self, drafted: bool, texts: int, tokens: int, seconds: float) -> None:
-        """Note a call: whether it had drafts, with how many texts it began, their tokens, and how long it took."""
-        calls, cost = self._calls.setdefault(texts.bit_length(), _Costs()), seconds / max(1, tokens)
+    def note_call(self, drafted: bool, tokens: int, seconds: float) -> None:
+        """Note a call: whether it had drafts, the tokens of all its texts, and how long it took."""
+        calls, cost = self._calls, seconds / max(1, tokens)
         if not drafted:
             calls.note_alone(cost)
         elif calls.alone is not None:
@@ -139,6 +144,7 @@ class Pace:
 
     def note_start(self, seconds: float, tokens: int) -> None:
         """Note, when a call is over, what the small model's prompts took, and how many tokens the call gave."""
+        self._drafted, self.prompts = True, seconds
         self.start = _mean(self.start or None, seconds / max(1, tokens))
         self.total, self.lost = self.total + seconds, self.lost + seconds
 
@@ -146,11 +152,15 @@ class Pace:
         return self._costs.setdefault(texts.bit_length(), _Costs())
 
 
-_paces: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[int | None, Pace]]]" = WeakKeyDictionary()
-"""By large and small model, and by the layer of an early exit: what drafts have cost so far."""
+_paces: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[tuple[int | None, int], Pace]]]" = WeakKeyDictionary()
+"""By large and small model, by the layer of an early exit, and by texts: what drafts have cost so far."""
 
 
-def pace_of(large: Any, small: Any, layers: int | None) -> Pace:
-    """The costs of a pair of models, or of a large one and its first layers, in whose place there is no small one."""
+def pace_of(large: Any, small: Any, layers: int | None, texts: int) -> Pace:
+    """The costs of a pair of models in calls that begin with about so many texts.
+
+    small: None where the first `layers` of the large one stand in its place.
+    """
     of_large = _paces.setdefault(large, WeakKeyDictionary())
-    return of_large.setdefault(large if small is None else small, {}).setdefault(layers, Pace())
+    of_pair = of_large.setdefault(large if small is None else small, {})
+    return of_pair.setdefault((layers, texts.bit_length()), Pace())

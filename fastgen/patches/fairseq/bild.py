@@ -175,11 +175,11 @@ def rests(
     Raises:
         ValueError: as `generate`.
     """
-    pace = _pace(generator, here.options)
-    if pace is None or pace.total == 0.0:
+    if not _adaptive(here.options):
         return False
     plan = _planned(here, generator, sample, prefix_tokens, constraints)
-    return not pace.may_draft(plan.sentences)
+    pace = _pace(generator, here.options, plan.sentences)
+    return pace is not None and pace.total > 0.0 and not pace.may_draft()
 
 
 def of_large_alone(
@@ -193,12 +193,12 @@ def of_large_alone(
 
     steps: rows and seconds of each. seconds: of the whole call, its encoder included.
     """
-    pace = _pace(generator, here.options)
+    pace = _pace(generator, here.options, len(found))
     assert pace is not None  # or it has not rested
     for rows, of_step in steps[1:]:  # beside the prompt, as in rounds
         pace.note(False, rows, rows, of_step)
     lengths = [len(hypothesis["tokens"]) for (hypothesis,) in found]
-    pace.note_call(False, len(lengths), sum(lengths), seconds)
+    pace.note_call(False, sum(lengths), seconds)
     _count(here, [Counts(tokens=length, large_calls=length) for length in lengths])
     return [[hypothesis | {"attention": torch.empty(0)}] for (hypothesis,) in found]
 
@@ -221,10 +221,15 @@ def _planned(
     return plan
 
 
-def _pace(generator: Any, options: Options) -> Pace | None:
+def _pace(generator: Any, options: Options, sentences: int) -> Pace | None:
     """The costs by which a call drafts; None where it always does."""
-    adaptive = options.lossless if options.adaptive is None else options.adaptive
-    return pace_of(generator.model.models[0], options.small, options.layers) if adaptive else None
+    if not _adaptive(options):
+        return None
+    return pace_of(generator.model.models[0], options.small, options.layers, sentences)
+
+
+def _adaptive(options: Options) -> bool:
+    return options.lossless if options.adaptive is None else options.adaptive
 
 
 def _count(here: Drafting, counts: Sequence[Counts]) -> None:
@@ -257,7 +262,7 @@ def _decode(
         fallback=options.fallback,
         max_draft=options.max_draft,
         shared=options.layers is not None,
-        pace=_pace(generator, options),
+        pace=_pace(generator, options, plan.sentences),
     )
     written: list[list[int]] = cast(Any, together.run()[:, 1:]).tolist()
     texts = [tokens[: counts.tokens] for tokens, counts in zip(written, together.counts, strict=True)]

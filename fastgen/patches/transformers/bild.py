@@ -174,12 +174,13 @@ def pace_for(call: Call, options: Options) -> Pace | None:
     """The costs by which a call drafts; None where it always does."""
     by_default = options.lossless and not call.config.do_sample
     adaptive = by_default if options.adaptive is None else options.adaptive
-    return pace_of(call.model, options.small, options.layers) if adaptive else None
+    return pace_of(call.model, options.small, options.layers, len(call.input_ids)) if adaptive else None
 
 
 def returned(call: Call, as_dict: bool, sequences: Tensor, counts: dict[str, Tensor]) -> Any:
     """What `generate` returns; the counts are summed up for `status()`."""
-    _engine.decoded_together({name: int(values.sum()) for name, values in counts.items()})
+    sums = torch.stack(list(counts.values())).sum(1)
+    _engine.decoded_together(dict(zip(counts, cast("list[int]", cast(Any, sums).tolist()), strict=True)))
     if not as_dict:
         return sequences
     kind = BildEncoderDecoderOutput if call.model.config.is_encoder_decoder else BildDecoderOnlyOutput
@@ -213,7 +214,8 @@ def not_proven(model: DraftedStepper, reason: NotFused) -> ValueError:
 
 
 def by_name(counts: Sequence[Counts]) -> dict[str, Tensor]:
-    return {name: torch.tensor([getattr(each, name) for each in counts]) for name in Counts.__dataclass_fields__}
+    names = Counts.__dataclass_fields__
+    return dict(zip(names, torch.tensor([[getattr(each, name) for each in counts] for name in names]), strict=True))
 
 
 def _check_call(call: Call) -> None:

@@ -4,7 +4,6 @@ import copy
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from fastgen.decoding.bild import Counts
@@ -18,7 +17,7 @@ def rests(call: Call, asked: bild.Asked) -> bool:
     """Whether a call is better the large model's own, as no round of it would draft, and its output is the same."""
     pace = bild.pace_for(call, asked.options)
     alike = not (call.config.do_sample or asked.options.paper_compat or call.scored or call.wanted is not None)
-    if pace is None or not alike or pace.total == 0.0 or pace.may_draft(call.input_ids.shape[0]):
+    if pace is None or not alike or pace.total == 0.0 or pace.may_draft():
         return False
     bild.check(call, asked)
     return True
@@ -39,10 +38,10 @@ def of_large_alone(
     assert pace is not None  # or it has not rested
     for rows, of_step in report.steps:
         pace.note(False, rows, rows, of_step)
-    written = sequences[:, call.input_ids.shape[1] :]
+    written: list[list[int]] = cast(Any, sequences[:, call.input_ids.shape[1] :]).tolist()
     eos = stop_of(call.stopping_criteria).eos
-    ended = torch.zeros_like(written, dtype=torch.bool) if eos is None else torch.isin(written, eos.to(written.device))
-    lengths: list[int] = cast(Any, (written.shape[1] - ended.cumsum(1).gt(0).sum(1) + ended.any(1))).tolist()
-    pace.note_call(False, len(lengths), sum(lengths), seconds)
+    ends: set[int] = set() if eos is None else set(cast(Any, eos).tolist())
+    lengths = [next((n for n, token in enumerate(text, 1) if token in ends), len(text)) for text in written]
+    pace.note_call(False, sum(lengths), seconds)
     counts = bild.by_name([Counts(tokens=length, large_calls=length) for length in lengths])
     return bild.returned(call, as_dict, sequences, counts)
