@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastgen
 from fastgen.models import encoder as encoders
 from fastgen.models.encoder import pays
+from fastgen.models.linear import Own
 from fastgen.ops import processor
 from fastgen.patches.transformers import encoder
 from tests import zoo
@@ -83,8 +84,8 @@ class _Rows(TorchDispatchMode):
         self.rows = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default):
-            self.rows += args[func is torch.ops.aten.addmm.default].shape[0]
+        if func in (torch.ops.aten.addmm.default, torch.ops.aten.addmm_.default, torch.ops.aten.mm.default):
+            self.rows += args[func is not torch.ops.aten.mm.default].shape[0]
         return func(*args, **kwargs or {})
 
 
@@ -328,6 +329,14 @@ def _rows_of_source(model: Any, call: dict[str, Any]) -> int:
     last = [module for module in model.get_encoder().modules() if isinstance(module, nn.Linear)][-1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.functional, "linear", _noting(nn.functional.linear, last.weight, counted))
+        apply = Own.apply
+
+        def own(self: Own, x: Tensor, *others: Any, **options: Any) -> Tensor:
+            if self.module is last:
+                counted.append(x.numel() // x.shape[-1])
+            return apply(self, x, *others, **options)
+
+        patch.setattr(Own, "apply", own)
         model.generate(**call)
     return counted[0]
 

@@ -596,9 +596,15 @@ def test_linear_special_values() -> None:
 @pytest.mark.parametrize("intel", [False, True])
 def test_least_rows(intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "on_intel", lambda: intel)
-    middle, large = (linear_ops.LEAST_ROWS_INTEL if intel else linear_ops.LEAST_ROWS)[:2]
-    expected = (512, 128, 128, 4) if intel else (32, 2, 2, 1)
-    assert tuple(map(linear_ops.least_rows, (middle - 1, middle, large - 1, large))) == expected
+    (middle, _), (large, _), _ = linear_ops.LEAST_ROWS_INTEL if intel else linear_ops.LEAST_ROWS
+    expected = [512, 16, 16, 4] if intel else [32, 2, 2, 1]
+    assert [linear_ops.least_rows(n, 1) for n in (middle - 1, middle, large - 1, large)] == expected
+    narrow = {(192, 768): 128, (256, 1024): 16, (320, 2048): 128, (768, 192): 16} if intel else {(192, 768): 2}
+    assert {shape: linear_ops.least_rows(*shape) for shape in narrow} == narrow
+    dear = {(768, 192): 15, (512, 128): 32, (256, 64): 128, (2048, 512): 2} if intel else {(768, 192): 2}
+    for kind in linear_ops.DEAR:
+        assert {shape: linear_ops.least_rows(*shape, kind) for shape in dear} == dear
+    assert linear_ops.least_rows(768, 192, "silu") == linear_ops.least_rows(768, 192)
 
 
 @needs_onednn
@@ -627,6 +633,19 @@ def test_activation(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> No
         assert found.data_ptr() == x.data_ptr()
         assert torch.equal(found, wanted)
         assert torch.equal(x, wanted)
+
+
+@pytest.mark.parametrize("shape", [(1, 1280), (4, 3, 14), (16, 1024), (16, 1025), (3, 5), (2, 4, 4)])
+def test_few_values_of_gelu(shape: tuple[int, ...]) -> None:
+    """In place, and as near to what is right as torch's."""
+    x = _randn(*shape) * 3
+    wanted, torchs = F.gelu(x.double()), F.gelu(x)
+    found = activation_(x, "gelu", exactly=False)
+    assert found is x
+    assert x.is_contiguous()
+    assert (found - wanted).abs().max() <= (torchs - wanted).abs().max() + 1e-7
+    turned = (_randn(*shape) * 3).mT
+    torch.testing.assert_close(activation_(turned.clone(), "gelu", exactly=False), F.gelu(turned))
 
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "silu"])

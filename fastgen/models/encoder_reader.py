@@ -10,7 +10,7 @@ from torch import nn
 from fastgen.models import linear
 from fastgen.models.encoder import Encoder, PositionBias, SentenceAttention
 from fastgen.models.layouts import Attention, Layout
-from fastgen.models.linear import Linear, Plain, Product
+from fastgen.models.linear import Linear, Own, Product
 from fastgen.models.memory import memory_of
 from fastgen.models.parts import NotFused, reading
 from fastgen.models.proof import OTHERWISE, outcome
@@ -67,7 +67,7 @@ class _EncoderReader(Reader):
 
     def product(self, module: Any) -> Product:
         found = super().product(module)
-        if type(found) is Plain and self.routes and linear.is_plain(module):
+        if type(found) is Own and self.routes and linear.is_plain(module):
             linear.check(module)
             return Linear(module, transposed=False, memory=self.memory)
         return found

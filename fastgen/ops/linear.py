@@ -3,14 +3,14 @@
 torch hands fp32 matrix products to MKL, which leaves AVX-512 unused on AMD processors, and is slow for a handful of
 rows on every weight that does not fit the cache. oneDNN lies in the same torch, behind the operators that Inductor uses
 for frozen weights. With the weight packed into oneDNN's own layout it is 2 to 5 times faster for 2 to 16 rows and 1.2
-to 1.7 times for more (2 cores of an AMD EPYC, torch 2.13); on Intel's processors up to 2 times for 4 to 16 rows, 1.1
+to 1.7 times for more (2 cores of an AMD EPYC, torch 2.13); on Intel's processors up to 2 times for 4 to 32 rows, 1.1
 for more, and slower for fewer (2 cores of a Xeon with AVX-512). Unpacked it costs no memory and gains less.
 
 The operators are private to torch, so `available` looks for them and checks a result once.
 """
 
+import math
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,33 +19,28 @@ from torch.nn import functional as F
 from fastgen.ops import processor
 from fastgen.ops.activation import FUNCTIONS, activation_reference
 
+LEAST_ROWS = ((96 * 1024, 32), (384 * 1024, 2), (math.inf, 1))
+"""Rows from which on oneDNN is faster, for weights of fewer elements than stand before them.
 
-class LeastRows(NamedTuple):
-    """Rows from which on oneDNN is faster.
+Small weights stay in the cache, where the fixed cost of a oneDNN call (about 10 us) is seldom won back; products of few
+rows with large ones take as long as it takes to read them. Measured from 256 x 256 to 1024 x 50264 and 1 to 2,048 rows
+(AMD EPYC): 4.4 times as fast at 256 x 5000, 2 rows."""
 
-    Attributes:
-        small: for weights of fewer elements than `middle_weight`. They stay in the cache, where the fixed cost of a
-            oneDNN call (about 10 us) is seldom won back.
-        large: for weights of `large_weight` elements and more, where a product of few rows takes as long as it takes to
-            read them.
-        middle: for those between.
-    """
+LEAST_ROWS_INTEL = ((128 * 1024, 512), (600 * 1024, 16), (math.inf, 4))
+"""The same for Intel's processors, from 128 x 128 to 4096 x 1024 and 4 to 256 rows, read from memory, one thread and
+two (Xeon): small weights are slower (0.4 to 0.9 times as fast with 4 to 128 rows), others gain from 16 rows on (1.0 to
+1.9 with 16 and 32 rows, 1.0 to 1.2 with more), large ones with 4 too (0.95 to 1.4). With 1 to 3 rows MKL reads a
+weight once, and oneDNN takes 1.1 to 1.4 times as long."""
 
-    middle_weight: int
-    large_weight: int
-    small: int
-    middle: int
-    large: int
+ODD_INTEL = 128
+"""Rows from which on it gains there where outputs are fewer than inputs and no multiple of so many."""
 
+DEAR = ("gelu", "gelu_tanh")
+"""Activation functions that oneDNN computes behind a product for much less than torch does by itself."""
 
-LEAST_ROWS = LeastRows(96 * 1024, 384 * 1024, 32, 2, 1)
-"""Measured from 256 x 256 to 1024 x 50264 and 1 to 2,048 rows (AMD EPYC): 4.4 times as fast at 256 x 5000, 2 rows."""
-
-LEAST_ROWS_INTEL = LeastRows(448 * 1024, 1024 * 1024, 512, 128, 4)
-"""From 192 x 192 to 3072 x 768 and 8 to 1,024 rows, read from memory, one thread and two (Xeon): weights below
-`middle_weight` are slower with few rows (0.6 to 1.1 times as fast with 8 to 64) and gain less than a twentieth with
-many, those below `large_weight` are between 0.9 and 1.4, and large ones gain with 4 to 16 rows (1.1 to 1.8), for which
-MKL reads a weight twice. With 1 to 3 rows it is read once, and oneDNN takes 1.1 to 1.3 times as long."""
+DEAR_WORK_INTEL = 2**21
+"""Rows times elements of the weight from which on that decides there: 1.1 to 1.4 times as fast with gelu, 16 to 128
+rows of 192 x 768, where the product alone is 0.95 to 1.05."""
 
 CHUNK, CHUNK_ROWS = 2 * 2**20, 64
 """Bytes of output, and rows at least, that `linear_into` computes at a time."""
@@ -83,12 +78,18 @@ def available() -> bool:
     return all(torch.allclose(y, wanted, atol=1e-4) for y, wanted in [*((y, expected) for y in found), *activated])
 
 
-def least_rows(weight_elements: int) -> int:
-    """Rows of x from which on oneDNN with a packed weight is faster than `F.linear`, by elements of the weight."""
-    least = LEAST_ROWS_INTEL if processor.on_intel() else LEAST_ROWS
-    if weight_elements < least.middle_weight:
-        return least.small
-    return least.middle if weight_elements < least.large_weight else least.large
+def least_rows(outputs: int, inputs: int, activation: str | None = None) -> int:
+    """Rows of x from which on oneDNN with a packed weight (outputs, inputs) is faster than `F.linear`.
+
+    activation: the kind of it right behind the product; None for none.
+    """
+    elements, intel = outputs * inputs, processor.on_intel()
+    least = next(rows for limit, rows in (LEAST_ROWS_INTEL if intel else LEAST_ROWS) if elements < limit)
+    if intel and outputs < inputs and outputs % ODD_INTEL:
+        least = max(least, ODD_INTEL)
+    if intel and activation in DEAR:
+        least = min(least, math.ceil(DEAR_WORK_INTEL / max(1, elements)))
+    return least
 
 
 def saved_share() -> float:
