@@ -164,12 +164,12 @@ class LayerKV:
     def keys(self) -> Tensor:
         """(B, Hkv, S + T*M, D), a view."""
         assert self._keys is not None
-        return self._keys[:, :, : self.slots]
+        return self._keys.narrow(2, 0, self.slots)
 
     @property
     def values(self) -> Tensor:
         assert self._values is not None
-        return self._values[:, :, : self.slots]
+        return self._values.narrow(2, 0, self.slots)
 
     @property
     def nbytes(self) -> int:

@@ -46,7 +46,7 @@ def write_slots_(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Ten
             if isinstance(start, Tensor):
                 buffer.index_copy_(2, torch.arange(m, device=buffer.device) + start, moved)
             else:
-                buffer[:, :, start : start + m] = moved
+                buffer.narrow(2, start, m).copy_(moved)
         return
     launch(
         _write_slots_kernel, (b * m, h), keys, values, new_keys, new_values, m, d, start, *keys.stride(),
