@@ -155,7 +155,9 @@ def write(file: Path, case: Any, args: argparse.Namespace, result: dict[str, Any
     import fastgen
     from fastgen.cli.measure import environment
 
-    chosen = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    # Of a folder its name: where it lies on this machine, and where this is written, say nothing of the figures.
+    given = {name: value for name, value in vars(args).items() if name != "out"}
+    chosen = {name: value.name if isinstance(value, Path) else value for name, value in given.items()}
     data = {
         "case": case.name,
         "kind": "peer" if args.peer else case.kind,
