@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-SHARE = 0.01
+SHARE = 0.005
 """Of all seconds, those that drafts may have lost against the large model alone."""
 
 TRIAL = 3
