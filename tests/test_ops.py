@@ -2,7 +2,9 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -533,7 +535,25 @@ def test_attention_errors(query: tuple[int, ...], keys: tuple[int, ...]) -> None
 
 # Linear layers
 
-needs_onednn = pytest.mark.skipif(not linear_ops.available(), reason="this torch has no oneDNN linear operators")
+needs_onednn = pytest.mark.skipif(not linear_ops._onednn_agrees(), reason="this torch has no oneDNN linear operators")
+needs_mkl = pytest.mark.skipif(not linear_ops._mkl_agrees(), reason="this torch has no MKL linear operators")
+
+
+@contextmanager
+def _in_fp64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _forms(weight: Tensor) -> list[linear_ops.Packed]:
+    """A weight in each of the forms that `linear` takes."""
+    forms = [weight, linear_ops.pack(weight), linear_ops.pack(weight, 1)]
+    if linear_ops._mkl_agrees():
+        forms += [linear_ops._pack_for_mkl(weight.contiguous(), rows) for rows in (1, 5, 1000)]
+    return forms
 
 
 def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -542,7 +562,7 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     allowed = 2 * (reference.double() - exact).abs().max().item() if exact.numel() else 0.0
     allowed += 1e-6 * math.sqrt(weight.shape[1])
     unmodified = _unmodified(x, weight, *([] if bias is None else [bias]))
-    for form in (weight, linear_ops.pack(weight), linear_ops.pack(weight, 1)):
+    for form in _forms(weight):
         found = linear_ops.linear(x, form, bias)
         assert found.shape == exact.shape
         assert found.dtype == torch.float32
@@ -587,24 +607,92 @@ def test_linear_special_values() -> None:
     """NaN and infinity spread as they do in torch's own product."""
     x, weight = _randn(4, 32), _randn(48, 32, seed=1)
     x[0, 3], x[1, 4] = torch.nan, INF
-    for form in (weight, linear_ops.pack(weight)):
+    for form in _forms(weight):
         found, reference = linear_ops.linear(x, form), F.linear(x, weight)
         assert torch.equal(found.isnan(), reference.isnan())
         assert torch.equal(found.isinf(), reference.isinf())
 
 
-@pytest.mark.parametrize("intel", [False, True])
-def test_least_rows(intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "on_intel", lambda: intel)
-    (middle, _), (large, _), _ = linear_ops.LEAST_ROWS_INTEL if intel else linear_ops.LEAST_ROWS
-    expected = [512, 16, 16, 4] if intel else [32, 2, 2, 1]
-    assert [linear_ops.least_rows(n, 1) for n in (middle - 1, middle, large - 1, large)] == expected
-    narrow = {(192, 768): 128, (256, 1024): 16, (320, 2048): 128, (768, 192): 16} if intel else {(192, 768): 2}
-    assert {shape: linear_ops.least_rows(*shape) for shape in narrow} == narrow
-    dear = {(768, 192): 15, (512, 128): 32, (256, 64): 128, (2048, 512): 2} if intel else {(768, 192): 2}
+@needs_mkl
+@pytest.mark.parametrize("rows", [1, 3, 16, 100, 128, 129, 400])
+def test_linear_by_mkl_with_what_comes_behind(rows: int) -> None:
+    """Whatever number of rows the weight is laid out for, and whether x is longer or shorter than that."""
+    x, weight, bias, residual = (
+        _randn(rows, 96),
+        _randn(200, 96, seed=1),
+        _randn(200, seed=2),
+        _randn(rows, 200, seed=3),
+    )
+    expected = F.linear(x, weight, bias)
+    for laid_out in (1, *linear_ops.PACKED_ROWS_MKL, 5000):
+        form = linear_ops._pack_for_mkl(weight, laid_out)
+        assert linear_ops.packed_bytes(form) == 4 * 96 * 200
+        torch.testing.assert_close(linear_ops.linear(x, form, bias, residual=residual), expected + residual)
+        for kind in linear_ops.FUNCTIONS:
+            found = linear_ops.linear(x, form, bias, kind)
+            torch.testing.assert_close(found, linear_ops.activation_reference(expected, kind), atol=1e-5, rtol=1e-4)
+
+
+@needs_mkl
+def test_rows_that_mkl_lays_out_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 where 128 would have MKL share the rows out among threads, too."""
+    monkeypatch.setattr(processor, "on_intel", lambda: True)
+    laid_out: list[int] = []
+    monkeypatch.setattr(linear_ops, "_pack_for_mkl", lambda _, rows: laid_out.append(rows))
+    for threads, outputs in ((1, 127), (1, 128), (2, 255), (2, 256), (8, 1000), (8, 1024), (16, 1024)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        linear_ops.pack(torch.empty(outputs, 8))
+    assert laid_out == [64, 128, 64, 128, 64, 128, 64]
+
+
+@pytest.mark.parametrize("around", [
+    lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta"), torch.inference_mode, _in_fp64,
+])  # fmt: skip
+def test_what_a_torch_has_does_not_depend_on_who_asks_first(around: Callable[[], Any]) -> None:
+    probes = linear_ops._onednn_agrees, linear_ops._mkl_agrees
+    before = [probe() for probe in probes]
+    try:
+        for probe in probes:
+            probe.cache_clear()
+        with around():
+            assert [probe() for probe in probes] == before
+    finally:
+        for probe in probes:
+            probe.cache_clear()
+
+
+@needs_onednn
+def test_useful_rows() -> None:
+    shapes = {(256, 256): 32, (512, 256): 2, (2048, 512): 1, (128, 512): 32}
+    assert {shape: linear_ops.useful_rows(*shape).start for shape in shapes} == shapes
+    assert all(10**9 in linear_ops.useful_rows(*shape) for shape in shapes)
+
+
+@needs_mkl
+def test_useful_rows_by_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "on_intel", lambda: True)
+    shapes = {(128, 128): (64, 256), (256, 128): (16, 256), (256, 256): (16, 256), (768, 768): (16, 256),
+              (4096, 1024): (4, 512), (192, 768): (16, 256), (300, 1000): (16, 256), (320, 2048): (16, 512),
+              (1024, 4096): (8, 512), (96, 1024): (16, 256)}  # fmt: skip
+    assert {shape: (rows[0], rows[-1]) for shape in shapes if (rows := linear_ops.useful_rows(*shape))} == shapes
+    assert not linear_ops.useful_rows(100, 400)
+    assert not linear_ops.useful_rows(95, 8192)
+    widening = {(512, 128): 32, (768, 192): 15, (1024, 256): 8, (4096, 1024): 4}
     for kind in linear_ops.DEAR:
-        assert {shape: linear_ops.least_rows(*shape, kind) for shape in dear} == dear
-    assert linear_ops.least_rows(768, 192, "silu") == linear_ops.least_rows(768, 192)
+        assert {shape: linear_ops.useful_rows(*shape, kind).start for shape in widening} == widening
+    assert linear_ops.useful_rows(1024, 256, "silu") == linear_ops.useful_rows(1024, 256)
+
+
+@needs_mkl
+@needs_onednn
+def test_who_packs_where_both_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "on_intel", lambda: True)
+    weight = _randn(64, 64)
+    for kind, mkl in ((None, True), ("silu", True), ("gelu", False), ("gelu_tanh", False)):
+        form = linear_ops.pack(weight, 16, kind)
+        assert isinstance(form, linear_ops.MklWeight) == mkl
+        fitting = [other for other in (None, "silu", "gelu", "gelu_tanh") if linear_ops.suits(form, other)]
+        assert fitting == ([None, "silu"] if mkl else ["gelu", "gelu_tanh"])
 
 
 @needs_onednn
@@ -613,10 +701,21 @@ def test_linear_into(rows: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None
     """By chunks of rows, the last one smaller; every element is written."""
     monkeypatch.setattr(linear_ops, "CHUNK", 4096)
     x, weight, bias = _randn(2, rows, 48)[:, ::1], _randn(n, 48, seed=1), _randn(n, seed=2)
-    for form in (weight, linear_ops.pack(weight)):
+    for form in _forms(weight)[:3]:  # but of those of MKL's
         y = torch.full((2, rows, n), torch.nan)
         linear_ops.linear_into(y, x, form, bias)
         torch.testing.assert_close(y, F.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
+
+
+@needs_mkl
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_plain_weight_is_torchs_own_where_that_is_mkl(with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "on_intel", lambda: True)
+    x, weight, bias = _randn(2, 70, 48), _randn(90, 48, seed=1), _randn(90, seed=2) if with_bias else None
+    expected, y = F.linear(x, weight, bias), torch.full((2, 70, 90), torch.nan)
+    assert torch.equal(linear_ops.linear(x, weight, bias), expected)
+    linear_ops.linear_into(y, x, weight, bias, "relu")
+    assert torch.equal(y, expected.relu())
 
 
 # Activation functions

@@ -4,12 +4,13 @@ Layers that are quantised, parametrised, hooked, or already overridden keep thei
 forwards in place.
 """
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ It saves launches. On a CPU it gains nothing (4 to 128 rows, 256 x 256 three tim
 LARGE = 16 * 2**20
 """Bytes of an output from which on it lies in memory that is used again (`models.memory`)."""
 
+OFTEN = 3
+"""Uses of a weight from which on a copy pays: a proof alone uses one twice."""
+
 _lock = threading.RLock()
 _packed: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
 
@@ -47,7 +51,7 @@ class _Packed:
     stride: int
     probe: Tensor
     uses: int = 0
-    copy: Tensor | None = None
+    copy: ops.Packed | None = None
 
     def is_stale(self, weight: Tensor) -> bool:
         return self.address != weight.data_ptr() or self.version != weight._version
@@ -74,6 +78,25 @@ def _entry(weight: Tensor) -> _Packed:
         with _lock:
             _packed[weight] = entry
     return entry
+
+
+class _Useful(NamedTuple):
+    """Where a packed weight is faster.
+
+    elements: of x, the fewest and the most, by the kind of activation behind. least: rows, with any of them.
+    """
+
+    elements: dict[str | None, tuple[int, int]]
+    least: int
+
+
+@functools.cache
+def _useful(outputs: int, inputs: int, by_mkl: bool) -> _Useful:
+    """Looked up once for layers of one size: a call asks for every layer."""
+    rows = {kind: ops.useful_rows(outputs, inputs, kind) for kind in (None, *FUNCTIONS)}
+    elements = {kind: (max(1, found.start * inputs), (found.stop - 1) * inputs) for kind, found in rows.items()}
+    activated = outputs > inputs  # no other may have an activation behind it
+    return _Useful(elements, min(rows[kind].start for kind in rows if activated or kind is None))
 
 
 class Product(Protocol):
@@ -111,59 +134,65 @@ class Linear(Routed):
         self.handed_on: Callable[[Tensor], Tensor] | None = None
         self.mode = config.settings().linear
         self.entry: _Packed | None = None
-        outputs, inputs = _sizes(self.module)
-        self.outputs = outputs
-        least, dear = (max(1, ops.least_rows(outputs, inputs, kind) * inputs) for kind in (None, ops.DEAR[0]))
-        self.least = {kind: dear if kind in ops.DEAR else least for kind in (None, *FUNCTIONS)}
+        self.outputs, self.inputs = _sizes(module)
+        self.useful = _useful(self.outputs, self.inputs, ops.by_mkl()).elements
         self.own: Own | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         form = self._form(x, None)
-        y = type(self.module).forward(self.module, x) if form is None else self._by_onednn(x, form)
+        y = type(self.module).forward(self.module, x) if form is None else self._product(x, form)
         return y if self.handed_on is None or y.requires_grad else self.handed_on(y)
 
     def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
         form = self._form(x, activation)
         if form is not None:
-            return self._by_onednn(x, form, activation, residual)
+            return self._product(x, form, activation, residual)
         if self.own is None:
             self.own = Own(self.module)
         return self.own.apply(x, activation, residual)
 
-    def _by_onednn(
-        self, x: Tensor, form: Tensor, activation: str | None = None, residual: Tensor | None = None
+    def _product(
+        self, x: Tensor, form: ops.Packed, activation: str | None = None, residual: Tensor | None = None
     ) -> Tensor:
         bias = self.module.bias
-        if 4 * (x.numel() // x.shape[-1]) * self.outputs < LARGE:
+        if isinstance(form, ops.MklWeight) or not self._is_large(x):
             return ops.linear(x, form, bias, activation, residual)
         y = self.memory.take(x, *x.shape[:-1], self.outputs)
         ops.linear_into(y, x, form, bias, activation)
         return y if residual is None else y.add_(residual)
 
-    def _form(self, x: Tensor, activation: str | None) -> Tensor | None:
+    def _is_large(self, x: Tensor) -> bool:
+        return 4 * (x.numel() // x.shape[-1]) * self.outputs >= LARGE
+
+    def _form(self, x: Tensor, activation: str | None) -> ops.Packed | None:
         """The weight as `ops.linear` takes it; None where the layer's own product is to run."""
         # Few rows of a small weight, first: in small calls this is most of the layers and a good part of their time.
-        if x.numel() < self.least[activation]:
+        least, most = self.useful[activation]
+        if x.numel() < least:
             return None
         weight = self.module.weight
+        if x.shape[-1] != self.inputs:  # for which the layer has an error of its own
+            return None
         if x.dtype != torch.float32 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return None
+        plain = weight.t() if self.transposed else weight
+        if x.numel() > most:
+            return plain if self._is_large(x) else None
         if self.memory.planned:  # nothing is computed, and a copy would take memory
-            return None if self.transposed and self.mode == "plain" else weight.t() if self.transposed else weight
+            return None if self.transposed and self.mode == "plain" else plain
         entry = self.entry
         if entry is None or entry.is_stale(weight):
             entry = self.entry = _entry(weight)
-        entry.uses += 1
-        if (
-            entry.copy is None
-            and self.mode != "plain"
-            and entry.uses > 2  # a copy pays where it is used again and again: a proof alone uses a weight twice
-            and (self.mode == "packed" or _affordable(weight))
-        ):
-            entry.copy = ops.pack(weight.t() if self.transposed else weight)
-        if entry.copy is None and self.transposed:
-            return None
-        return weight if entry.copy is None else entry.copy
+        if entry.copy is None:
+            entry.uses += 1
+            if entry.uses >= OFTEN and self._may_pack(weight):
+                entry.copy = ops.pack(plain, x.numel() // x.shape[-1], activation)
+        if entry.copy is not None and ops.suits(entry.copy, activation):
+            return entry.copy
+        return None if self.transposed or ops.by_mkl() else weight
+
+    def _may_pack(self, weight: Tensor) -> bool:
+        return self.mode == "packed" or (self.mode != "plain" and _affordable(weight))
 
 
 class Own:
@@ -272,6 +301,7 @@ def is_plain(module: nn.Module) -> bool:
         and weight.device.type == "cpu"
         and weight.is_contiguous()
         and not weight.is_inference()
+        and (module._parameters.get("bias") is None or module.bias.shape == (_sizes(module)[0],))
         and untouched(module)
     )
 
@@ -284,14 +314,12 @@ def layers(modules: Iterable[nn.Module], rows: int | None = None) -> Iterator[tu
 
 
 def gains(module: nn.Module, rows: int | None) -> bool:
-    """Whether a product of so many rows with a layer's weight may be faster by oneDNN; None: any number of them."""
+    """Whether a product of so many rows, or fewer, with a layer's weight may be faster packed; None: any number."""
     if rows is None:
         return True
     if module._parameters.get("weight") is None:
         return False
-    outputs, inputs = _sizes(module)
-    kind = ops.DEAR[0] if outputs > inputs else None  # a layer that widens may have an activation behind it
-    return rows >= ops.least_rows(outputs, inputs, kind)
+    return rows >= _useful(*_sizes(module), ops.by_mkl()).least
 
 
 def reason_off(model: nn.Module) -> str | None:
@@ -304,7 +332,7 @@ def reason_off(model: nn.Module) -> str | None:
     if weight.dtype != torch.float32:
         return f"weights are {str(weight.dtype).removeprefix('torch.')}, not float32"
     if not ops.available():
-        return "this torch has no oneDNN linear operators"
+        return "this torch has no linear operators of oneDNN or MKL"
     return None
 
 
@@ -326,7 +354,7 @@ def forget(model: nn.Module) -> None:
 def packed_bytes() -> int:
     """Bytes that packed copies of weights hold now."""
     with _lock:
-        return sum(4 * entry.copy.numel() for entry in _packed.values() if entry.copy is not None)
+        return sum(ops.packed_bytes(entry.copy) for entry in _packed.values() if entry.copy is not None)
 
 
 def release() -> None:

@@ -1,23 +1,29 @@
-"""fp32 linear layers on a CPU through oneDNN, where that is faster than torch's default.
+"""fp32 linear layers on a CPU with packed weights, where that is faster than torch's default.
 
 torch hands fp32 matrix products to MKL, which leaves AVX-512 unused on AMD processors, and is slow for a handful of
 rows on every weight that does not fit the cache. oneDNN lies in the same torch, behind the operators that Inductor uses
 for frozen weights. With the weight packed into oneDNN's own layout it is 2 to 5 times faster for 2 to 16 rows and 1.2
-to 1.7 times for more (2 cores of an AMD EPYC, torch 2.13); on Intel's processors up to 2 times for 4 to 32 rows, 1.1
-for more, and slower for fewer (2 cores of a Xeon with AVX-512). Unpacked it costs no memory and gains less.
+to 1.7 times for more (2 cores of an AMD EPYC, torch 2.13). Unpacked it costs no memory and gains less.
+
+On Intel's processors MKL leaves nothing unused, but lays the weight out anew in every product. With the weight packed
+by MKL itself a product is 1.1 to 1.9 times as fast for 4 to 64 rows, 1.1 to 1.35 for more, and from 16 rows on, up to
+768 inputs, the same bit by bit (2 cores of a Xeon with AVX-512, torch 2.13; oneDNN's: 0.4 to 1.9, 0.9 to 1.2).
 
 The operators are private to torch, so `available` looks for them and checks a result once.
 """
 
 import math
+import sys
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fastgen.ops import processor
-from fastgen.ops.activation import FUNCTIONS, activation_reference
+from fastgen.ops.activation import FUNCTIONS, activation_, activation_reference
 
 LEAST_ROWS = ((96 * 1024, 32), (384 * 1024, 2), (math.inf, 1))
 """Rows from which on oneDNN is faster, for weights of fewer elements than stand before them.
@@ -26,21 +32,34 @@ Small weights stay in the cache, where the fixed cost of a oneDNN call (about 10
 rows with large ones take as long as it takes to read them. Measured from 256 x 256 to 1024 x 50264 and 1 to 2,048 rows
 (AMD EPYC): 4.4 times as fast at 256 x 5000, 2 rows."""
 
-LEAST_ROWS_INTEL = ((128 * 1024, 512), (600 * 1024, 16), (math.inf, 4))
-"""The same for Intel's processors, from 128 x 128 to 4096 x 1024 and 4 to 256 rows, read from memory, one thread and
-two (Xeon): small weights are slower (0.4 to 0.9 times as fast with 4 to 128 rows), others gain from 16 rows on (1.0 to
-1.9 with 16 and 32 rows, 1.0 to 1.2 with more), large ones with 4 too (0.95 to 1.4). With 1 to 3 rows MKL reads a
-weight once, and oneDNN takes 1.1 to 1.4 times as long."""
+LEAST_ROWS_MKL = ((24 * 1024, 64), (600 * 1024, 16), (math.inf, 4))
+"""The same for weights packed by MKL, from 128 x 128 to 50,000 x 512, one thread and two (Xeon). With 1 to 3 rows a
+weight is read once in any layout: 0.8 to 1.05 times as fast."""
 
-ODD_INTEL = 128
-"""Rows from which on it gains there where outputs are fewer than inputs and no multiple of so many."""
+LEAST_ROWS_MKL_NARROW = ((64 * 1024, 1024), (3 * 2**20, 16), (math.inf, 8))
+"""The same where outputs are fewer than inputs: 100 x 400 is slower with any number of rows, 512 x 2048 with 8."""
+
+FEWEST_OUTPUTS_MKL = 96
+"""Outputs from which on there is such a number of rows at all: 32 x 4096 is slower from 128 on, 12 x 8192 with any."""
+
+MOST_ROWS_MKL = ((600 * 1024, 256), (math.inf, 512))
+"""Rows up to which they are faster there; with more, laying out the weight is next to nothing of a product."""
+
+PACKED_ROWS_MKL = 64, 128
+"""Rows that MKL lays a weight out for, with few outputs for each thread and with as many outputs as rows, or more.
+
+128 is the fastest, or as fast, for 4 to 512 rows: laid out for 16, 4096 x 1024 takes 1.7 times as long with 24 rows.
+But from 128 on MKL splits the rows among threads, too, where the outputs for each are fewer, and with half of the rows
+leaves half of them idle (8 threads and 512 outputs, 16 and 1,024, by the time of each thread; not with 64)."""
 
 DEAR = ("gelu", "gelu_tanh")
-"""Activation functions that oneDNN computes behind a product for much less than torch does by itself."""
+"""Activation functions that oneDNN computes along with a product for a half to a tenth of what torch takes for them.
 
-DEAR_WORK_INTEL = 2**21
-"""Rows times elements of the weight from which on that decides there: 1.1 to 1.4 times as fast with gelu, 16 to 128
-rows of 192 x 768, where the product alone is 0.95 to 1.05."""
+Behind them weights are packed by oneDNN there, too: 1.1 to 3 times as fast from 16 rows of 256 x 1024 on, where MKL's
+product with torch's function is 1.0 to 1.2 times (2048 x 512 to 4096 x 1024: 1.1 to 2.6, and 1.0 to 1.3)."""
+
+DEAR_WORK, DEAR_ROWS = 2**21, 4
+"""Rows times elements of the weight, and rows, from which on that is so."""
 
 CHUNK, CHUNK_ROWS = 2 * 2**20, 64
 """Bytes of output, and rows at least, that `linear_into` computes at a time."""
@@ -58,72 +77,155 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return F.linear(x, weight, bias)
 
 
-@cache
+class MklWeight(NamedTuple):
+    """A weight (N, K) in MKL's layout, for any number of rows.
+
+    layout: which only `linear` can read. sizes: (N, K), without memory.
+    """
+
+    layout: Tensor
+    sizes: Tensor
+
+
+Packed = Tensor | MklWeight
+"""A packed weight."""
+
+
 def available() -> bool:
-    """Whether this torch has oneDNN's linear operators and they agree with its own product (checked once)."""
+    """Whether this torch has linear operators for packed weights that agree with its own product (checked once)."""
+    return _onednn_agrees() or by_mkl()
+
+
+def by_mkl() -> bool:
+    """Whether weights are packed by MKL rather than by oneDNN: on Intel's processors."""
+    return processor.on_intel() and _mkl_agrees()
+
+
+@cache
+def _onednn_agrees() -> bool:
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False
-    x, weight, bias = (
-        torch.linspace(-1, 1, 3 * 64).view(3, 64),
-        torch.linspace(1, -1, 32 * 64).view(32, 64),
-        torch.ones(32),
-    )
-    expected = F.linear(x, weight, bias)
+    weight = _probe_weight()
+    return _agree(lambda: [weight, _pack_for_onednn(weight, 16)])
+
+
+@cache
+def _mkl_agrees() -> bool:
+    if not (torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")):
+        return False
+    weight = _probe_weight()
+    return _agree(lambda: [_pack_for_mkl(weight, rows) for rows in PACKED_ROWS_MKL])
+
+
+def _probe_weight() -> Tensor:
+    return torch.linspace(1, -1, 32 * 64, **_PROBED).view(32, 64)
+
+
+_PROBED: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the caller's defaults are
+
+
+@torch.autocast("cpu", enabled=False)
+def _agree(forms: Callable[[], Sequence[Packed]]) -> bool:
+    """Whether products with these forms of the probe's weight are what they should be, with all that comes behind."""
+    x, bias = torch.linspace(-1, 1, 3 * 64, **_PROBED).view(3, 64), torch.ones(32, **_PROBED)
+    expected = F.linear(x, _probe_weight(), bias)
     try:
-        found = [linear(x, weight, bias), linear(x, pack(weight), bias)]
-        found += [linear(x, weight, bias, residual=expected) - expected]
-        activated = [(linear(x, weight, bias, kind), activation_reference(expected, kind)) for kind in FUNCTIONS]
+        for form in forms():
+            found = [linear(x, form, bias), linear(x, form, bias, residual=expected) - expected]
+            activated = [(linear(x, form, bias, kind), activation_reference(expected, kind)) for kind in FUNCTIONS]
+            pairs = [*((y, expected) for y in found), *activated]
+            if not all(torch.allclose(y, wanted, atol=1e-4) for y, wanted in pairs):
+                return False
     except (RuntimeError, TypeError, AttributeError):
         return False
-    return all(torch.allclose(y, wanted, atol=1e-4) for y, wanted in [*((y, expected) for y in found), *activated])
+    return True
 
 
-def least_rows(outputs: int, inputs: int, activation: str | None = None) -> int:
-    """Rows of x from which on oneDNN with a packed weight (outputs, inputs) is faster than `F.linear`.
+def useful_rows(outputs: int, inputs: int, activation: str | None = None) -> range:
+    """Rows of x with which a product with a packed weight (outputs, inputs) is faster than `F.linear`.
 
     activation: the kind of it right behind the product; None for none.
     """
-    elements, intel = outputs * inputs, processor.on_intel()
-    least = next(rows for limit, rows in (LEAST_ROWS_INTEL if intel else LEAST_ROWS) if elements < limit)
-    if intel and outputs < inputs and outputs % ODD_INTEL:
-        least = max(least, ODD_INTEL)
-    if intel and activation in DEAR:
-        least = min(least, math.ceil(DEAR_WORK_INTEL / max(1, elements)))
-    return least
+    elements = outputs * inputs
+    if not by_mkl():
+        return range(_at(LEAST_ROWS, elements), sys.maxsize)
+    if not _by_mkl(activation):
+        return range(max(DEAR_ROWS, -(-DEAR_WORK // max(1, elements))), sys.maxsize)
+    if outputs < FEWEST_OUTPUTS_MKL:
+        return range(sys.maxsize, sys.maxsize)
+    least = LEAST_ROWS_MKL_NARROW if outputs < inputs else LEAST_ROWS_MKL
+    return range(_at(least, elements), _at(MOST_ROWS_MKL, elements) + 1)
+
+
+def _by_mkl(activation: str | None) -> bool:
+    return by_mkl() and not (activation in DEAR and _onednn_agrees())
+
+
+def _at(table: Sequence[tuple[float, int]], elements: int) -> int:
+    return next(rows for limit, rows in table if elements < limit)
 
 
 def saved_share() -> float:
-    """The share of the time of an encoder's layer that oneDNN's products save at least."""
+    """The share of the time of an encoder's layer that products with packed weights save at least."""
     return 0.03 if processor.on_intel() else 0.15
 
 
-def pack(weight: Tensor, rows: int = 16) -> Tensor:
-    """Return weight (N, K) fp32 in oneDNN's layout, a copy that only `linear` can read.
+def pack(weight: Tensor, rows: int = 16, activation: str | None = None) -> Packed:
+    """Return a packed copy of weight (N, K) fp32 that only `linear` can read.
 
     Args:
         weight: (N, K) fp32 on the CPU.
-        rows: the number of rows of x to lay out for; any other number works too.
+        rows: the number of rows of x that oneDNN lays out for; any other number works too.
+        activation: the kind of it that is to follow; any other works too.
     """
-    return torch.ops.mkldnn._reorder_linear_weight.default(weight.detach().contiguous(), rows)
+    weight = weight.detach().contiguous()
+    if not _by_mkl(activation):
+        return _pack_for_onednn(weight, rows)
+    few, many = PACKED_ROWS_MKL
+    return _pack_for_mkl(weight, many if weight.shape[0] >= many * torch.get_num_threads() else few)
+
+
+def packed_bytes(packed: Packed) -> int:
+    """Bytes of a packed weight: of MKL's layout what is written, as it has room for more."""
+    return 4 * (packed if isinstance(packed, Tensor) else packed.sizes).numel()
+
+
+def suits(packed: Packed, activation: str | None = None) -> bool:
+    """Whether `pack` would pack a weight with the same library for this activation."""
+    return isinstance(packed, MklWeight) == _by_mkl(activation)
+
+
+def _pack_for_onednn(weight: Tensor, rows: int) -> Packed:
+    return torch.ops.mkldnn._reorder_linear_weight.default(weight, rows)
+
+
+def _pack_for_mkl(weight: Tensor, rows: int) -> Packed:
+    layout = torch.ops.mkl._mkl_reorder_linear_weight.default(weight, rows)
+    return MklWeight(layout, weight.new_empty(1).expand(weight.shape))
 
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Packed,
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Return x (..., K) fp32 times weight (N, K) transposed plus bias (N,), by oneDNN.
+    """Return x (..., K) fp32 times weight (N, K) transposed plus bias (N,), by oneDNN or MKL, unchecked.
 
-    Differs from `linear_reference` by fp32 rounding. What comes behind costs a pass over memory less: gelu at 128 x 512
-    x 1,024 33 us, by itself 83; the sum at 128 x 256 x 512 5 us, by itself 16.
+    Differs from `linear_reference` by fp32 rounding. What comes behind costs a pass over memory less with oneDNN: gelu
+    at 128 x 512 x 1,024 33 us, by itself 83; the sum at 128 x 256 x 512 5 us, by itself 16.
 
     Args:
-        weight: plain, or the result of `pack`.
+        weight: the result of `pack`; or plain, for oneDNN, or for torch's own product where that is MKL's.
         activation: gelu, gelu_tanh, relu or silu, for that of the result.
         residual: (..., N), to be added to the result; not with an activation.
     """
+    if isinstance(weight, MklWeight):
+        y = torch.ops.mkl._mkl_linear.default(x, weight.layout, weight.sizes, bias, x.numel() // x.shape[-1])
+        return _finished(y, activation, residual)
+    if _is_own(weight):
+        return _finished(F.linear(x, weight, bias), activation, residual)
     # oneDNN reads a bias as if its elements lay side by side.
     bias = None if bias is None else bias.contiguous()
     if residual is not None:
@@ -132,15 +234,35 @@ def linear(
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], algorithm)
 
 
+def _finished(y: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:
+    if activation is not None:
+        y = activation_(y, activation, exactly=False)
+    return y if residual is None else y.add_(residual)
+
+
 def linear_into(
     y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> None:
-    """Write `linear(x, weight, bias, activation)` to y (..., N), contiguous.
+    """Write `linear(x, weight, bias, activation)` to y (..., N), contiguous; not of a weight that MKL has packed.
 
     oneDNN's operators return fresh memory; some rows at a time it stays in the cache, and the copies cost next to
-    nothing (2,048 x 1,024 x 4,096: 81 ms, at once 85 ms).
+    nothing (2,048 x 1,024 x 4,096: 81 ms, at once 85 ms). torch's own product writes to y at once.
     """
     target, rows = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+    if _is_own(weight):
+        _own_product(rows, weight, bias, target)
+        if activation is not None:
+            activation_(target, activation, exactly=False)
+        return
     step = max(CHUNK_ROWS, CHUNK // (4 * y.shape[-1]))
     for start in range(0, len(rows), step):
         target[start : start + step] = linear(rows[start : start + step], weight, bias, activation)
+
+
+def _is_own(weight: Packed) -> TypeGuard[Tensor]:
+    """Whether a weight is for torch's own product: a plain one, where that is MKL's."""
+    return isinstance(weight, Tensor) and weight.layout == torch.strided and by_mkl()
+
+
+def _own_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)

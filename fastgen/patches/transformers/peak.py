@@ -129,7 +129,7 @@ def _planned(kind: Any, plan: Plan, step: DecoderStep | None) -> type:
             synced_gpus: bool = False, streamer: Any = None, **kwargs: Any,
         ) -> None:  # fmt: skip
             self.__class__ = kind
-            config = bounded(generation_config, stopping_criteria) if name == "sample" else generation_config
+            config = bounded(name, generation_config, stopping_criteria)
             call = Call(self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, kwargs)
             model = cast(SharedStepper, call.stepper(plan, step))
             model.first_proven = True  # as it is from a model's second call on
