@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from fastgen.models import encoder as encoders
 
 pytest.importorskip("fairseq")
 from fairseq import utils
+from fairseq.data import TokenBlockDataset
 from fairseq.modules import LayerDropModuleList
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 from fairseq.sequence_scorer import SequenceScorer
@@ -160,7 +162,7 @@ def test_a_prompt_takes_one_step() -> None:
     model, calls = zoo.build("lm"), []
     prompt = torch.arange(4, 24).repeat(2, 1)
     sample = {"net_input": {"src_tokens": prompt, "src_lengths": torch.full((2,), 20)}}
-    handle = model.decoder.register_forward_pre_hook(lambda *_: calls.append(1))
+    handle = model.decoder.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
     zoo.call([model], sample, {"beam_size": 4, "max_len_b": 23, "min_len": 23, "prefix_tokens": prompt})
     handle.remove()
     assert len(calls) == 1 + 3
@@ -278,6 +280,16 @@ def test_status_names_fairseq() -> None:
     assert row.state == "applied"
 
 
+def test_a_name_that_numpy_has_given_up() -> None:
+    """Texts of language models are read line by line, and numpy is what it was."""
+    texts, before = [torch.arange(4, 9), torch.arange(4, 6)], set(dir(np))
+    hits = fastgen.status()["fairseq.token_blocks"].hits
+    blocks: Any = TokenBlockDataset(texts, [5, 2], None, zoo.PAD, zoo.EOS, break_mode="eos")
+    assert [block.tolist() for block in blocks] == [text.tolist() for text in texts]
+    assert fastgen.status()["fairseq.token_blocks"].hits == hits + 1
+    assert set(dir(np)) == before
+
+
 @pytest.mark.parametrize("names", [["lm"], ["transformer"], ["transformer", "prenorm"]])
 def test_scores_of_given_texts(names: list[str]) -> None:
     """`SequenceScorer`, behind `fairseq-eval-lm` and `--score-reference`, with routed linear layers."""
@@ -360,6 +372,24 @@ def test_encoders_of_an_ensemble_and_after_a_change_of_weights(pays: list[int]) 
     models[1].encoder.layers[1].self_attn.k_proj.weight.data.neg_()
     _served(models, zoo.batch(4, 9), options)
     assert len(pays) == 6
+
+
+@pytest.mark.parametrize("name", ["transformer", "lm"])
+def test_hooks_that_fairseq_does_not_run(name: str, pays: list[int]) -> None:
+    """It calls the `forward` of decoders and encoders, not themselves: their hooks do not run, and stop nothing."""
+    model, calls = copy.deepcopy(zoo.build(name)), []
+    sample, options = zoo.batch(4, 9), {"beam_size": 3, "max_len_b": 12}
+    if name == "lm":
+        options["prefix_tokens"] = sample["net_input"]["src_tokens"][:, :5]
+    for part in (model, *model.children()):
+        part.register_forward_hook(lambda *_: calls.append(1))
+        part.register_forward_pre_hook(lambda *_: calls.append(1))
+    before = fastgen.status()["fairseq.generate"].left_off
+    for _ in range(2):
+        _served([model], sample, options)
+    assert calls == []
+    assert fastgen.status()["fairseq.generate"].left_off == before
+    assert len(pays) == (0 if name == "lm" else 2)
 
 
 class _Doubling(torch.nn.Linear):

@@ -1,6 +1,7 @@
 """fairseq's command lines and hub, from a corpus over a trained checkpoint to translations."""
 
 import argparse
+import functools
 import logging
 import os
 import re
@@ -22,6 +23,7 @@ from fairseq import checkpoint_utils
 from fairseq import options as fairseq_options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer import TransformerModel
+from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.tasks import setup_task
 from fairseq_cli import generate
 
@@ -221,6 +223,36 @@ def test_hub(corpus: Path) -> None:
         assert hub.translate(sentences, **options) == ours
 
 
+def test_a_language_model_by_itself(corpus: Path, tmp_path: Path) -> None:
+    """Its training, the hub and `fairseq-interactive` read texts line by line."""
+    data, model = tmp_path / "data", tmp_path / "model"
+    data.mkdir()
+    for file in (corpus / "data").glob("*.es.*"):
+        (data / file.name.replace(".en-es.es", "")).write_bytes(file.read_bytes())
+    (data / "dict.txt").write_bytes((corpus / "data/dict.es.txt").read_bytes())
+    run(
+        "fairseq-train", str(data), "--task", "language_modeling", "--sample-break-mode", "eos", "--arch",
+        "transformer_lm", "--optimizer", "adam", "--lr", "0.005", "--max-tokens", "1500", "--max-update", "5",
+        "--disable-validation", "--save-dir", str(model), "--cpu", "--num-workers", "0", "--no-progress-bar",
+        "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--decoder-attention-heads", "2",
+        "--decoder-layers", "2", "--tokens-per-sample", "64", "--no-epoch-checkpoints",
+    )  # fmt: skip
+    lines = (corpus / "test.es").read_text("utf-8").splitlines()[:3]
+    hub: Any = TransformerLanguageModel.from_pretrained(str(model), "checkpoint_last.pt", str(data)).eval()
+    ours = hub.sample(lines, beam=3, max_len_b=60)
+    assert [len(hub.score(line)["positional_scores"]) + 1 for line in lines] == [
+        len(hub.encode(line)) for line in lines
+    ]
+    with fastgen.disabled():
+        assert hub.sample(lines, beam=3, max_len_b=60) == ours
+    command = (
+        "fairseq-interactive", str(data), "--task", "language_modeling", "--path", str(model / "checkpoint_last.pt"),
+        "--beam", "3", "--max-len-b", "60", "--cpu",
+    )  # fmt: skip
+    typed = run(*command, text="\n".join(lines) + "\n", FASTGEN_STRICT="1").stdout
+    assert re.findall(r"^D-\d+\t\S+\t(.*)$", typed, re.M) == ours
+
+
 class Surprise:
     """Leaves a file behind when it is unpickled."""
 
@@ -390,6 +422,19 @@ def test_a_run_that_fails_leaves_no_whole_file(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="in the middle"):
         fails()
     assert (tmp_path / "generate-test.txt").read_text() == "of an earlier run"
+
+
+@pytest.mark.parametrize("command", ["generate", "interactive"])
+def test_without_standard_output(corpus: Path, command: str) -> None:
+    """Where it was closed before Python began, nothing is printed, and all goes well."""
+    found = subprocess.run(
+        [
+            sys.executable, "-m", "fastgen", "run", f"fairseq-{command}", str(corpus / "data"), "--path",
+            str(corpus / "model/checkpoint_last.pt"), *GENERATE, "--beam", "1",
+        ],
+        input="a house\n", stderr=subprocess.PIPE, text=True, check=False, preexec_fn=functools.partial(os.close, 1),
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-2000:]
 
 
 @pytest.mark.parametrize(("where", "why"), [("pipe", "Broken pipe"), ("/dev/full", "No space left on device")])

@@ -100,9 +100,11 @@ def devices() -> Iterator[Finding]:
     there = ", ".join(text for name, text in units.items() if has.get(name)) or "none of them of x86-64"
     yield Finding("ok", f"CPU: {has.get('cpu_name') or platform.machine()}; vector units: {there}")
     if linear.available():
-        yield Finding("ok", "linear layers in fp32 on the CPU: through oneDNN where that is faster")
+        yield Finding("ok", "fp32 linear layers on the CPU: by oneDNN or MKL with packed weights where that is faster")
     else:
-        yield Finding("note", "linear layers in fp32 on the CPU: torch's own, as this torch lacks oneDNN's operators")
+        yield Finding(
+            "note", "fp32 linear layers on the CPU: torch's own, as this torch lacks operators of oneDNN and MKL"
+        )
     if not (has.get("avx512_bf16") or has.get("amx_bf16") or has.get("bf16")):
         yield Finding("note", "no unit of this CPU multiplies in bf16: models in bf16 are slow on it", "load in fp32")
 

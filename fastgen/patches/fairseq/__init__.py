@@ -61,12 +61,21 @@ PATCHES = (
         mends=True,
     ),
     Patch(
+        name="fairseq.token_blocks",
+        toolkit=TOOLKIT,
+        target="fairseq.data.token_block_dataset:TokenBlockDataset._build_slice_indices",
+        replacement="fastgen.patches.fairseq.mend:token_blocks",
+        parameters=("sizes", "break_mode", "document_sep_len", "block_size"),
+        help="language models read texts line by line (also those given to the hub) with a numpy without `compat`",
+        mends=True,
+    ),
+    Patch(
         name="fairseq.generate",
         toolkit=TOOLKIT,
         target="fairseq.sequence_generator:SequenceGenerator._generate",
         replacement="fastgen.patches.fairseq.generate:generate",
         parameters=("self", "sample", "prefix_tokens", "constraints", "bos_token"),
-        help="SequenceGenerator over one cache per sentence; linear layers through oneDNN on a CPU",
+        help="SequenceGenerator over one cache per sentence; linear layers with packed weights on a CPU",
     ),
     Patch(
         name="fairseq.score",
@@ -74,7 +83,7 @@ PATCHES = (
         target="fairseq.sequence_scorer:SequenceScorer.generate",
         replacement="fastgen.patches.fairseq.score:score",
         parameters=("self", "models", "sample"),
-        help="fairseq-eval-lm and --score-reference: linear layers through oneDNN on a CPU",
+        help="fairseq-eval-lm and --score-reference: linear layers with packed weights on a CPU",
     ),
     Patch(
         name="fairseq.attention",

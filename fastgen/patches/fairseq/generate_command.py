@@ -54,8 +54,8 @@ def _check(cfg: Any) -> None:
 
 
 @contextmanager
-def _output(cfg: Any) -> Iterator[TextIO]:
-    """Where results go: standard output, or a file that has another name until all is there.
+def _output(cfg: Any) -> Iterator[TextIO | None]:
+    """Where results go: standard output, None where there is none, or a file with another name until all is there.
 
     Raises:
         SystemExit: standard output was closed, or the disk is full; the message says so.
@@ -63,7 +63,7 @@ def _output(cfg: Any) -> Iterator[TextIO]:
     if cfg.common_eval.results_path is None:
         try:
             yield sys.stdout
-            sys.stdout.flush()
+            print(end="", flush=True)
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:  # another file's
                 raise
@@ -85,7 +85,7 @@ def _output(cfg: Any) -> Iterator[TextIO]:
         raise SystemExit(f"fairseq-generate: {partial} is not whole: {error.strerror}") from error
 
 
-def _generate(cfg: Any, output: TextIO, pair: Pair) -> tuple[Any, Iterable[str]]:
+def _generate(cfg: Any, output: TextIO | None, pair: Pair) -> tuple[Any, Iterable[str]]:
     """Translate a data set; return the scorer, and what was left off."""
     logging.basicConfig(
         format="%(asctime)s | %(levelname)s | %(name)s | %(message)s",
@@ -115,7 +115,7 @@ def _generate(cfg: Any, output: TextIO, pair: Pair) -> tuple[Any, Iterable[str]]
 
     def write(result: tuple[str, list[Scored]]) -> None:
         text, scored = result
-        output.write(text)
+        print(text, end="", file=output)
         for sentence in scored:
             if hasattr(scorer, "add_string"):
                 scorer.add_string(sentence.target, sentence.hypothesis)

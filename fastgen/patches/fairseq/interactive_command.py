@@ -5,7 +5,6 @@ buffer is read and encoded meanwhile too.
 """
 
 import logging
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -74,8 +73,7 @@ def _interactive(cfg: Any, pair: Pair) -> None:
                     _typed(batch, found, speaker, start, seconds / len(found), cfg.generation.constraints)
                 )
             background.finish()
-            sys.stdout.write("".join(text for _, text in sorted(said)))
-            sys.stdout.flush()
+            print("".join(text for _, text in sorted(said)), end="", flush=True)
             said.clear()
             start += count
     if drafting is not None:

@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -149,3 +150,30 @@ def set_decoder_beam_size(original: _Original, self: Any, beam_size: int) -> Non
             if hasattr(model, "set_beam_size"):
                 _engine.hit("fairseq.beam_size")
                 model.set_beam_size(1)
+
+
+# What numpy has given up, and what it was.
+_GIVEN_UP = SimpleNamespace(long=int)
+
+
+class _FormerNumpy:
+    """numpy with `compat`; missed: whether that has been used."""
+
+    missed = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "compat" or hasattr(np, name):
+            return getattr(np, name)
+        self.missed = True
+        return _GIVEN_UP
+
+
+def token_blocks(original: FunctionType, *args: Any, **kwargs: Any) -> Any:
+    """`TokenBlockDataset._build_slice_indices` with an `np` of its own: neither numpy nor fairseq is changed."""
+    numpy = _FormerNumpy()
+    names = {**original.__globals__, "np": numpy}
+    own = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
+    made = own(*args, **kwargs)
+    if numpy.missed:
+        _engine.hit("fairseq.token_blocks")
+    return made

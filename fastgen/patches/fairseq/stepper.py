@@ -73,7 +73,7 @@ class Member:
         """Logits (R, 1, V), attention over the source and what else the decoder returns, by its own forward."""
         token = current_step.set(self.layers)
         try:
-            logits, extra = self.model.decoder(tokens, encoder_out=self.encoder_out, incremental_state={})
+            logits, extra = self.model.decoder.forward(tokens, encoder_out=self.encoder_out, incremental_state={})
         finally:
             current_step.reset(token)
         attention = extra["attn"][0] if extra is not None and extra.get("attn") else None
@@ -96,7 +96,7 @@ class Member:
         self.layers.begin_step(None, self.dtype)
         token = current_step.set(self.layers)
         try:
-            features, _ = self.model.decoder(tokens, encoder_out=None, features_only=True)
+            features, _ = self.model.decoder.forward(tokens, encoder_out=None, features_only=True)
         finally:
             current_step.reset(token)
         found: list[Tensor] = []
