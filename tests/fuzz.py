@@ -148,8 +148,8 @@ def _between(name: str, low: float, high: float) -> Callable[[Random, Call], Dra
     return lambda r, _: {name: low + (high - low) * r.randint(0, 1000) / 1000}
 
 
-def _tokens(r: Random, most: int) -> list[int]:
-    return [r.randrange(V) for _ in range(r.randint(1, most))]
+def _tokens(r: Random, most: int, least: int = 1) -> list[int]:
+    return [r.randrange(V) for _ in range(r.randint(least, most))]
 
 
 def _words(r: Random, most: int) -> list[list[int]]:
@@ -335,8 +335,8 @@ OPTIONS: dict[str, Option] = {
     "bias": Option(
         0.12, lambda r, _: {"sequence_bias": {tuple(w): r.choice([-50.0, -2.5, 0.5, 4.0]) for w in _words(r, 5)}}
     ),
-    "suppress": Option(0.12, lambda r, _: {"suppress_tokens": _tokens(r, 30)}),
-    "suppress first": Option(0.12, lambda r, _: {"begin_suppress_tokens": _tokens(r, 30)}),
+    "suppress": Option(0.12, lambda r, _: {"suppress_tokens": _tokens(r, r.choice([2, 30]), 0)}),
+    "suppress first": Option(0.12, lambda r, _: {"begin_suppress_tokens": _tokens(r, r.choice([2, 30]), 0)}),
     "forced first": Option(0.1, lambda r, _: {"forced_bos_token_id": r.randrange(V)}),
     "forced last": Option(0.12, lambda r, _: {"forced_eos_token_id": r.choice([zoo.EOS, _token(r), _tokens(r, 3)])}),
     "decay": Option(

@@ -603,6 +603,13 @@ class _Counting(tf.LogitsProcessor):
         return scores
 
 
+def test_a_users_own_call_of_transformers_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    large, small = pair("gpt2")
+    monkeypatch.setattr(tf.RepetitionPenaltyLogitsProcessor, "__call__", lambda _, ids, scores: scores)
+    with pytest.raises(ValueError, match="RepetitionPenaltyLogitsProcessor may look"):
+        generated(large, zoo.batch(large, 2, 6), assistant_model=small, repetition_penalty=1.3, fallback_threshold=0.5)
+
+
 def test_a_processor_that_may_remember_is_refused() -> None:
     large, small = pair("gpt2")
     with pytest.raises(ValueError, match="_Counting may remember"):

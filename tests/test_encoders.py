@@ -410,7 +410,7 @@ def test_a_forward_that_somebody_put_there_before_is_theirs() -> None:
 
 
 def test_what_products_save_depends_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same batch without padding: where MKL is as fast as oneDNN, two layers are not worth reading."""
+    """The same batch without padding: where products save less, two layers are not worth reading."""
     for name, value in MEASURED.items():
         monkeypatch.setattr(encoders, name, value)
     weights = encoders.weights_of(256)

@@ -1,13 +1,16 @@
 """Every proven family gives what transformers alone gives, on the options people combine."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextStreamer
-from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation import logits_process, utils
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 import fastgen
 from fastgen.models.families import FAMILIES
@@ -67,6 +70,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "forced_eos": {"forced_eos_token_id": 6},
     "bad_words": {"bad_words_ids": [[5], [6, 7], [8]]},
     "bad_word": {"bad_words_ids": [[5]]},
+    "empty_bad_word": {"bad_words_ids": [[5], [], [6, 7]]},
     "long_bad_words": {"bad_words_ids": [[t, 7] for t in range(4, 60)] + [[3, t, 9] for t in range(60)]},
     "sequence_bias": {"sequence_bias": {(5,): -4.0, (6, 7): 3.0}},
     "token_bias": {"sequence_bias": {(5,): -4.0, (9,): 5.0}},
@@ -76,6 +80,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ngrams_2": {"no_repeat_ngram_size": 2},
     "encoder_ngrams": {"encoder_no_repeat_ngram_size": 2},
     "suppress": {"suppress_tokens": [4, 5, 6], "begin_suppress_tokens": [7, 8]},
+    "suppress_nothing": {"suppress_tokens": [], "begin_suppress_tokens": []},
     "prefix_allowed": {"prefix_allowed_tokens_fn": lambda sentence, ids: [2, 4 + sentence, 10 + len(ids) % 5, 30, 31]},
     "one_allowed": {"prefix_allowed_tokens_fn": lambda sentence, ids: [4 + len(ids) % 3]},
     "decay": {"exponential_decay_length_penalty": (3, 1.2)},
@@ -192,6 +197,31 @@ def test_users_own(family: str, beams: int) -> None:
     assert_same(model, kwargs | {"stopping_criteria": StoppingCriteriaList([_Even()])})
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (logits_process.NoRepeatNGramLogitsProcessor, {"no_repeat_ngram_size": 2}),
+        (logits_process.SequenceBiasLogitsProcessor, {"bad_words_ids": [[5], [6, 7]]}),
+        (logits_process.SuppressTokensLogitsProcessor, {"suppress_tokens": [4, 5]}),
+    ],
+)
+def test_users_own_call_of_transformers_processor(
+    kind: type, options: dict[str, Any], beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.build("bart")
+    monkeypatch.setattr(kind, "__call__", lambda _, ids, scores: _Favour()(ids, scores.flip(1)))
+    kwargs = _inputs("bart", model) | options | {"num_beams": beams, "max_new_tokens": 14}
+    assert assert_same(model, kwargs).error is None
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_users_own_call_of_transformers_criterion(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.build("bart")
+    monkeypatch.setattr(EosTokenCriteria, "__call__", lambda _, ids, scores: _Even()(ids, scores))
+    assert assert_same(model, _inputs("bart", model) | {"num_beams": beams, "max_new_tokens": 14}).error is None
+
+
 class _Number(StoppingCriteria):
     """A user's criterion that says one thing for all rows, in one of several ways."""
 
@@ -220,6 +250,30 @@ def test_a_users_own_length(family: str, length: int) -> None:
     kwargs["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(prompt + length)])
     assert assert_same(model, kwargs).error is None
     assert model.generate(**kwargs).shape[1] == prompt + length
+
+
+@pytest.mark.parametrize("number", [np.int64, torch.tensor])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_counts_of_numpy_and_torch(number: Callable[[int], Any], beams: int) -> None:
+    model = zoo.build("gpt2")
+    config = tf.GenerationConfig(num_beams=number(beams), max_new_tokens=number(7))
+    assert assert_same(model, _inputs("gpt2", model) | {"generation_config": config}).error is None
+    assert type(config.max_new_tokens) is type(number(7)), "the user's own config is not changed"
+
+
+def test_more_samples_by_numpy() -> None:
+    model = zoo.build("gpt2")
+    kwargs = _inputs("gpt2", model) | {"do_sample": True, "num_return_sequences": np.int64(3), "max_new_tokens": 7}
+    assert assert_same(model, kwargs).error is None
+
+
+@pytest.mark.parametrize("length", [10.5, math.inf])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_length_that_is_no_integer(length: float, beams: int) -> None:
+    """A text ends at the first length that is no less; transformers' beam search refuses it."""
+    model = zoo.build("gpt2")
+    kwargs = _inputs("gpt2", model) | {"num_beams": beams, "max_new_tokens": length, "eos_token_id": list(range(2, 40))}
+    assert isinstance(assert_same(model, kwargs).error, TypeError if beams > 1 else type(None))
 
 
 class _Reads(tf.BartForConditionalGeneration):
@@ -285,6 +339,16 @@ def test_one_new_token_needs_no_step() -> None:
     plan = fastgen.explain(model, **kwargs).plan
     assert (plan.shared, plan.fused, plan.left_off) == (True, False, ())
     assert assert_same(model, kwargs).error is None
+
+
+def test_what_is_said_of_a_compile_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(utils.logger, "warning_once", said.append)
+    model = zoo.build("gpt2")
+    kwargs = _inputs("gpt2", model) | {"compile_config": tf.CompileConfig(), "max_new_tokens": 6}
+    assert assert_same(model, kwargs).error is None
+    assert len(said) == 2
+    assert said[0] == said[1]
 
 
 class _Heard(TextStreamer):

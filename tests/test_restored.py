@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -270,6 +271,15 @@ def test_models_that_nobody_has_proven_are_explained_as_they_run(name: str, opti
     assert (explained.plan.method, explained.plan.shared) == (name, False)
     model.generate(**inputs, **wanted)
     assert set(explained.plan.left_off) == set(left_off() - seen)
+
+
+@pytest.mark.parametrize("options", [CONTRASTIVE, DIVERSE])
+def test_counts_of_numpy(options: dict[str, Any]) -> None:
+    model = build("gpt2")
+    inputs = batch(model, 2, 5)
+    counts = {name: np.int64(value) if isinstance(value, int) else value for name, value in options.items()}
+    expected = model.generate(**inputs, **options, max_new_tokens=9)
+    assert torch.equal(model.generate(**inputs, **counts, max_new_tokens=np.int64(9)), expected)
 
 
 def test_the_steps_of_contrastive_search_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,10 +27,11 @@ from fastgen.models import norm as norms
 from fastgen.models.families import FAMILIES
 from fastgen.models.memory import Memory, _rounded
 from fastgen.ops import linear as linear_ops
+from fastgen.ops import processor
 from fastgen.patches.transformers.said import rows_at_most
 from tests import zoo
 
-needs_onednn = pytest.mark.skipif(not linear_ops.available(), reason="this torch has no oneDNN linear operators")
+needs_onednn = pytest.mark.skipif(not linear_ops._onednn_agrees(), reason="this torch has no oneDNN linear operators")
 
 
 def _randn(*shape: int, seed: int) -> Tensor:
@@ -54,8 +55,13 @@ class Net(nn.Module):
         return self.last(self.conv(torch.tanh(hidden))) + self.small(hidden).sum()
 
 
-@pytest.fixture
-def net() -> Iterator[Net]:
+@pytest.fixture(params=["onednn", "mkl"])
+def net(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Net]:
+    """With weights packed by either library."""
+    if request.param == "mkl":
+        if not linear_ops._mkl_agrees():
+            pytest.skip("this torch has no MKL linear operators")
+        monkeypatch.setattr(processor, "on_intel", lambda: True)
     linears.release()
     yield Net().eval()
     assert not routes._routes
@@ -251,12 +257,73 @@ def test_routes_of_no_rows(net: Net) -> None:
 
 @needs_onednn
 def test_routes_of_few_rows(net: Net) -> None:
-    """Layers that gain from more rows alone are not touched: 320 x 640 from two on, 640 x 4 from 32."""
-    for rows, count in ((1, 0), (2, 3), (31, 3), (32, 4), (None, 4)):
+    """Layers that gain from more rows alone are not touched, with oneDNN or MKL."""
+    onednn, mkl = ((1, 0), (2, 3), (31, 3), (32, 4), (None, 4)), ((10, 0), (11, 2), (16, 3), (10**6, 3), (None, 4))
+    for rows, count in mkl if linear_ops.by_mkl() else onednn:
         with routes.routed(net, rows=rows) as routed:
             assert routed == count
-            assert ("forward" in net.first.__dict__) == (count >= 3)
+            assert ("forward" in net.first.__dict__) == (count >= 2)
             assert ("forward" in net.small.__dict__) == (count == 4)
+
+
+@needs_onednn
+def test_a_weight_is_packed_once(net: Net) -> None:
+    """For whatever numbers of rows and activation functions come; for those that another library is for, by torch."""
+    if not linear_ops._onednn_agrees():
+        pytest.skip("gelu is MKL's, too")
+    mkl, copies = linear_ops.by_mkl(), set[int]()
+    with routes.routed(net), torch.no_grad():
+        layer = net.first.__dict__["forward"]
+        for rows in (16, 20, 300, 20, 7000, 300, 16, 64, 300):
+            x = _randn(rows, 320, seed=rows)
+            expected = F.linear(x, net.first.weight, net.first.bias)
+            for kind in (None, "gelu", "silu"):
+                wanted = expected if kind is None else linear_ops.activation_reference(expected, kind)
+                torch.testing.assert_close(layer.apply(x, kind), wanted, atol=1e-5, rtol=1e-4)
+            copy = linears._entry(net.first.weight).copy
+            assert copy is None or isinstance(copy, linear_ops.MklWeight) == mkl
+            copies |= set() if copy is None else {id(copy)}
+    assert len(copies) == 1
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [torch.ones(1), torch.ones(()), torch.ones(32, 640)])
+def test_routes_with_a_bias_of_another_shape(net: Net, bias: Tensor) -> None:
+    """Which torch spreads over the rows."""
+    net.first.bias = nn.Parameter(bias)
+    x = _randn(32, 320, seed=0)
+    with torch.no_grad(), routes.routed(net):
+        for _ in range(2 * linears.OFTEN):
+            torch.testing.assert_close(net.first(x), F.linear(x, net.first.weight, bias))
+
+
+@needs_onednn
+@pytest.mark.parametrize("inputs", [300, 330, 1])
+def test_routes_of_inputs_that_do_not_fit(net: Net, inputs: int) -> None:
+    """The layer's own error, before anything is read."""
+    with torch.no_grad(), routes.routed(net):
+        for _ in range(linears.OFTEN):
+            net.first(_randn(400, 320, seed=0))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            net.first(_randn(400, inputs, seed=0))
+
+
+@pytest.mark.parametrize("net", ["mkl"], indirect=True)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_of_many_rows_write_to_memory_that_is_there(
+    net: Net, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linears, "LARGE", 4 * 300 * 320)
+    layer, x = (net.conv, _randn(3, 100, 640, seed=1)) if transposed else (net.first, _randn(3, 100, 320, seed=1))
+    with torch.no_grad():
+        expected = layer(x)
+        with routes.routed(net):
+            found = layer(x)
+            assert memory_module.memory_of(net).free == 0
+            address = found.data_ptr()
+            torch.testing.assert_close(found, expected)
+            del found
+            assert layer(x).data_ptr() == address
 
 
 def test_rows_of_a_call() -> None:

@@ -37,7 +37,7 @@ def _rows_of(*arguments: Any) -> int:
 # families and methods that come to it, at B rows or at B * M.
 STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "encoder": (BartEncoder, "forward", lambda _, *args, **kwargs: _rows_of(*args, *kwargs.values())),
-    "decoder": (LlamaModel, "forward", lambda _, *args, **kwargs: _rows_of(*args, *kwargs.values())),
+    "decoder": (LlamaModel, "__call__", lambda _, *args, **kwargs: _rows_of(*args, *kwargs.values())),
     "prompt": (SharedStepper, "prefill", lambda stepper: stepper.plan.sentences),
     "step": (DecoderStep, "__call__", lambda _, ids, *args: _rows_of(ids)),
     "cache": (cache.LayerKV, "append", lambda _, keys, values: _rows_of(keys)),
@@ -48,7 +48,7 @@ STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
 }
 CALLS: dict[str, dict[str, Any]] = {"greedy": {}, "beams": {"num_beams": 3, "num_return_sequences": 2}}
 ROWS = {"greedy": 1, "beams": 3}
-BOTH, AT_SENTENCES = ("bart", "llama"), {"encoder", "prompt"}
+BOTH, AT_SENTENCES = ("bart", "llama"), {"encoder", "decoder", "prompt"}
 CASES = [
     *((stage, family, method, 1) for method in CALLS for stage, family in (("encoder", "bart"), ("decoder", "llama"))),
     *(("prompt", family, method, 1) for family in BOTH for method in CALLS),

@@ -91,6 +91,9 @@ class Ban:
     passes: bool = False
     _within: Tensor | None = field(default=None, init=False)  # the vocabulary, found at the first use
 
+    def __post_init__(self) -> None:
+        self.tokens = self.tokens.to(torch.int64)  # an empty list makes a tensor of floats
+
     def idle(self, text: Text) -> bool:
         return self.passes and not self.active(text.length)
 

@@ -130,7 +130,7 @@ def pays(lengths: Sequence[int], length: int, padding: Padding, weights: int, la
     Args:
         lengths: tokens of each sentence. length: with padding.
         weights: elements of a layer's. layers: how many.
-        routed: whether its products are oneDNN's.
+        routed: whether its products may have packed weights.
     """
     positions, tokens = len(lengths) * length, sum(lengths)
     padded = sum(count < length for count in lengths)

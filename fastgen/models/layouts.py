@@ -82,6 +82,7 @@ class Layout:
         streams: embeddings of predicting streams (`models.streams`), whose last one is that of what asks.
         counted: whether positions count the tokens that the mask of a decoder's prompt shows.
         masks_source: whether the mask that the model is given is that of the source.
+        called: whether the model and its decoder are called, so that their hooks run; else their `forward` is.
     """
 
     decoder: str
@@ -127,6 +128,7 @@ class Layout:
     streams: str | None = None
     counted: bool = False
     masks_source: bool = True
+    called: bool = True
 
     @property
     def source_in_text(self) -> bool:
@@ -356,7 +358,9 @@ LAYOUTS = {
     "whisper": replace(
         _BART, head="proj_out", bias=None, embed_scale="", own_inputs=True, counted=True, masks_source=False
     ),
-    "fairseq": Layout("decoder", "decoder.output_projection", norm_first="normalize_before", first=_behind_padding),
+    "fairseq": Layout(
+        "decoder", "decoder.output_projection", norm_first="normalize_before", first=_behind_padding, called=False
+    ),
 }  # fmt: skip
 """By the `model_type` of a transformers model's config, or the toolkit."""
 

@@ -58,14 +58,16 @@ def name_of(thing: object) -> str:
     return f"{type(thing).__module__.partition('.')[0]}.{type(thing).__name__}"
 
 
-def check_unread(model: nn.Module, paths: Sequence[str], read: Container[nn.Module]) -> None:
+def check_unread(model: nn.Module, paths: Sequence[str], read: Container[nn.Module], called: bool = True) -> None:
     """Raise NotFused where a decoder has a part that was not read, and is more than a dropout.
 
     paths: of the decoder, and of what comes behind it, from the model. read: the modules that were.
+    called: whether the model and the decoder are called.
     """
     along = [found for path in paths for found in _along(model, path)]
-    parts = [*along, *modules_of(at(model, paths[0]))]
-    check_plain(parts)
+    decoder = at(model, paths[0])
+    parts = [*along, *modules_of(decoder)]
+    check_plain(parts, () if called else (model, decoder))
     for module in parts:
         kind, outer = type(module).__name__, module is model
         if not is_toolkits(type(module).forward):
@@ -82,21 +84,30 @@ def check_unread(model: nn.Module, paths: Sequence[str], read: Container[nn.Modu
             raise NotFused(f"a part of its own, {where}")
 
 
-def check_plain(modules: Iterable[nn.Module]) -> None:
-    """Raise NotFused where more runs than the forwards of the modules' classes, or those do more than compute."""
+def check_plain(modules: Iterable[nn.Module], uncalled: Container[nn.Module] = ()) -> None:
+    """Raise NotFused where more runs than the forwards of the modules' classes, or those do more than compute.
+
+    uncalled: those whose `forward` is called in place of themselves, so that their hooks do not run.
+    """
     if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
         raise NotFused("a hook on all modules")
     for module in modules:
         kind = type(module).__name__
-        hooks = module._forward_hooks or module._forward_pre_hooks  # seldom there are any
-        if hooks and any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
+        if module not in uncalled and foreign_hook(module):
             raise NotFused(f"a hook on a {kind}")
         if module.training:
             raise NotFused(f"a {kind} is in training mode")
-        if module._compiled_call_impl is not None:
+        if module not in uncalled and module._compiled_call_impl is not None:
             raise NotFused(f"a {kind} is compiled")
         if not (runs_its_class(module) or isinstance(module.__dict__["forward"], Routed)):
             raise NotFused(f"a forward of its own of a {kind}")
+
+
+def foreign_hook(module: nn.Module) -> bool:
+    """Whether a module has a hook that is not transformers' own."""
+    if not (module._forward_hooks or module._forward_pre_hooks):  # seldom there are any
+        return False
+    return any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
 
 
 _TOOLKITS = ("torch", "transformers", "fairseq")

@@ -97,7 +97,7 @@ class Reader:
     def check_rest(self) -> None:
         """Raise NotFused where a model has a part that was not read."""
         paths = (self.layout.decoder, self.layout.head, self.layout.transform)
-        check_unread(self.model, [path for path in paths if path is not None], self.read)
+        check_unread(self.model, [path for path in paths if path is not None], self.read, self.layout.called)
 
     def stack(self) -> tuple[list[Sublayer], NormLike | None]:
         """All sublayers, and the norm before the first one, where norms come first."""
@@ -163,6 +163,9 @@ class Reader:
             if names is None or ("." not in names.module and getattr(layer, names.module) is None):
                 continue  # fairseq's language models name what they have not
             module = at(layer, names.module)
+            core = at(module, names.core)
+            if getattr(core, "layer_idx", getattr(core, "layer_id", index)) not in (index, None):
+                raise NotFused("its layers number their keys and values in another order")
             attend: Any = self.over_text(module, names) if over_text else self.over_source(module, names)
             out, own = self.product(at(module, names.out)), self.own_norm(layer, names.own_norm)
             found.append(_Part(index, attend, out, own, self.norm_before(layer, names.norm)))

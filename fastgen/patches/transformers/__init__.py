@@ -51,7 +51,7 @@ PATCHES = (
         target="transformers.generation.utils:GenerationMixin.generate",
         replacement="fastgen.patches.transformers.generate:generate",
         parameters=("self", "inputs", "generation_config", "logits_processor", "stopping_criteria"),
-        help="linear layers through oneDNN on a CPU, for the whole call; parity mode",
+        help="linear layers with packed weights on a CPU, for the whole call; parity mode",
     ),
     Patch(
         name="transformers.beam_search",

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fastgen.models.attention import BeamAttention, layer_of
+from fastgen.models.parts import is_toolkits
 
 current_step: ContextVar[BeamAttention | None] = ContextVar("fastgen_step", default=None)
 """The decode step that runs in this context."""
@@ -17,10 +18,10 @@ _Function = Callable[..., tuple[Tensor, Tensor | None]]
 def get_interface(
     original: Callable[..., _Function], self: Any, attn_implementation: str, default: _Function
 ) -> _Function:
-    """Return the attention function, one that redeems tickets while a decode step runs."""
+    """Return the attention function, one that redeems tickets while a decode step runs; a user's own as it is."""
     function = original(self, attn_implementation, default)
     step = current_step.get()
-    return function if step is None else _Redeeming(step, function)
+    return function if step is None or not is_toolkits(function) else _Redeeming(step, function)
 
 
 class _Redeeming:

@@ -33,7 +33,7 @@ from fastgen.patches import _engine
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import check_model, decide
 from fastgen.patches.transformers.drafted import DraftedStepper
-from fastgen.patches.transformers.edits import edits_of, known, rowwise, stop_of
+from fastgen.patches.transformers.edits import edits_of, kind_of, known, rowwise, stop_of
 from fastgen.patches.transformers.fused import FusedDecoder
 from fastgen.patches.transformers.given import IS_GIVEN, is_given
 from fastgen.patches.transformers.report import note
@@ -227,7 +227,7 @@ def _check_call(call: Call) -> None:
         raise ValueError(f"big-little decoding cannot tell for single tokens where a {name} ends a text")
     several = call.input_ids.shape[0] > 1
     allowed = _OF_A_TEXT if several else (*_OF_A_TEXT, *_OF_ONE_TEXT)
-    others = [processor for processor in call.logits_processor if type(processor) not in allowed]
+    others = [processor for processor in call.logits_processor if kind_of(processor) not in allowed]
     if (name := rowwise(others)) is not None:
         why = "may look at the whole batch" if several else "may remember what it was asked before"
         raise ValueError(

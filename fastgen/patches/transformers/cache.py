@@ -144,6 +144,11 @@ class SharedCache:
         return len(self.text) + len(self.source)
 
     @property
+    def has_gaps(self) -> bool:
+        """Whether a layer has not been written behind the prompt: its module was taken out, and left its number."""
+        return not all(layer.length for layer in (*self.text, *self.source))
+
+    @property
     def hands_out_tickets(self) -> bool:
         return self.decoding and (self.room is not None or (self.beams > 1 and not self.looked_at))
 
@@ -238,13 +243,15 @@ class SharedCache:
         """Return what transformers' own loop would hold by now: the stock cache, filled with what each row sees."""
         for layers, part in self._beside_stock:
             for index, kv in enumerate(layers):
+                if not kv.length:  # in a gap
+                    continue
                 keys, values = kv.of_beams(self._slots(kv.steps))
                 if index < len(part.layers) and part.layers[index].get_seq_length():
                     part.layers[index].keys, part.layers[index].values = keys, values
                 else:
                     part.update(keys, values, index)
         if isinstance(self.stock, EncoderDecoderCache):
-            self.stock.is_updated = dict.fromkeys(range(len(self.source)), True)
+            self.stock.is_updated = {index: layer.length > 0 for index, layer in enumerate(self.source)}
         return self.stock
 
     @property
@@ -254,8 +261,7 @@ class SharedCache:
     def _slots(self, steps: int) -> Tensor:
         """(B, M, T): the slots of each beam's tokens."""
         if self.ancestry is None or steps == 0:
-            device = (self.text[0].keys if self.text else torch.empty(0)).device
-            return torch.arange(steps, device=device).expand(self.sentences, self.beams, -1)
+            return torch.arange(steps, device=self.device).expand(self.sentences, self.beams, -1)
         return self.ancestry.slots
 
 

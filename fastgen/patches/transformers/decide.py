@@ -1,16 +1,19 @@
 """Whether and how a call of transformers' decoding loops is accelerated: one decision, before any effect."""
 
+import functools
 import weakref
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from torch import Tensor
-from transformers import DynamicCache
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import graph, replay
 from fastgen.models.families import Family, family_of
-from fastgen.models.parts import NotFused
+from fastgen.models.instance import Routed, modules_of, runs_its_class
+from fastgen.models.layouts import layout_of
+from fastgen.models.parts import NotFused, foreign_hook, is_toolkits, name_of
 from fastgen.models.proof import by_modules
 from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
@@ -59,7 +62,16 @@ def decide(
             left_off += [] if shared else [not_shared(MODULES_CANNOT)]
             left_off.append(by_modules(reason_not))
     samples = beams if loop == "sample" and method is None else 1
-    if (reason := _reason_not_to_drop(input_ids, processors, criteria, config, kwargs, samples)) is not None:
+    reason = _reason_not_to_drop(input_ids, processors, criteria, config, kwargs, samples)
+    may_drop = reason is None and new_tokens > 1
+    if step is None and ((shared and beams > 1) or may_drop):
+        drawn = draws(model)
+        if shared and beams > 1 and drawn is not None:
+            shared = False
+            left_off.append(not_shared(drawn))
+        if may_drop:
+            reason = drawn or _looks_at_rows(model)
+    if reason is not None:
         left_off.append(f"finished sentences stay in the batch: {reason}")
     graphs = shared and graph.wanted(input_ids) and new_tokens > (captured.WORTH if step is None else replay.WORTH)
     if graphs and (reason_not := reason_not_to_capture(model, method, config, kwargs, step)) is not None:
@@ -150,7 +162,10 @@ def not_shared(reason: str) -> str:
 def check_call(
     model: Any, loop: Literal["beam", "sample"], method: Method | None, config: Any, kwargs: dict[str, Any]
 ) -> None:
-    """Raise Unsupported where a call is left to transformers' loop, as far as its arguments say."""
+    """Raise Unsupported where a call is left to transformers' loop, as far as can be told from its arguments."""
+    for name in _CALLED[loop]:
+        if name in vars(model) or getattr(cast(Any, type(model)), name) is not getattr(GenerationMixin, name):
+            raise Unsupported(f"{type(model).__name__} has its own {name}")
     if kwargs.get("synced_gpus"):
         raise Unsupported("synced_gpus=True")
     if config.is_assistant:
@@ -165,6 +180,16 @@ def check_call(
         everywhere = getattr(config.compile_config, "_compile_all_devices", False)
         if model.device.type != "cpu" or everywhere:
             raise Unsupported("transformers compiles the forward")
+
+
+_CALLED = {
+    "sample": ("_prefill", "_has_unfinished_sequences"),
+    "beam": (
+        "_prefill", "_get_top_k_continuations", "_get_running_beams_for_next_iteration", "_update_finished_beams",
+        "_check_early_stop_heuristic", "_beam_search_has_unfinished_sequences",
+    ),
+}  # fmt: skip
+"""What transformers' loops call of a model, and the loops here do not, or not as often."""
 
 
 def check_model(model: Any) -> None:
@@ -205,6 +230,10 @@ def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dic
     cache = kwargs.get("past_key_values")
     if (reason := _of_another_kind(cache)) is not None:
         return reason
+    layout, mask = layout_of(model.config), kwargs.get("attention_mask")
+    sources = model.config.is_encoder_decoder and (layout is None or layout.masks_source)
+    if sources and isinstance(mask, Tensor) and not bool(mask.any(-1).all()):
+        return "a source of padding alone"
     if given.is_given(cache):
         if has_own_attention(model):
             return given.IS_GIVEN
@@ -276,8 +305,8 @@ def _reason_not_to_redeem(model: Any, kwargs: dict[str, Any]) -> str | None:
     if not _engine.is_applied("transformers.attention"):
         return "transformers.attention is not in place"
     for part in _configs(model):
-        if part._attn_implementation not in fused.ATTENTION:
-            return f"attention implementation {part._attn_implementation!r}"
+        if (reason := fused.not_known(model, part)) is not None:
+            return reason
     if kwargs.get("mm_encoder_outputs"):
         return "images or videos are given"
     position_ids = kwargs.get("position_ids")
@@ -306,6 +335,48 @@ def _reason_not_to_drop(
         return f"{name} has no entry for each row"
     name = rowwise(processors) or known(criteria)
     return None if name is None else f"{name} may look at the whole batch"
+
+
+def draws(model: Any) -> str | None:
+    """Why what a row draws depends on how many there are: dropout, in training mode."""
+    for module in _of_steps(model):
+        if module.training and _has_dropout(module):
+            return f"dropout of a {type(module).__name__} in training mode draws for the whole batch"
+    return None
+
+
+def _of_steps(model: Any) -> list[nn.Module]:
+    """The modules that decode steps may run: all but those of an encoder."""
+    modules = modules_of(model)
+    if not model.config.is_encoder_decoder:
+        return modules
+    encoder = set(model.get_encoder().modules())
+    return [module for module in modules if module not in encoder]
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    numbers = [name for name, value in vars(module).items() if isinstance(value, float) and value]
+    return any("drop" in name or name == "p" for name in numbers)
+
+
+def _looks_at_rows(model: Any) -> str | None:
+    """Why the steps of a model's modules may depend on which rows there are: code that nobody knows."""
+    for module in _of_steps(model):
+        kind, part = type(module), module is not model  # whose class may be a user's own
+        if part and not _is_by_rows(kind):
+            return f"{name_of(module)} may look at the whole batch"
+        if foreign_hook(module):
+            return f"a hook on a {kind.__name__} may look at the whole batch"
+        own = not (runs_its_class(module) or isinstance(module.forward, Routed) or hasattr(module, "_hf_hook"))
+        if own or (part and not (is_toolkits(kind.forward) or kind.__module__.startswith("peft."))):
+            return f"a forward of its own of a {kind.__name__} may look at the whole batch"
+    return None
+
+
+@functools.cache
+def _is_by_rows(kind: type[nn.Module]) -> bool:
+    """Whether a module of a class does the same to a row whatever stands beside it."""
+    return kind.__module__.startswith(("torch.nn.", "transformers.", "peft.", "fastgen."))
 
 
 def _not_by_rows(kwargs: dict[str, Any], rows: int) -> str | None:

@@ -1,6 +1,8 @@
 """transformers' logits processors and stopping criteria as the edits of `decoding.text` and a `decoding.stop`."""
 
 import copy
+import math
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
@@ -12,6 +14,7 @@ from transformers.generation import stopping_criteria as sc
 
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Ban, Call, Edit, Force, NGramBlock, Penalty, SequenceShift, Shift, TopP
+from fastgen.models.parts import is_toolkits
 from fastgen.patches.transformers.first_tokens import of_sentences
 
 # Processors that treat every row alike and by its own text alone, so that rows may leave the batch.
@@ -32,6 +35,12 @@ _STATIC = (
 )  # fmt: skip
 
 
+def kind_of(thing: Any) -> Any:
+    """The class of a processor or criterion; None where its `__call__` is not a toolkit's code."""
+    kind = cast(Any, type(thing))
+    return kind if is_toolkits(kind.__call__) else None
+
+
 def edits_of(processors: Sequence[Any], vocabulary: Callable[[], int]) -> list[Edit]:
     """Translate the processors, in order; those without an edit of their own are called as they are.
 
@@ -42,17 +51,17 @@ def edits_of(processors: Sequence[Any], vocabulary: Callable[[], int]) -> list[E
 
 def rowwise(processors: Sequence[Any]) -> str | None:
     """None when rows may leave the batch under these processors, else the name of one that forbids it."""
-    return next((type(p).__name__ for p in processors if type(p) not in _ROWWISE), None)
+    return next((type(p).__name__ for p in processors if kind_of(p) not in _ROWWISE), None)
 
 
 def runs_code_of_others(processors: Sequence[Any]) -> str | None:
     """The name of a processor that is not one of those known here; None where there is none."""
     own = (*_ROWWISE, lp.RepetitionPenaltyLogitsProcessor, lp.EncoderNoRepeatNGramLogitsProcessor)
-    return next((type(p).__name__ for p in processors if type(p) not in own), None)
+    return next((type(p).__name__ for p in processors if kind_of(p) not in own), None)
 
 
 def _edits(processor: Any, vocabulary: Callable[[], int]) -> list[Edit]:
-    kind = cast(Any, type(processor))
+    kind = kind_of(processor)
     if kind in (lp.NoBadWordsLogitsProcessor, lp.SequenceBiasLogitsProcessor):
         return _biases(processor, vocabulary())
     return [_edit(processor, kind, vocabulary)]
@@ -97,8 +106,8 @@ def _called(processor: Any) -> Callable[[Tensor, Tensor], Tensor]:
 def _biases(processor: Any, vocabulary: int) -> list[Edit]:
     """A bias of sequences of tokens; bans where it is -inf."""
     biases: dict[tuple[int, ...], float] = processor.sequence_bias
-    if any(token >= vocabulary for sequence in biases for token in sequence):
-        return [Call(_called(processor))]  # it raises
+    if any(not sequence or max(sequence) >= vocabulary for sequence in biases):
+        return [Call(_called(processor))]  # it raises, but in newer versions passes over what is empty
     if type(processor) is lp.SequenceBiasLogitsProcessor:
         if any(len(sequence) > 1 for sequence in biases):  # versions before this attribute need a token more
             return [SequenceShift(biases, 0 if hasattr(processor, "multi_token_biases") else 1)]
@@ -146,31 +155,53 @@ def stop_of(criteria: Sequence[Any]) -> Stop:
     at_length: list[Callable[[int], bool]] = []
     others: list[Callable[[Tensor, object], Tensor]] = []
     for criterion in criteria:
-        if type(criterion) is sc.EosTokenCriteria:
+        kind = kind_of(criterion)
+        if kind is sc.EosTokenCriteria:
             eos.append(criterion.eos_token_id)
-        elif type(criterion) is sc.MaxLengthCriteria:
+        elif kind is sc.MaxLengthCriteria:
             at_length.append(_reaches(criterion))
-        elif type(criterion) is sc.MaxTimeCriteria:
+        elif kind is sc.MaxTimeCriteria:
             at_length.append(_expires(criterion))
         else:
             others.append(criterion)
     return Stop(torch.cat(eos) if eos else None, at_length, others)
 
 
-def bounded(config: Any, criteria: Sequence[Any]) -> Any:
-    """A generation config with the length at which criteria end a text: a caller's own go before the config's."""
-    lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, sc.MaxLengthCriteria)]
-    if not lengths or min(lengths) == config.max_length:
+_COUNTS = ("num_beams", "num_beam_groups", "num_return_sequences", "top_k")
+
+_NO_END = 2**62
+"""The length of texts without one, which would be infinite."""
+
+
+def bounded(loop: Literal["beam", "sample"], config: Any, criteria: Sequence[Any]) -> Any:
+    """A generation config whose counts are integers of Python's, and whose length is that at which texts end.
+
+    Samples end where criteria say so, a caller's own before the config's, and at the first length that is no less.
+
+    Raises:
+        TypeError: a length of beams is a fraction, as in stock.
+    """
+    if loop == "beam":
+        longest = operator.index(config.max_length)
+    else:
+        lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, sc.MaxLengthCriteria)]
+        longest = math.ceil(min([*(lengths or [config.max_length]), _NO_END]))
+    counts = {name: getattr(config, name, None) for name in _COUNTS}
+    plain = {name: operator.index(cast(Any, count)) for name, count in counts.items() if hasattr(count, "__index__")}
+    plain["max_length"] = longest
+    others = {name: count for name, count in plain.items() if type(getattr(config, name)) is not int}
+    if not others and longest == config.max_length:
         return config
     config = copy.copy(config)
-    config.max_length = min(lengths)
+    for name, value in plain.items():
+        setattr(config, name, value)
     return config
 
 
 def known(criteria: Sequence[Any]) -> str | None:
     """None when the criteria look at a row's newest token and the length alone, else the name of one that does not."""
     kinds = (sc.EosTokenCriteria, sc.MaxLengthCriteria, sc.MaxTimeCriteria)
-    return next((type(c).__name__ for c in criteria if type(c) not in kinds), None)
+    return next((type(c).__name__ for c in criteria if kind_of(c) not in kinds), None)
 
 
 def _reaches(criterion: Any) -> Callable[[int], bool]:

@@ -25,7 +25,7 @@ from fastgen.models.parts import NotFused, is_toolkits
 from fastgen.models.proof import outcome, verdict
 from fastgen.ops.dispatch import uncounted
 from fastgen.patches import _engine
-from fastgen.patches.transformers.fused import ATTENTION
+from fastgen.patches.transformers.fused import not_known
 
 _Original = Callable[..., Any]
 
@@ -101,8 +101,8 @@ def check(encoder: Any, given: Tensor, args: tuple[Any, ...], kwargs: Mapping[st
         raise NotForUs("hidden states or attentions are returned")
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise NotFused("it is a decoder")
-    if config._attn_implementation not in ATTENTION:
-        raise NotFused(f"attention implementation {config._attn_implementation!r}")
+    if (reason := not_known(encoder, config)) is not None:
+        raise NotFused(reason)
     if any(value is not None for value in args):
         raise NotFused("the encoder gets arguments without a name")
     for name, value in kwargs.items():

@@ -35,8 +35,8 @@ class Linears:
     """How linear layers would run.
 
     Attributes:
-        routed: how many go through oneDNN, where their rows make it the faster product.
-        packed: whether their weights are copied into oneDNN's own layout.
+        routed: how many may run by oneDNN or MKL, where their rows make that the faster product.
+        packed: whether their weights are copied into a layout of these.
         packed_bytes: what these copies take at most; they are kept between calls.
         reason: why none is routed.
     """
@@ -50,7 +50,7 @@ class Linears:
         if self.reason is not None:
             return f"torch's own: {self.reason}"
         copies = f"packed copies of at most {_readable(self.packed_bytes)}" if self.packed else "no copies of weights"
-        return f"{self.routed} through oneDNN, {copies}"
+        return f"{self.routed} by oneDNN or MKL, {copies}"
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """The decode steps of a transformers model from its weights (`models.step`), over the shared cache."""
 
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen import config
 from fastgen.models import graph
@@ -34,7 +36,17 @@ _ARGUMENTS = {
 }  # by whether it is an encoder-decoder
 _OF_LOOP = {"streamer", "synced_gpus", "tokenizer"}
 _NOT_FORWARDED = {"labels"}  # trainers hand `generate` whole batches; it keeps these from the forward
-ATTENTION = ("eager", "sdpa")
+_ATTENTION = ("eager", "sdpa")
+
+
+def not_known(model: Any, config: Any) -> str | None:
+    """Why the attention function that a model's config names is not one whose results are known."""
+    name = config._attn_implementation
+    eager = getattr(sys.modules.get(type(model).__module__), "eager_attention_forward", None)
+    function = cast(Any, ALL_ATTENTION_FUNCTIONS).get(name, eager if name == "eager" else None)
+    if name not in _ATTENTION:
+        return f"attention implementation {name!r}"
+    return None if function is None or is_toolkits(function) else f"an attention function {name!r} of its own"
 
 
 def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: int) -> DecoderStep:
@@ -58,8 +70,8 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     if (layout.source is not None or layout.source_in_text) != bool(model.config.is_encoder_decoder):
         raise NotFused("a decoder without its encoder")
     check_preparation(model)
-    if model.config._attn_implementation not in ATTENTION:
-        raise NotFused(f"attention implementation {model.config._attn_implementation!r}")
+    if (reason := not_known(model, model.config)) is not None:
+        raise NotFused(reason)
     if layout.source_in_text:
         longest += kwargs["encoder_outputs"][0].shape[1]
     found = step_of(model, layout, longest)
@@ -95,6 +107,8 @@ def check_preparation(model: Any) -> None:
         harmless = layout is not None and layout.own_inputs and is_toolkits(method)
         if name in vars(model) or not (method is getattr(GenerationMixin, name) or harmless):
             raise NotFused(f"{type(model).__name__} has its own {name}")
+    if type(model).__call__ is not nn.Module.__call__:
+        raise NotFused(f"{type(model).__name__} has its own __call__")
 
 
 class FusedDecoder:

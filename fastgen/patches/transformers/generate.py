@@ -116,8 +116,9 @@ def beam_search(
     streamer = beam_streamer.followed_by(model_kwargs)
     if streamer is not None:
         del model_kwargs["streamer"]
+    config = bounded("beam", generation_config, stopping_criteria)
     call = Call(
-        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer,
+        self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs, streamer,
         scored.asked_of(self), awaited.asked_of(self),
     )  # fmt: skip
     stock = lambda: original(  # noqa: E731
@@ -146,7 +147,7 @@ def sample(
     **model_kwargs: Any,
 ) -> Any:
     """`GenerationMixin._sample`, where it can be over one cache per sentence."""
-    config = bounded(generation_config, stopping_criteria)
+    config = bounded("sample", generation_config, stopping_criteria)
     call = Call(
         self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs, streamer,
         scored.asked_of(self), awaited.asked_of(self),
@@ -326,6 +327,8 @@ def _sample(call: Call, model: Stepper) -> Decoding:
     config, streamer, wanted = call.config, call.streamer, call.wanted
     pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
     pad = config._pad_token_tensor
+    if config.compile_config is not None:
+        call.model._valid_auto_compile_criteria(call.model_kwargs, config)  # which says that nothing is compiled
     stop = stop_of(call.stopping_criteria)
     edits = edits_of(call.logits_processor, lambda: vocabulary(call.model))
     replayed = _replayed(call, model, edits, stop)

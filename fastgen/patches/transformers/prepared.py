@@ -165,7 +165,7 @@ def _loop(name: str) -> Callable[..., NoReturn]:
             input_ids, kwargs = wide.input_ids, wide.model_kwargs
         kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
         loop = _LOOPS[name]
-        config = bounded(generation_config, stopping_criteria) if loop == "sample" else generation_config
+        config = bounded(loop, generation_config, stopping_criteria)
         raise _Reached(Prepared(loop, input_ids, logits_processor, stopping_criteria, config, kwargs))
 
     return prepared

@@ -108,7 +108,9 @@ class SharedStepper(Stepper):
         outputs = self._prompt(self.cache, first)
         self.cache.begin_decoding()
         logits = self._taken(outputs, repeat=m)
-        if self.of_weights is not None:
+        if self.cache.has_gaps:
+            self._leave_shared(self.cache, self.kwargs, "a layer that its modules number is not there")
+        elif self.of_weights is not None:
             try:
                 self.fused = FusedDecoder(self.of_weights, self.model, self.cache, self.kwargs)
             except NotFused as reason:
