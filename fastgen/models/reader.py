@@ -5,6 +5,7 @@ has added, or training mode: then the model makes its steps through its own forw
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -325,6 +326,8 @@ class Reader:
         if positions is None:
             return Embedding(tokens.weight, scale, norm=normed, norm_tokens=layout.norm_tokens)
         self.read.add(positions)
+        if layout.past is not None and layout.past not in inspect.signature(type(positions).forward).parameters:
+            raise NotFused("positions that do not count the tokens before")
         table: Tensor = positions.weights if hasattr(positions, "weights") else positions.weight
         first = layout.first(positions)
         self.check_positions(table.shape[0] - first)
