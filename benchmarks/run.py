@@ -140,11 +140,11 @@ def positive(text: str) -> int:
 
 
 def hardware(device: str) -> str:
-    """Return the results' folder: the GPU's name, such as h200; cpu-intel, or cpu for any other processor."""
+    """Return the results' folder: the GPU's name, such as h200; cpu-intel, cpu-zen5, or cpu for any other processor."""
     if not device.startswith("cuda"):
-        from fastgen.ops.processor import on_intel
+        from fastgen.ops.processor import on_intel, on_zen5
 
-        return f"{device}-intel" if on_intel() else device
+        return f"{device}-intel" if on_intel() else f"{device}-zen5" if on_zen5() else device
     import torch
 
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-").removeprefix("nvidia-")
