@@ -668,6 +668,34 @@ def test_useful_rows() -> None:
     assert all(10**9 in linear_ops.useful_rows(*shape) for shape in shapes)
 
 
+@needs_onednn
+def test_useful_rows_on_zen5(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "on_zen5", lambda: True)
+    shapes = {(128, 128): 128, (192, 192): 64, (256, 256): 32, (576, 192): 4, (1024, 256): 1, (512, 512): 1}
+    assert {shape: linear_ops.useful_rows(*shape).start for shape in shapes} == shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "has", "expected"),
+    [
+        ("AMD EPYC", True, (False, True)),
+        ("AMD EPYC", False, (False, False)),
+        ("Intel(R) Core(TM)", True, (True, False)),
+    ],
+)
+def test_processors(name: str, has: bool, expected: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # what tests are told
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name, "avx512_vp2intersect": has})
+    kinds = processor.on_intel, processor.on_zen5
+    for kind in kinds:
+        kind.cache_clear()
+    try:
+        assert tuple(kind() for kind in kinds) == expected
+    finally:
+        for kind in kinds:
+            kind.cache_clear()
+
+
 @needs_mkl
 def test_useful_rows_by_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "on_intel", lambda: True)
