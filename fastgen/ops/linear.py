@@ -34,8 +34,8 @@ rows with large ones take as long as it takes to read them. Measured from 256 x 
 (AMD EPYC): 4.4 times as fast at 256 x 5000, 2 rows."""
 
 LEAST_ROWS_ZEN5 = ((24 * 1024, 128), (48 * 1024, 64), (96 * 1024, 32), (160 * 1024, 4), (math.inf, 1))
-"""The same on Zen 5, from 128 x 128 to 512 x 10000, weights in the cache and not, one thread and two: a call of oneDNN's
-takes 15 us there, and reaches 300 to 440 GFLOP/s from 64 rows on, torch's 110 to 190. With one row 256 x 1024 is 2.2 to
+"""The same on Zen 5, from 128 x 128 to 512 x 10000, weights in the cache and not, one thread and two: calls of oneDNN's
+take 15 us there, and reach 300 to 440 GFLOP/s from 64 rows on, torch's 110 to 190. With one row 256 x 1024 is 2.2 to
 2.7 times as fast where the weight is read from memory, and 0.6 to 0.8 in the cache, where few models lie."""
 
 LEAST_ROWS_MKL = ((24 * 1024, 64), (600 * 1024, 16), (math.inf, 4))
