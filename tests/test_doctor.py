@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from fastgen.cli import checks, hook, main
-from fastgen.cli.checks import Finding, examine, openmp_runtimes, usable_cores
+from fastgen.cli.checks import Finding, examine, openmp_runtimes
 from fastgen.cli.doctor import CHECKS
 from fastgen.cli.self_check import self_check
+from fastgen.ops import processor
 from fastgen.patches import _engine
 from fastgen.patches.transformers import PATCHES, canary
 
@@ -161,13 +162,13 @@ def test_variables_and_folders(tmp_path: Path) -> None:
 
 
 def test_threads_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = usable_cores(tmp_path / "no quota")
+    cores = processor.usable_cores(tmp_path / "no quota")
     quota = tmp_path / "cpu.max"
     for text, allowed in (("max 100000", cores), ("100000 100000", 1), ("50000 100000", 1), ("9900000 100000", cores)):
         quota.write_text(f"{text}\n")
-        assert usable_cores(quota) == min(allowed, cores)
+        assert processor.usable_cores(quota) == min(allowed, cores)
 
-    monkeypatch.setattr(checks, "usable_cores", lambda: 4)
+    monkeypatch.setattr(processor, "usable_cores", lambda: 4)
     for threads, level in ((8, "note"), (4, "ok"), (1, "note")):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         first = examine(checks.surroundings)[0]

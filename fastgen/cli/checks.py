@@ -156,7 +156,9 @@ def surroundings() -> Iterator[Finding]:
     """Threads, OpenMP, the `.pth` file of `fastgen install-hook`, and the folder for kept results."""
     torch = _torch()
     if torch is not None:
-        threads, cores = torch.get_num_threads(), usable_cores()
+        from fastgen.ops import processor
+
+        threads, cores = torch.get_num_threads(), processor.usable_cores()
         text = f"threads: {threads}, cores: {cores}"
         if threads > cores:
             yield Finding("note", f"{text}; threads wait for each other", f"OMP_NUM_THREADS={cores}")
@@ -188,16 +190,6 @@ def openmp_runtimes(maps: str) -> list[str]:
     names = ("libgomp", "libiomp5", "libomp.", "libomp-")
     files = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if line.count(" ") >= 5 and "/" in line}
     return sorted(file for file in files if file.rpartition("/")[2].startswith(names))
-
-
-def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return how many cores this process may use: those it may run on, and no more than a container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if quota.is_file():
-        allowed, period = quota.read_text("utf-8").split()
-        if allowed != "max":
-            cores = min(cores, max(1, int(allowed) // int(period)))
-    return cores
 
 
 def _torch() -> ModuleType | None:

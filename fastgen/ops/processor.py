@@ -1,6 +1,8 @@
-"""Which processor this is, where that decides what is faster."""
+"""Which processor this is and how much of it, where that decides what is faster."""
 
+import os
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -16,3 +18,13 @@ def on_zen5() -> bool:
     """Whether this is a processor of AMD's whose AVX-512 units are full ones, which oneDNN uses and MKL does not."""
     has = torch.cpu.get_capabilities()
     return "AMD" in has.get("cpu_name", "") and bool(has.get("avx512_vp2intersect"))
+
+
+def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Return how many cores this process may use: those it may run on, and no more than a container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if quota.is_file():
+        allowed, period = quota.read_text("utf-8").split()
+        if allowed != "max":
+            cores = min(cores, max(1, int(allowed) // int(period)))
+    return cores
