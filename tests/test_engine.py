@@ -458,6 +458,29 @@ PLANNED = """
 """
 
 
+def test_what_is_left_off_is_counted_and_what_other_processes_count(sandbox: Sandbox) -> None:
+    sandbox.run(
+        """
+        import fastgen
+        from toolkit import gen
+        from fastgen.ops.counts import calls
+        from fastgen.patches import _engine as engine
+        for _ in range(2):
+            engine.hit("toolkit.greet", {"a mapping's names": None})
+        before = engine.counted()
+        engine.hit("toolkit.greet", ["a list's"])
+        engine.left_alone("toolkit.step", "too small")
+        engine.fallback("toolkit.step", "too large")
+        calls["kbest", "reference"] += 3
+        engine.count_too(engine.counted() - before)
+        greet, step = fastgen.status()["toolkit.greet"], fastgen.status()["toolkit.step"]
+        assert (greet.hits, greet.left_off) == (4, {"a mapping's names": 2, "a list's": 2}), greet
+        assert (step.hits, step.left_off, step.fallbacks) == (0, {"too small": 2}, {"too large": 2}), step
+        assert fastgen.status().operations == {"kbest": {"reference": 6}}
+        """
+    )
+
+
 def test_disable_while_a_plan_runs_raises_and_changes_nothing(sandbox: Sandbox) -> None:
     sandbox.write("ours.py", PLANNED)
     sandbox.run(

@@ -5,8 +5,8 @@ no toolkit and not torch. An import hook puts a plain function into the target's
 replacement's own module is imported at the first call that needs it, so that nothing is imported while a toolkit is.
 
 A toolkit's author of patches needs `Toolkit`, `Patch` and, in replacements, `hit`, `fallback`, `compared`, `running`,
-`current_plan`, `asking`, `is_applied`, `is_on_top`, `is_disabled`, `on_disable` and `on_release`; users need `enable`,
-`disable`, `disabled`, `status` and `release`.
+`current_plan`, `asking`, `is_applied`, `is_on_top`, `is_disabled`, `counted`, `count_too`, `on_disable` and
+`on_release`; users need `enable`, `disable`, `disabled`, `status` and `release`.
 
 Locks: `_lock` guards the tables and is never held while something is imported or a replacement or canary runs.
 """
@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from packaging.version import Version
 
 from fastgen.config import settings
+from fastgen.ops.counts import calls
 from fastgen.patches._canary import Canary, asking, resolve
 from fastgen.patches._imports import unfinished, when_finished, when_imported
 from fastgen.patches._patch import FallbackError, Patch, PatchError, Toolkit
@@ -40,6 +41,8 @@ __all__ = [
     "Toolkit",
     "asking",
     "compared",
+    "count_too",
+    "counted",
     "current_plan",
     "declare",
     "disable",
@@ -221,7 +224,7 @@ def hit(name: str, left_off: Iterable[str] = ()) -> None:
     if not asking():
         with _lock:
             entry.hits += 1
-            entry.left_off.update(left_off)
+            entry.left_off.update(iter(left_off))  # a mapping would be taken for counts
 
 
 def left_alone(name: str, reason: str) -> None:
@@ -256,6 +259,30 @@ def decoded_together(counts: Mapping[str, int]) -> None:
     """Add up what the calls of big-little decoding count."""
     with _lock:
         _together.update(counts)
+
+
+def counted() -> Counter[tuple[str, ...]]:
+    """What has been counted so far: for a process that was forked, to tell its parent; see `count_too`."""
+    found = Counter[tuple[str, ...]]({("operation", *key): count for key, count in calls.items()})
+    with _lock:
+        for name, entry in _entries.items():
+            found["hit", name] = entry.hits
+            found.update({("fallback", name, why): count for why, count in entry.fallbacks.items()})
+            found.update({("left off", name, what): count for what, count in entry.left_off.items()})
+    return found
+
+
+def count_too(counts: Mapping[tuple[str, ...], int]) -> None:
+    """Add what another process has `counted`."""
+    with _lock:
+        for (kind, name, *rest), count in counts.items():
+            if kind == "operation":
+                calls[name, rest[0]] += count
+            elif kind == "hit":
+                _entry(name).hits += count
+            else:
+                entry = _entry(name)
+                (entry.fallbacks if kind == "fallback" else entry.left_off)[rest[0]] += count
 
 
 def on_disable(callback: _Callback) -> _Callback:

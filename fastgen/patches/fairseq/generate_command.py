@@ -10,8 +10,9 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from fairseq import checkpoint_utils, scoring, utils
@@ -20,6 +21,7 @@ from fairseq.logging import progress_bar
 from fairseq.logging.meters import StopwatchMeter, TimeMeter
 
 from fastgen.patches import _engine
+from fastgen.patches.fairseq import workers
 from fastgen.patches.fairseq.background import InOrder
 from fastgen.patches.fairseq.bild_command import Pair
 from fastgen.patches.fairseq.lines import Scored, Sentence, Speaker, spoken
@@ -28,6 +30,7 @@ from fastgen.patches.fairseq.refill import Translations
 from fastgen.patches.fairseq.setup import Run, check_sampling, without
 
 _Original = Callable[..., Any]
+_Translate = Callable[[Iterable[Any], StopwatchMeter], Iterator["_ReadOff"]]
 
 
 def generate(original: _Original, cfg: Any) -> Any:
@@ -122,21 +125,30 @@ def _generate(cfg: Any, output: TextIO | None, pair: Pair) -> tuple[Any, Iterabl
             else:
                 scorer.add(torch.IntTensor(sentence.target_tokens), torch.IntTensor(sentence.hypothesis_tokens))
 
-    with (
-        pair.drafting(generator) as drafting,
-        InOrder(speaker.batch, write, given.postprocess_workers) as background,
-    ):
+    def read_off(batches: Iterable[Any], timer: StopwatchMeter) -> Iterator[_ReadOff]:
+        """What is found for some batches, in this process or one of its workers."""
         prefix_size = cfg.generation.prefix_size
         translations = Translations(run.task, run.models, generator, batches, timer, prefix_size, run.cuda)
-        progress = _under_bar(run, translations)
-        for sample, found, generated in progress:
-            if found is None:
+        for sample, found, tokens in translations:
+            read: Any = None if found is None else _sentences(sample, found, speaker, dataset)
+            count = sample["nsentences"] if "nsentences" in sample else 0 if read is None else sample["id"].numel()
+            yield _ReadOff(read, count, tokens, sample.get("target") is not None, tuple(translations.left_off))
+
+    with (
+        pair.drafting(generator) as drafting,
+        _by_workers(run, generator, batches, read_off, timer) as (translated, left_off),
+        InOrder(speaker.batch, write, given.postprocess_workers) as background,
+    ):
+        progress = _under_bar(run, translated, len(batches))
+        for read in progress:
+            left_off.update(dict.fromkeys(read.left_off))
+            if read.sentences is None:
                 continue
-            has_target = sample["target"] is not None
-            background.hand_in(_sentences(sample, found, speaker, dataset))
-            meter.update(generated)
+            has_target = read.has_target
+            background.hand_in(read.sentences)
+            meter.update(read.tokens)
             progress.log({"wps": round(meter.avg)})
-            count += sample["nsentences"] if "nsentences" in sample else sample["id"].numel()
+            count += read.count
     logger.info("NOTE: hypothesis and token scores are output in base 2")
     logger.info(
         f"Translated {count:,} sentences ({timer.n:,} tokens) in {timer.sum:.1f}s "
@@ -148,7 +160,67 @@ def _generate(cfg: Any, output: TextIO | None, pair: Pair) -> tuple[Any, Iterabl
         _warn_of_bleu(cfg, logger)
         subset, beam = cfg.dataset.gen_subset, cfg.generation.beam
         print(f"Generate {subset} with beam={beam}: {scorer.result_string()}", file=output)
-    return scorer, translations.left_off
+    return scorer, left_off
+
+
+@dataclass(frozen=True)
+class _ReadOff:
+    """A batch and its translations as plain numbers; no sentences where it has none.
+
+    count: of sentences; tokens: of the best hypotheses; left_off: what has been left off up to here.
+    """
+
+    sentences: list[Sentence] | None
+    count: int
+    tokens: int
+    has_target: bool
+    left_off: tuple[str, ...]
+
+
+class _Sized(NamedTuple):
+    """What an iterator yields, and how much that will be: for the progress bar."""
+
+    iterator: Iterable[Any]
+    length: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.iterator)
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@contextmanager
+def _by_workers(
+    run: Run, generator: Any, batches: Any, read_off: _Translate, timer: StopwatchMeter
+) -> Iterator[tuple[Iterable[_ReadOff], dict[str, None]]]:
+    """What is found for the batches, by as many processes as are asked for or faster; and what is left off for that.
+
+    Raises:
+        SystemExit: several processes are asked for, and not possible.
+    """
+    against = workers.reason_against(run.task, generator, run.models)
+    if given.generate_workers is None:
+        number = 1 if run.cuda else workers.number_for(len(batches), run.models)
+    else:
+        number = given.generate_workers
+        if number > 1 and against is not None:
+            raise SystemExit(f"fairseq-generate: --generate-workers {number} is not possible: {against}")
+    if number == 1 or against is not None:
+        yield read_off(batches, timer), {} if number == 1 else {f"one process translates: {against}": None}
+        return
+    with workers.Workers(lambda handed: read_off(handed, StopwatchMeter()), number) as several:
+        yield _timed(several.results(batches), timer), {}
+
+
+def _timed(translated: Iterable[_ReadOff], timer: StopwatchMeter) -> Iterator[_ReadOff]:
+    """Have the timer run while workers do, and count the tokens."""
+    tokens = 0
+    timer.start()
+    for read in translated:
+        tokens += read.tokens
+        yield read
+    timer.stop(tokens)
 
 
 def _language_model(run: Run, logger: logging.Logger) -> Any:
@@ -186,11 +258,11 @@ def _batches(run: Run, dataset: Any) -> Any:
     ).next_epoch_itr(shuffle=False)
 
 
-def _under_bar(run: Run, translations: Translations) -> Any:
+def _under_bar(run: Run, translated: Iterable[_ReadOff], batches: int) -> Any:
     """Translations under fairseq's progress bar, which shows those that are done."""
     cfg = run.cfg
     return progress_bar.progress_bar(
-        translations,
+        _Sized(translated, batches),
         log_format=cfg.common.log_format,
         log_interval=cfg.common.log_interval,
         default_log_format="simple" if cfg.common.no_progress_bar else "tqdm",

@@ -1,6 +1,7 @@
 """The options that fastgen adds to fairseq's generating commands, and where their values are kept."""
 
 import argparse
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,14 @@ class Options:
     """What the command line may say.
 
     Attributes:
+        generate_workers: how many processes translate; None where nothing is said.
         postprocess_workers: 0 for none, 1 for a thread, more for processes.
         decode_hypothesis: whether D lines.
         bild_small: a checkpoint, or bild_early_exit, layers: what drafts. The others are those of
             `decoding.bild_options`; None where nothing is said.
     """
 
+    generate_workers: int | None = None
     postprocess_workers: int = 1
     decode_hypothesis: bool = True
     bild_small: str | None = None
@@ -61,6 +64,12 @@ def get_generation_parser(
         "--decode-hypothesis", action=_KeepSwitch, default=argparse.SUPPRESS,
         help="print detokenized hypotheses as D lines (default: yes)",
     )  # fmt: skip
+    if not interactive and _engine.is_applied("fairseq.generate_command"):
+        group.add_argument(
+            "--generate-workers", type=_positive, action=_Keep, default=argparse.SUPPRESS, metavar="N",
+            help="translate on a CPU in N processes of one thread each; 1: in this one, with all threads (default: as "
+            "many as threads, where there are 8 batches for each, and memory)",
+        )  # fmt: skip
     if _engine.is_applied(f"fairseq.{'interactive' if interactive else 'generate'}_command"):
         _add_bild(parser)
     return parser
@@ -98,11 +107,14 @@ def _add_bild(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _count(text: str) -> int:
+def _count(text: str, least: int = 0) -> int:
     try:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
     return value
+
+
+_positive = functools.partial(_count, least=1)

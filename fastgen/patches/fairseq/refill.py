@@ -74,7 +74,7 @@ class Translations:
     """The batches of a run and what is found for them, in order: one after the other, or beside each other.
 
     Args:
-        batches: with a length, as fairseq's iterators.
+        batches: fairseq's iterator, or another.
         timer: runs while something is translated, and counts the tokens.
         prefix_size: tokens of the target that a hypothesis begins with.
         cuda: whether batches are moved to a GPU.
@@ -88,14 +88,10 @@ class Translations:
         self.prefix_size, self.cuda = prefix_size, cuda
         self.refused = _reason_not_to_refill(task, generator, prefix_size)
         self.left_off = dict.fromkeys([] if self.refused is None else [left_empty(self.refused)])
-        self._length = len(batches)
         self._batches = iter(batches)
         self._queue: deque[_Batch] = deque()  # what has been read and not been handed out
         self._running: list[_Running] = []
         self._occupancy = Occupancy()
-
-    def __len__(self) -> int:
-        return self._length
 
     def __iter__(self) -> Iterator[Translated]:
         while self._queue or self._read() is not None:

@@ -1,0 +1,384 @@
+"""Batches of fairseq that several processes translate: what comes out, in which order, and what goes wrong."""
+
+import copy
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from fastgen.decoding.bild_options import Options
+from fastgen.ops.counts import calls
+from fastgen.patches import _engine
+
+pytest.importorskip("fairseq")
+from fairseq import options as fairseq_options
+from fairseq import search
+from fairseq.dataclass import FairseqDataclass
+from fairseq.sequence_generator import SequenceGenerator
+from fairseq.tasks import FairseqTask
+from fairseq_cli import generate
+
+from fastgen.patches.fairseq import bild, workers
+from fastgen.patches.fairseq.workers import Workers
+from tests import fairseq_zoo as zoo
+from tests.fairseq_commands import GENERATE, STOCK, assert_alike, preprocess, run, train
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are forked on Linux alone")
+
+
+def _squares(batches: Iterator[int]) -> Iterator[tuple[int, int]]:
+    """What is found for a number: its square, and who found it; even ones take longer."""
+    for number in batches:
+        time.sleep(0.02 * (1 - number % 2))
+        yield number**2, os.getpid()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 5])
+@pytest.mark.parametrize("count", [0, 1, 12])
+def test_in_the_order_of_the_batches(processes: int, count: int) -> None:
+    with Workers(_squares, processes) as several:
+        found = list(several.results(range(count)))
+    assert [square for square, _ in found] == [number**2 for number in range(count)]
+    assert os.getpid() not in {pid for _, pid in found}
+    if count > processes > 1:
+        assert len({pid for _, pid in found}) > 1
+
+
+def test_who_reads_ahead_gets_what_it_has_asked_for() -> None:
+    """Two batches at a time, as where the next one starts beside the one that runs."""
+
+    def in_pairs(batches: Iterator[int]) -> Iterator[int]:
+        for first in batches:
+            second = next(batches, None)
+            yield first
+            if second is not None:
+                yield second
+
+    with Workers(in_pairs, 3) as several:
+        assert list(several.results(range(20))) == list(range(20))
+
+
+class Odd(Exception):
+    """An exception that cannot be made again from its arguments."""
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(f"{number}: {why}")
+
+
+@pytest.mark.parametrize("kind", [ValueError, Odd])
+def test_an_error_comes_in_the_place_of_the_result(kind: type[Exception]) -> None:
+    def translate(batches: Iterator[int]) -> Iterator[int]:
+        for number in batches:
+            if number == 5:
+                raise ValueError("no fifth") if kind is ValueError else Odd(5, "no fifth")
+            time.sleep(0.05 * (number < 5))
+            yield number
+
+    found: list[int] = []
+    expected = ValueError if kind is ValueError else RuntimeError
+    with Workers(translate, 2) as several, pytest.raises(expected, match="no fifth") as raised:
+        found.extend(several.results(range(12)))
+    assert found == [0, 1, 2, 3, 4]
+    assert "in translate" in "".join(raised.value.__notes__)
+    if kind is Odd:
+        assert str(raised.value) == "Odd: 5: no fifth"
+
+
+def test_what_cannot_be_read_comes_behind_the_batches_before_it() -> None:
+    def batches() -> Iterator[int]:
+        yield from range(5)
+        raise OSError("the disk is gone")
+
+    found: list[int] = []
+    with Workers(_squares, 2) as several, pytest.raises(OSError, match="the disk is gone"):
+        found.extend(square for square, _ in several.results(batches()))
+    assert found == [0, 1, 4, 9, 16]
+
+
+@pytest.mark.parametrize("deaths", [1, 2], ids=["one", "all"])
+def test_the_batches_of_a_process_that_dies_are_translated_anew(
+    deaths: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = os.getpid()
+
+    def translate(batches: Iterator[int]) -> Iterator[tuple[int, int]]:
+        for number in batches:
+            time.sleep(0.01)
+            if number in (3, 4)[:deaths] and os.getpid() != here:
+                mark = tmp_path / str(number)
+                if not mark.exists():
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            yield number, os.getpid()
+
+    with Workers(translate, 2) as several:
+        found = list(several.results(range(12)))
+    assert [number for number, _ in found] == list(range(12))
+    assert caplog.text.count("has died (status -9") == deaths
+    assert (here in {pid for _, pid in found}) == (deaths == 2)
+
+
+def test_an_error_behind_a_death() -> None:
+    """All have died, and this process meets what could not be read."""
+    here = os.getpid()
+
+    def translate(batches: Iterator[int]) -> Iterator[int]:
+        for number in batches:
+            if os.getpid() != here:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield number
+
+    def batches() -> Iterator[int]:
+        yield from range(4)
+        raise OSError("the disk is gone")
+
+    found: list[int] = []
+    with Workers(translate, 2) as several, pytest.raises(OSError, match="the disk is gone"):
+        found.extend(several.results(batches()))
+    assert found == [0, 1, 2, 3]
+
+
+def test_what_they_count_is_counted() -> None:
+    def translate(batches: Iterator[int]) -> Iterator[int]:
+        for number in batches:
+            _engine.hit("fairseq.generate", ["something"])
+            _engine.left_alone("fairseq.score", "too small")
+            calls["kbest", "reference"] += 2
+            yield number
+
+    def so_far() -> list[int]:
+        generate, score = _row("fairseq.generate"), _row("fairseq.score")
+        left_off = generate.left_off.get("something", 0), score.left_off.get("too small", 0)
+        return [generate.hits, *left_off, calls["kbest", "reference"]]
+
+    before = so_far()
+    with Workers(translate, 2) as several:
+        list(several.results(range(7)))
+    assert [now - then for now, then in zip(so_far(), before, strict=True)] == [7, 7, 7, 14]
+
+
+def _row(name: str) -> Any:
+    return fastgen.status()[name]
+
+
+_SLEEPERS = """
+    import os, sys, time
+    import fastgen, fairseq
+    from fastgen.patches.fairseq import workers
+
+    def translate(batches):
+        for number in batches:
+            print(os.getpid(), flush=True)
+            time.sleep(0.5 if {how!r} == "killed" else 60)
+            yield number
+
+    workers._ORPHANED = 0.2
+    with workers.Workers(translate, 2) as several:
+        list(several.results(range(1000)))
+"""
+
+
+@pytest.mark.parametrize("how", ["interrupted", "killed"])
+def test_none_is_left_behind(how: str, tmp_path: Path) -> None:
+    """Ctrl-C, which all processes of a terminal get, ends all at once; behind a parent that is killed they go too."""
+    script = tmp_path / "sleepers.py"
+    script.write_text(textwrap.dedent(_SLEEPERS.format(how=how)))
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
+        assert parent.stdout is not None
+        children = {int(parent.stdout.readline()) for _ in range(2)}
+        began = time.monotonic()
+        if how == "interrupted":
+            os.killpg(parent.pid, signal.SIGINT)
+        else:
+            parent.kill()
+        assert parent.wait(20) != 0
+        while any(_is_alive(child) for child in children):
+            assert time.monotonic() - began < 20
+            time.sleep(0.05)
+        assert parent.stderr is not None
+        assert parent.stderr.read().count("Traceback") == (how == "interrupted")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "free", "batches", "expected"),
+    [
+        (4, 4, 1.0, 32, 4),
+        (4, 4, 1.0, 31, 1),
+        (4, 3, 1.0, 32, 1),
+        (1, 4, 1.0, 99, 1),
+        (4, 4, 0.99, 99, 1),
+    ],
+    ids=["all", "too few batches", "too few cores", "one thread", "too little memory"],
+)
+def test_how_many_by_itself(
+    threads: int, cores: int, free: float, batches: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(100, 25, bias=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(workers, "usable_cores", lambda: cores)
+    monkeypatch.setattr(workers, "_free_memory", lambda: int(free * 4 * threads * 10_000))
+    assert workers.number_for(batches, [model]) == expected
+
+
+def test_free_memory_is_read() -> None:
+    assert 1 << 20 < workers._free_memory() < 1 << 50
+
+
+class _OwnTask(FairseqTask):
+    def inference_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().inference_step(*args, **kwargs)
+
+
+class _OwnGenerator(SequenceGenerator):
+    pass
+
+
+class _OwnSearch(search.BeamSearch):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("nothing", None),
+        ("diverse beams", None),
+        ("task", "_OwnTask has its own inference_step"),
+        ("generator", "_OwnGenerator is no SequenceGenerator of fairseq's"),
+        ("search", "_OwnSearch may depend on the batches before"),
+        ("sampling", "Sampling may depend on the batches before"),
+        ("dropout", "dropout is retained"),
+        ("device", "the model is not on a CPU"),
+        ("drafts", "a small model drafts"),
+        ("parity", "FASTGEN_PARITY=1 compares batch by batch"),
+        ("system", "processes are not forked on darwin"),
+    ],
+)
+def test_reasons_against(what: str, reason: str | None, setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = copy.deepcopy(zoo.build("transformer"))
+    task: Any = (_OwnTask if what == "task" else FairseqTask)(FairseqDataclass())
+    kinds: dict[str, Any] = {
+        "sampling": search.Sampling,
+        "search": _OwnSearch,
+        "diverse beams": lambda words: search.DiverseBeamSearch(words, 2, 0.5),
+    }
+    strategy = kinds[what](zoo.dictionary()) if what in kinds else None
+    kind = _OwnGenerator if what == "generator" else SequenceGenerator
+    generator = kind([model], zoo.dictionary(), search_strategy=strategy)
+    if what == "dropout":
+        model.train()
+    elif what == "device":
+        model.to("meta")
+    elif what == "parity":
+        setting("FASTGEN_PARITY", "1")
+    elif what == "system":
+        monkeypatch.setattr(sys, "platform", "darwin")
+    pair = Options(zoo.build("transformer"), None, 0.6, 5.0, 4, lossless=True, paper_compat=False, adaptive=False)
+    with bild.drafting(pair) if what == "drafts" else nullcontext():
+        assert workers.reason_against(task, generator, [model]) == reason
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small corpus, preprocessed in data/, and a transformer trained on it, model/checkpoint_last.pt."""
+    folder = tmp_path_factory.mktemp("fairseq-workers")
+    train(preprocess(folder), folder / "model", 60, "--arch", "transformer", "--share-all-embeddings")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--beam 4 --batch-size 6 --nbest 2 --remove-bpe --scoring sacrebleu --no-repeat-ngram-size 3",
+        "--beam 3 --batch-size 4 --print-alignment --postprocess-workers 2",
+        "--beam 2 --batch-size 6 --prefix-size 2 --min-len 4 --postprocess-workers 0",
+        "--beam 4 --batch-size 7 --diverse-beam-groups 2 --diverse-beam-strength 0.5",
+        "--beam 2 --max-tokens 200 --num-workers 1",
+    ],
+    ids=["beams", "alignment", "prefix ensemble", "diverse", "loaded ahead"],
+)
+def test_the_command_prints_the_same(
+    corpus: Path, tmp_path: Path, options: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    counted = list[Any]()
+    count_too = _engine.count_too
+    monkeypatch.setattr(_engine, "count_too", lambda counts: (counted.append(counts), count_too(counts)))
+    checkpoint = str(corpus / "model/checkpoint_last.pt")
+    paths = f"{checkpoint}:{checkpoint}" if "--min-len" in options else checkpoint
+    arguments = (str(corpus / "data"), "--path", paths, *GENERATE, *options.split())
+    parser = fairseq_options.get_generation_parser()
+    ours = [*arguments, "--generate-workers", "2", "--results-path", str(tmp_path)]
+    given = fairseq_options.parse_args_and_arch(parser, ours)
+    hits = _row("fairseq.generate").hits
+    with caplog.at_level("INFO"):
+        generate.main(given)
+    assert len(counted) == 2
+    assert all(counts["hit", "fairseq.generate"] for counts in counted)
+    assert _row("fairseq.generate").hits > hits
+    found = run("fairseq-generate", *arguments, **STOCK)
+    stock = found.stdout
+    text = (tmp_path / "generate-test.txt").read_text("utf-8")
+    assert_alike(text, stock)
+    assert [line for line in text.splitlines() if line[:2] == "A-"] == [
+        line for line in stock.splitlines() if line[:2] == "A-"
+    ]
+    count = re.compile(r"Translated [\d,]+ sentences \([\d,]+ tokens\)")
+    assert len(count.findall(caplog.text)) == 1
+    assert count.findall(caplog.text) == count.findall(stock + found.stderr)
+
+
+def test_by_itself_where_there_are_threads(corpus: Path) -> None:
+    """25 batches for two threads; what was counted is shown, and nothing is left off."""
+    script = corpus / "status.py"
+    script.write_text(
+        "import sys, fastgen\n"
+        "from fastgen.ops import processor\n"
+        "from fastgen.patches.fairseq import workers\n"
+        "from fairseq_cli.generate import cli_main\n"
+        "workers.usable_cores = lambda: 2\n"
+        "began = workers.Workers.__enter__\n"
+        "workers.Workers.__enter__ = lambda self: (print('processes:', self.number), began(self))[1]\n"
+        "cli_main()\n"
+        "row = fastgen.status()['fairseq.generate_command']\n"
+        "print('left off:', row.left_off, fastgen.status()['fairseq.generate'].hits)\n"
+    )
+    arguments = (
+        str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE, "--beam", "2",
+        "--batch-size", "2",
+    )  # fmt: skip
+    found = run(str(script), *arguments, OMP_NUM_THREADS="2", FASTGEN_STRICT="1").stdout
+    assert "processes: 2" in found
+    assert "left off: {} 25" in found
+    sampled = ("--sampling", "--beam", "2", "--nbest", "2")
+    found = run(str(script), *arguments, *sampled, OMP_NUM_THREADS="2", FASTGEN_STRICT="1").stdout
+    assert "processes:" not in found
+    assert "one process translates: Sampling may depend on the batches before" in found
+
+
+def test_what_is_asked_for_and_cannot_be(corpus: Path) -> None:
+    command = (
+        "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
+    )  # fmt: skip
+    said = run(*command, "--generate-workers", "2", "--sampling", "--beam", "2", "--nbest", "2", status=1).stderr
+    assert "--generate-workers 2 is not possible: Sampling may depend on the batches before" in said
+    assert "must be at least 1, got 0" in run(*command, "--generate-workers", "0", status=2).stderr
