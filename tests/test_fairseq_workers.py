@@ -50,9 +50,10 @@ def test_in_the_order_of_the_batches(processes: int, count: int) -> None:
     with Workers(_squares, processes) as several:
         found = list(several.results(range(count)))
     assert [square for square, _ in found] == [number**2 for number in range(count)]
-    assert os.getpid() not in {pid for _, pid in found}
-    if count > processes > 1:
-        assert len({pid for _, pid in found}) > 1
+    by = [pid for _, pid in found]
+    assert os.getpid() not in by
+    assert all(by[i] == by[i % processes] for i in range(count)), "in every run the same process gets a batch"
+    assert len(set(by)) == min(count, processes)
 
 
 def test_who_reads_ahead_gets_what_it_has_asked_for() -> None:
@@ -67,6 +68,40 @@ def test_who_reads_ahead_gets_what_it_has_asked_for() -> None:
 
     with Workers(in_pairs, 3) as several:
         assert list(several.results(range(20))) == list(range(20))
+
+
+def test_one_call_after_the_other() -> None:
+    """As a buffer comes behind a buffer: the processes stay, and what they count comes in the end."""
+
+    def translate(batches: Iterator[int]) -> Iterator[tuple[int, int]]:
+        for number in batches:
+            _engine.hit("fairseq.generate")
+            yield number, os.getpid()
+
+    hits, seen = _row("fairseq.generate").hits, set[int]()
+    with Workers(translate, 2) as several:
+        for numbers in ([1, 2, 3], [], [4], range(5, 20)):
+            found = list(several.results(numbers, more=True))
+            assert [number for number, _ in found] == list(numbers)
+            seen |= {pid for _, pid in found}
+    assert len(seen) == 2
+    assert _row("fairseq.generate").hits - hits == 19
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_death_while_others_have_nothing_to_do(others: int) -> None:
+    here = os.getpid()
+
+    def translate(batches: Iterator[int]) -> Iterator[tuple[int, int]]:
+        for number in batches:
+            if number == 7 and os.getpid() != here:
+                time.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield number, os.getpid()
+
+    with Workers(translate, 1 + others) as several:
+        for numbers in ([1, 2, 3], [7], [8, 9]):
+            assert [number for number, _ in several.results(numbers, more=True)] == numbers
 
 
 class Odd(Exception):
@@ -93,6 +128,24 @@ def test_an_error_comes_in_the_place_of_the_result(kind: type[Exception]) -> Non
     assert "in translate" in "".join(raised.value.__notes__)
     if kind is Odd:
         assert str(raised.value) == "Odd: 5: no fifth"
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_all_batches_before_an_error_come_out(slow: int) -> None:
+    """Also those that were dealt to a process that is slower than the one that fails."""
+
+    def translate(batches: Iterator[int]) -> Iterator[int]:
+        for number in batches:
+            if number % 2 == slow:
+                time.sleep(0.1)
+            elif number > 7:
+                raise ValueError("no more than seven")
+            yield number
+
+    found: list[int] = []
+    with Workers(translate, 2) as several, pytest.raises(ValueError, match="no more than seven"):
+        found.extend(several.results(range(100)))
+    assert found == list(range(9 if slow == 0 else 8))
 
 
 def test_what_cannot_be_read_comes_behind_the_batches_before_it() -> None:
@@ -347,30 +400,61 @@ def test_the_command_prints_the_same(
     assert count.findall(caplog.text) == count.findall(stock + found.stderr)
 
 
-def test_by_itself_where_there_are_threads(corpus: Path) -> None:
-    """25 batches for two threads; what was counted is shown, and nothing is left off."""
-    script = corpus / "status.py"
-    script.write_text(
-        "import sys, fastgen\n"
-        "from fastgen.ops import processor\n"
-        "from fastgen.patches.fairseq import workers\n"
-        "from fairseq_cli.generate import cli_main\n"
-        "workers.usable_cores = lambda: 2\n"
-        "began = workers.Workers.__enter__\n"
-        "workers.Workers.__enter__ = lambda self: (print('processes:', self.number), began(self))[1]\n"
-        "cli_main()\n"
-        "row = fastgen.status()['fairseq.generate_command']\n"
-        "print('left off:', row.left_off, fastgen.status()['fairseq.generate'].hits)\n"
-    )
-    arguments = (
-        str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE, "--beam", "2",
-        "--batch-size", "2",
+@pytest.mark.parametrize("where", ["typed", "file", "constraints"])
+def test_interactive_prints_the_same(corpus: Path, tmp_path: Path, where: str) -> None:
+    """Buffers of three batches, and a last one that is too small to be dealt."""
+    lines = (corpus / "test.en").read_text("utf-8").splitlines()[:16]
+    if where == "constraints":
+        lines = [f"{line}\tde" for line in lines]
+    text = "".join(f"{line}\n" for line in lines)
+    file = tmp_path / "source"
+    file.write_text(text, "utf-8")
+    command = (
+        "fairseq-interactive", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), "--beam", "4",
+        "--buffer-size", "5", "--batch-size", "2", "--cpu", "--max-len-b", "30", "--no-repeat-ngram-size", "3",
+        *{"typed": [], "file": ["--input", str(file)], "constraints": ["--constraints"]}[where],
     )  # fmt: skip
-    found = run(str(script), *arguments, OMP_NUM_THREADS="2", FASTGEN_STRICT="1").stdout
-    assert "processes: 2" in found
-    assert "left off: {} 25" in found
-    sampled = ("--sampling", "--beam", "2", "--nbest", "2")
-    found = run(str(script), *arguments, *sampled, OMP_NUM_THREADS="2", FASTGEN_STRICT="1").stdout
+    ours = run(*command, "--generate-workers", "2", text=text, FASTGEN_STRICT="1")
+    stock = run(*command, text=text, **STOCK)
+    assert_alike(ours.stdout, stock.stdout)
+    assert sum(line.startswith("S-") for line in ours.stdout.splitlines()) == 16
+
+
+_PRINTS_STATUS = """
+import sys, fastgen
+from fastgen.patches.fairseq import workers
+from fairseq_cli.{command} import cli_main
+
+workers.usable_cores = lambda: 2
+results = workers.Workers.results
+
+def noted(self, *given, **how):
+    print("processes:", self.number)
+    return results(self, *given, **how)
+
+workers.Workers.results = noted
+cli_main()
+status = fastgen.status()
+print("left off:", status["fairseq.{command}_command"].left_off, status["fairseq.generate"].hits)
+"""
+
+
+@pytest.mark.parametrize("command", ["generate", "interactive"])
+def test_by_itself_where_there_are_threads(corpus: Path, command: str) -> None:
+    """25 batches for two threads; what was counted is shown, and nothing is left off. Not where one samples."""
+    script = corpus / f"{command}.py"
+    script.write_text(_PRINTS_STATUS.format(command=command))
+    arguments = (
+        str(script), str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), "--cpu", "--max-len-b",
+        "10", "--beam", "2", "--batch-size", "2", *(["--buffer-size", "40"] if command == "interactive" else []),
+    )  # fmt: skip
+    text = (corpus / "test.en").read_text("utf-8")
+    lines = len(text.splitlines())
+    found = run(*arguments, text=text, OMP_NUM_THREADS="2", FASTGEN_STRICT="1").stdout
+    dealt = found.count("processes: 2")
+    assert dealt == (2 if command == "interactive" else 1)  # a buffer, or all; and the end of interactive's processes
+    assert f"left off: {{}} {-(-lines // 2)}" in found
+    found = run(*arguments, "--sampling", "--nbest", "2", text=text, OMP_NUM_THREADS="2").stdout
     assert "processes:" not in found
     assert "one process translates: Sampling may depend on the batches before" in found
 

@@ -100,7 +100,7 @@ PATCHES = (
         target="fairseq_cli.generate:main",
         replacement="fastgen.patches.fairseq.generate_command:generate",
         parameters=("cfg",),
-        help="fairseq-generate makes and scores its text in the background",
+        help="fairseq-generate: on a CPU by a process for each thread; its text is made and scored in the background",
     ),
     Patch(
         name="fairseq.interactive_command",
@@ -116,6 +116,7 @@ PATCHES = (
         target="fairseq.options:get_generation_parser",
         replacement="fastgen.patches.fairseq.options:get_generation_parser",
         parameters=("interactive", "default_task"),
-        help="--postprocess-workers and --decode-hypothesis, as FastSeq has them; --bild-small and its like",
+        help="--postprocess-workers and --decode-hypothesis, as FastSeq has them; --generate-workers; --bild-small and "
+        "its like",
     ),
 )

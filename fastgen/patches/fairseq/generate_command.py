@@ -199,15 +199,11 @@ def _by_workers(
     Raises:
         SystemExit: several processes are asked for, and not possible.
     """
-    against = workers.reason_against(run.task, generator, run.models)
-    if given.generate_workers is None:
-        number = 1 if run.cuda else workers.number_for(len(batches), run.models)
-    else:
-        number = given.generate_workers
-        if number > 1 and against is not None:
-            raise SystemExit(f"fairseq-generate: --generate-workers {number} is not possible: {against}")
-    if number == 1 or against is not None:
-        yield read_off(batches, timer), {} if number == 1 else {f"one process translates: {against}": None}
+    number = workers.chosen(
+        "fairseq-generate", given.generate_workers, len(batches), run.task, generator, run.models
+    )  # fmt: skip
+    if isinstance(number, str) or number == 1:
+        yield read_off(batches, timer), {} if number == 1 else {f"one process translates: {number}": None}
         return
     with workers.Workers(lambda handed: read_off(handed, StopwatchMeter()), number) as several:
         yield _timed(several.results(batches), timer), {}

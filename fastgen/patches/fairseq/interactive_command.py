@@ -7,10 +7,11 @@ buffer is read and encoded meanwhile too.
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fairseq import utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -19,9 +20,10 @@ from fairseq_cli.interactive import buffered_read, make_batches
 from torch import Tensor
 
 from fastgen.patches import _engine
+from fastgen.patches.fairseq import workers
 from fastgen.patches.fairseq.background import InOrder
 from fastgen.patches.fairseq.bild_command import Pair
-from fastgen.patches.fairseq.lines import Sentence, Speaker, spoken
+from fastgen.patches.fairseq.lines import Sentence, Speaker, Spoken, spoken
 from fastgen.patches.fairseq.options import given
 from fastgen.patches.fairseq.setup import Run, check_sampling, without
 
@@ -32,11 +34,12 @@ def interactive(original: Callable[..., Any], cfg: Any) -> None:
         cfg = convert_namespace_to_omegaconf(cfg)
     pair = Pair(cfg, "fairseq-interactive")
     with _engine.running("fairseq-interactive"):
-        _interactive(cfg, pair)
-    _engine.hit("fairseq.interactive_command")
+        left_off = _interactive(cfg, pair)
+    _engine.hit("fairseq.interactive_command", left_off)
 
 
-def _interactive(cfg: Any, pair: Pair) -> None:
+def _interactive(cfg: Any, pair: Pair) -> list[str]:
+    """Translate what is typed; return what was left off."""
     began, translating = time.time(), 0.0
     utils.import_user_module(cfg.common)
     logger = logging.getLogger("fairseq_cli.interactive")
@@ -59,19 +62,26 @@ def _interactive(cfg: Any, pair: Pair) -> None:
     logger.info("Type the input sentence and press return:")
     start = 0
     said: list[tuple[int, str]] = []  # what is said of each sentence of a buffer
+
+    def translate(batches: Iterable[Any]) -> Iterator[_Translated]:
+        """In this process or one of its workers."""
+        for batch in batches:
+            began_batch = time.time()
+            found = _translate(run, generator, batch)
+            spoken_of = [spoken(hypotheses[: speaker.nbest]) for hypotheses in found]
+            yield _Translated(batch, spoken_of, time.time() - began_batch)
+
     with (
         pair.drafting(generator) as drafting,
+        _by_workers(run, generator, translate) as (translated, left_off),
         InOrder(lambda sentences: _said(speaker, sentences), said.extend, given.postprocess_workers) as background,
     ):
         for count, batches in _buffers(run):
-            for batch in batches:
-                began_batch = time.time()
-                found = _translate(run, generator, batch)
-                seconds = time.time() - began_batch
-                translating += seconds
-                background.hand_in(
-                    _typed(batch, found, speaker, start, seconds / len(found), cfg.generation.constraints)
-                )
+            waiting = time.time()
+            for each in translated(batches):
+                translating += time.time() - waiting
+                background.hand_in(_typed(each, speaker, start, cfg.generation.constraints))
+                waiting = time.time()
             background.finish()
             print("".join(text for _, text in sorted(said)), end="", flush=True)
             said.clear()
@@ -79,6 +89,36 @@ def _interactive(cfg: Any, pair: Pair) -> None:
     if drafting is not None:
         logger.info(drafting)
     logger.info(f"Total time: {time.time() - began:.3f} seconds; translation time: {translating:.3f}")
+    return left_off
+
+
+class _Translated(NamedTuple):
+    """A batch, the hypotheses of each of its sentences as numbers, and the time that they took."""
+
+    batch: Any
+    found: list[list[Spoken]]
+    seconds: float
+
+
+@contextmanager
+def _by_workers(
+    run: Run, generator: Any, translate: Callable[[Iterable[Any]], Iterator[_Translated]]
+) -> Iterator[tuple[Callable[[list[Any]], Iterator[_Translated]], list[str]]]:
+    """What translates the batches of a buffer, by as many processes as are asked for or faster; and what is left off.
+
+    Raises:
+        SystemExit: several processes are asked for, and not possible.
+    """
+    most = run.cfg.interactive.buffer_size // (run.cfg.dataset.batch_size or 1)  # whole batches of a buffer
+    number = workers.chosen(
+        "fairseq-interactive", given.generate_workers, most, run.task, generator, run.models
+    )  # fmt: skip
+    if isinstance(number, str) or number == 1:
+        yield translate, [] if number == 1 else [f"one process translates: {number}"]
+        return
+    least = number * (workers.BATCHES if given.generate_workers is None else 1)
+    with workers.Workers(translate, number) as several:
+        yield lambda batches: translate(batches) if len(batches) < least else several.results(batches, more=True), []
 
 
 def _buffers(run: Run) -> Iterator[tuple[int, list[Any]]]:
@@ -115,20 +155,18 @@ def _translate(run: Run, generator: Any, batch: Any) -> list[Any]:
     return run.task.inference_step(generator, run.models, sample, constraints=constraints)
 
 
-def _typed(
-    batch: Any, found: list[Any], speaker: Speaker, start: int, seconds: float, constrained: bool
-) -> list[Sentence]:
+def _typed(each: _Translated, speaker: Speaker, start: int, constrained: bool) -> list[Sentence]:
     """Typed sentences and their translations as plain numbers."""
-    pad = speaker.target_dictionary.pad()
+    pad, batch = speaker.target_dictionary.pad(), each.batch
     sources: list[list[int]] = batch.src_tokens.tolist()
     return [
         Sentence(
             start + number,
             without(sources[i], pad),
             None,
-            spoken(found[i][: speaker.nbest]),
+            each.found[i],
             unpack_constraints(batch.constraints[i]) if constrained else [],
-            seconds,
+            each.seconds / len(each.found),
         )
         for i, number in enumerate(batch.ids.tolist())
     ]

@@ -64,13 +64,12 @@ def get_generation_parser(
         "--decode-hypothesis", action=_KeepSwitch, default=argparse.SUPPRESS,
         help="print detokenized hypotheses as D lines (default: yes)",
     )  # fmt: skip
-    if not interactive and _engine.is_applied("fairseq.generate_command"):
+    if _engine.is_applied(f"fairseq.{'interactive' if interactive else 'generate'}_command"):
         group.add_argument(
             "--generate-workers", type=_positive, action=_Keep, default=argparse.SUPPRESS, metavar="N",
             help="translate on a CPU in N processes of one thread each; 1: in this one, with all threads (default: as "
-            "many as threads, where there are 8 batches for each, and memory)",
+            "many as threads, where there are 8 batches for each, in a buffer if there are buffers, and memory)",
         )  # fmt: skip
-    if _engine.is_applied(f"fairseq.{'interactive' if interactive else 'generate'}_command"):
         _add_bild(parser)
     return parser
 

@@ -6,6 +6,7 @@ of this one.
 """
 
 import logging
+import math
 import os
 import pickle
 import signal
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,6 +41,7 @@ _ORPHANED = 5.0
 """Seconds after which a process looks whether its parent is still there."""
 
 _Translate = Callable[[Iterator[Any]], Iterator[Any]]
+_Numbered = tuple[int, Any]
 
 
 def reason_against(task: Any, generator: Any, models: list[Any]) -> str | None:
@@ -64,6 +67,23 @@ def reason_against(task: Any, generator: Any, models: list[Any]) -> str | None:
     return None
 
 
+def chosen(command: str, asked: int | None, batches: int, task: Any, generator: Any, models: list[Any]) -> int | str:
+    """How many processes are to translate so many batches, or the reason for which one does where several would be
+    faster.
+
+    asked: for how many, with `--generate-workers`; None where nothing is said.
+    Raises:
+        SystemExit: several are asked for, and not possible.
+    """
+    number = number_for(batches, models) if asked is None else asked
+    against = None if number == 1 else reason_against(task, generator, models)
+    if against is None:
+        return number
+    if asked is not None:
+        raise SystemExit(f"{command}: --generate-workers {asked} is not possible: {against}")
+    return against
+
+
 def number_for(batches: int, models: list[Any]) -> int:
     """How many processes translate so many batches soonest: one for each thread, or one.
 
@@ -71,14 +91,18 @@ def number_for(batches: int, models: list[Any]) -> int:
     twice more, packed, in half of the memory that is free.
     """
     threads = torch.get_num_threads()
-    weights = sum(parameter.nbytes for model in models for parameter in model.parameters())
-    fits = threads <= usable_cores() and 4 * threads * weights <= _free_memory()
-    return threads if fits and batches >= BATCHES * threads else 1
+    if threads == 1 or batches < BATCHES * threads or threads > usable_cores():
+        return 1
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    if any(parameter.device.type != "cpu" for parameter in parameters):
+        return 1
+    return threads if 4 * threads * sum(parameter.nbytes for parameter in parameters) <= _free_memory() else 1
 
 
 def _free_memory() -> int:
-    """Bytes, as Linux says."""
-    lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
+    """Bytes, as Linux says; elsewhere none are known of."""
+    table = Path("/proc/meminfo")
+    lines = table.read_text("utf-8").splitlines() if table.exists() else ["MemAvailable: 0 kB"]
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
@@ -110,18 +134,20 @@ class _Ended:
 
 @dataclass(eq=False)
 class _Worker:
-    """A process: the way to it, and its batches with their numbers, in the order in which it got them."""
+    """A process: the way to it, the batches dealt to it, with their numbers, and those of them that it has got."""
 
     process: Any
     connection: Connection
-    batches: deque[tuple[int, Any]] = field(default_factory=deque[tuple[int, Any]])
+    dealt: deque[_Numbered] = field(default_factory=deque[_Numbered])
+    got: deque[_Numbered] = field(default_factory=deque[_Numbered])
 
 
 class Workers:
     """Processes that translate batches, forked on entering the context and gone behind it.
 
-    A process that dies, as where memory runs out, costs nothing but time: others translate its batches anew, or in the
-    end this one.
+    Batches are dealt in turn, so that each process gets the same ones in every run: what they are computed together
+    with, and so the last digits of scores, does not depend on the clock. A process that dies, as where memory runs out,
+    costs nothing but time: others translate its batches anew, or in the end this one.
 
     Args:
         translate: yields, for an iterator of batches, what is found for each, in order; it may read ahead.
@@ -131,6 +157,10 @@ class Workers:
     def __init__(self, translate: _Translate, number: int) -> None:
         self.translate, self.number = translate, number
         self._running: dict[Any, _Worker] = {}  # by connection
+        self._places: list[_Worker] = []  # in which batches are dealt
+        self._asking: list[_Worker] = []  # who asks for batches that are still to come
+        self._again = deque[_Numbered]()  # batches of processes that died
+        self._found: dict[int, _Found | _Failed] = {}
 
     def __enter__(self) -> Self:
         context = get_context("fork")
@@ -140,93 +170,119 @@ class Workers:
             process.start()
             theirs.close()  # or a process forked later would hold it, and the death of this one go unseen
             self._running[ours] = _Worker(process, ours)
+        self._places = list(self._running.values())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None and self._running:
+            for _ in self.results([]):  # they end, and say what they have counted
+                pass
         for worker in self._running.values():
             worker.process.terminate()
             worker.process.join()
         self._running.clear()
 
-    def results(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield what is found for each batch, in order; an exception where it came, in the place of the result."""
-        source = _numbered(batches)
-        again: list[tuple[int, Any]] = []  # batches of processes that died
-        found: dict[int, _Found | _Failed] = {}
-        turn = 0
-        while self._running:
+    def results(self, batches: Iterable[Any], more: bool = False) -> Iterator[Any]:
+        """Yield what is found for each batch, in order; an exception where it came, in the place of the result.
+
+        more: whether others come later, in another call; then `translate` must yield each result before it asks on.
+        """
+        source, turn = _numbered(batches), 0
+        asking, self._asking = self._asking, []
+        for worker in asking:
+            self._answer(worker, source, more)
+        while len(self._asking) < len(self._running):
             for connection in wait(list(self._running)):
-                worker = self._running[connection]
-                try:
-                    message = pickle.loads(worker.connection.recv_bytes())
-                    if isinstance(message, _Wanted):
-                        self._hand(worker, again, source, found)
-                except (EOFError, OSError):
-                    again += self._lost(worker)
-                    continue
-                if isinstance(message, (_Found, _Failed)):
-                    found[worker.batches.popleft()[0]] = message
-                elif isinstance(message, _Ended):
-                    _engine.count_too(message.counted)
-                    worker.process.join()
-                    del self._running[connection]
-            while turn in found:
-                yield _result(found.pop(turn))
+                self._hear(self._running[connection], source, more)
+            while turn in self._found:
+                yield _result(self._found.pop(turn))
                 turn += 1
-        yield from self._rest(turn, again, source, found)
+        yield from self._rest(turn, source)
 
-    def _hand(
-        self, worker: _Worker, again: list[tuple[int, Any]], source: Iterator[tuple[int, Any]], found: dict[int, Any]
-    ) -> None:
-        """Hand a batch to a process that asks for one; None where there is none, or nobody would come to see it."""
-        over = any(isinstance(message, _Failed) for message in found.values())
-        numbered = None if over else again.pop(0) if again else next(source, None)
-        if numbered is not None and isinstance(numbered[1], _Failed):
-            found[numbered[0]] = numbered[1]
-            numbered = None
-        if numbered is None:
-            _send(worker.connection, None)
+    def _hear(self, worker: _Worker, source: Iterator[_Numbered], more: bool) -> None:
+        """Take a message of a process, and give what it asks for."""
+        try:
+            message = pickle.loads(worker.connection.recv_bytes())
+        except (EOFError, OSError):
+            self._lose(worker)
             return
-        worker.batches.append(numbered)
-        _send(worker.connection, numbered[1])
+        if isinstance(message, _Wanted):
+            self._answer(worker, source, more)
+        elif isinstance(message, (_Found, _Failed)):
+            self._found[worker.got.popleft()[0]] = message
+        elif isinstance(message, _Ended):
+            _engine.count_too(message.counted)
+            worker.process.join()
+            del self._running[worker.connection]
 
-    def _lost(self, worker: _Worker) -> list[tuple[int, Any]]:
-        """Give back the batches of a process that has died."""
+    def _answer(self, worker: _Worker, source: Iterator[_Numbered], more: bool) -> None:
+        """Give a process the batch that it asks for, or None where none comes any more."""
+        numbered = self._next_for(worker, source)
+        if numbered is None and more:
+            self._asking.append(worker)
+            return
+        if numbered is not None:
+            worker.got.append(numbered)
+        try:
+            _send(worker.connection, None if numbered is None else numbered[1])
+        except OSError:
+            self._lose(worker)
+
+    def _next_for(self, worker: _Worker, source: Iterator[_Numbered]) -> _Numbered | None:
+        """The next batch of a process; None where there is none, or only such as nobody would come to see."""
+        while not worker.dealt and self._failed == math.inf and (numbered := next(source, None)) is not None:
+            number, batch = numbered
+            if isinstance(batch, _Failed):
+                self._found[number] = batch
+                break
+            place = self._places[number % self.number]
+            (place.dealt if place.connection in self._running else self._again).append(numbered)
+        for waiting in (worker.dealt, self._again):
+            if waiting and waiting[0][0] < self._failed:
+                return waiting.popleft()
+        return None
+
+    @property
+    def _failed(self) -> float:
+        """The number of the first batch in whose place an exception came; infinite where none has."""
+        failed = (number for number, message in self._found.items() if isinstance(message, _Failed))
+        return min(failed, default=math.inf)
+
+    def _lose(self, worker: _Worker) -> None:
+        """Have the batches of a process that has died translated by others."""
         del self._running[worker.connection]
         worker.process.join()
+        self._again = deque(sorted([*self._again, *worker.got, *worker.dealt], key=itemgetter(0)))
         _logger.warning(
-            "a process that translated has died (status %s; -9 is often for want of memory): its batches are "
-            "translated anew, by %s",
+            "a process that translated has died (status %s; -9 is often for want of memory); what it had in hand is "
+            "translated anew",
             worker.process.exitcode,
-            f"{len(self._running)} others" if self._running else "this process",
         )
-        return list(worker.batches)
 
-    def _rest(
-        self, turn: int, again: list[tuple[int, Any]], source: Iterator[tuple[int, Any]], found: dict[int, Any]
-    ) -> Iterator[Any]:
+    def _rest(self, turn: int, source: Iterator[_Numbered]) -> Iterator[Any]:
         """Translate in this process what no other one has."""
         numbers: deque[int] = deque()
+        again, self._again = self._again, deque[_Numbered]()
 
         def batches() -> Iterator[Any]:
-            for number, batch in chain(sorted(again), source):
+            for number, batch in chain(again, source):
                 if isinstance(batch, _Failed):
-                    found[number] = batch
+                    self._found[number] = batch
                     return
                 numbers.append(number)
                 yield batch
 
         for result in chain(self.translate(batches()), [None]):
             if numbers:
-                found[numbers.popleft()] = _Found(result)
-            while turn in found:
-                yield _result(found.pop(turn))
+                self._found[numbers.popleft()] = _Found(result)
+            while turn in self._found:
+                yield _result(self._found.pop(turn))
                 turn += 1
 
 
-def _numbered(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+def _numbered(batches: Iterable[Any]) -> Iterator[_Numbered]:
     """Batches with their numbers; what reading one raises is the last."""
     read, i = iter(batches), 0
     while True:
