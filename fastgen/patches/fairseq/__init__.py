@@ -108,7 +108,7 @@ PATCHES = (
         target="fairseq_cli.interactive:main",
         replacement="fastgen.patches.fairseq.interactive_command:interactive",
         parameters=("cfg",),
-        help="fairseq-interactive: on a CPU by a process for each thread; makes text, and reads a file, in the background",
+        help="fairseq-interactive: on a CPU by a process for each thread; makes text and reads files in the background",
     ),
     Patch(
         name="fairseq.options",
