@@ -238,7 +238,17 @@ class SideBySide:
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether a module is GPT-2's linear layer, whose weight is (K, N)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return _is_conv1d(type(module)) and hasattr(module, "nf")
+
+
+@functools.cache
+def _is_conv1d(kind: type) -> bool:
+    return kind.__name__ == "Conv1D"
+
+
+@functools.cache
+def _is_falcon(kind: type) -> bool:
+    return kind.__name__ == "FalconLinear" and kind.__module__.startswith("transformers.")
 
 
 def _sizes(module: Any) -> tuple[int, int]:
@@ -250,8 +260,7 @@ def _sizes(module: Any) -> tuple[int, int]:
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a linear layer: torch's, GPT-2's, or Falcon's, which rounds once more in half precision."""
     kind = type(module)
-    falcon = kind.__name__ == "FalconLinear" and kind.__module__.startswith("transformers.")
-    return kind is nn.Linear or falcon or is_transposed(module)
+    return kind is nn.Linear or _is_falcon(kind) or is_transposed(module)
 
 
 def product(module: nn.Module) -> Product:
@@ -317,9 +326,15 @@ def gains(module: nn.Module, rows: int | None) -> bool:
     """Whether a product of so many rows, or fewer, with a layer's weight may be faster packed; None: any number."""
     if rows is None:
         return True
-    if module._parameters.get("weight") is None:
+    weight = module._parameters.get("weight")
+    if weight is None:
         return False
-    return rows >= _useful(*_sizes(module), ops.by_mkl()).least
+    return rows >= _least(weight.shape, is_transposed(module), ops.by_mkl())
+
+
+@functools.cache
+def _least(shape: tuple[int, int], transposed: bool, by_mkl: bool) -> int:
+    return _useful(*(reversed(shape) if transposed else shape), by_mkl).least
 
 
 def reason_off(model: nn.Module) -> str | None:
