@@ -1,16 +1,19 @@
 """Batches of fairseq that several processes translate: what comes out, in which order, and what goes wrong."""
 
 import copy
+import errno
 import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ import fastgen
 from fastgen.decoding.bild_options import Options
 from fastgen.ops.counts import calls
 from fastgen.patches import _engine
+from fastgen.patches._patch import FallbackError
 
 pytest.importorskip("fairseq")
 from fairseq import options as fairseq_options
@@ -33,6 +37,8 @@ from fastgen.patches.fairseq import bild, workers
 from fastgen.patches.fairseq.workers import Workers
 from tests import fairseq_zoo as zoo
 from tests.fairseq_commands import GENERATE, STOCK, assert_alike, preprocess, run, train
+
+PLAIN = {"FASTGEN_SKIP": f"{STOCK['FASTGEN_SKIP']},fairseq.generate_command,fairseq.interactive_command"}
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are forked on Linux alone")
 
@@ -86,6 +92,106 @@ def test_one_call_after_the_other() -> None:
             seen |= {pid for _, pid in found}
     assert len(seen) == 2
     assert _row("fairseq.generate").hits - hits == 19
+
+
+def test_the_death_of_one_that_has_nothing_to_do() -> None:
+    def translate(batches: Iterator[int]) -> Iterator[tuple[int, int]]:
+        for number in batches:
+            if number == 1:
+                time.sleep(0.5)
+            yield number, os.getpid()
+            if number == 2:
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    with Workers(translate, 2) as several:
+        for numbers in ([1, 2], [3, 4, 5, 6]):
+            assert [number for number, _ in several.results(numbers, more=True)] == numbers
+        assert len(several._running) == 1
+
+
+def test_want_of_memory_in_a_process(caplog: pytest.LogCaptureFixture) -> None:
+    """One that runs out of memory goes, and leaves its batches to those that are left."""
+    here = os.getpid()
+
+    def translate(batches: Iterator[int]) -> Iterator[int]:
+        for number in batches:
+            if os.getpid() != here and number % 2:
+                raise MemoryError if number == 1 else torch.OutOfMemoryError("CPU out of memory")
+            yield number
+
+    with Workers(translate, 2) as several:
+        assert list(several.results(range(12))) == list(range(12))
+    assert f"has died (status {errno.ENOMEM};" in caplog.text
+
+
+def test_one_that_is_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are not read without end for a process that is slower than the others."""
+    monkeypatch.setattr(workers, "LEAD", 4)
+    read = list[int]()
+
+    def batches() -> Iterator[int]:
+        for number in range(40):
+            read.append(number)
+            yield number
+
+    def translate(handed: Iterator[int]) -> Iterator[tuple[int, int]]:
+        for number in handed:
+            time.sleep(0.05 * (number % 2 == 0))
+            yield number, os.getpid()
+
+    with Workers(translate, 2) as several:
+        ahead, by = list[int](), list[int]()
+        for number, pid in several.results(batches()):
+            ahead.append(len(read) - number)
+            by.append(pid)
+    assert max(ahead) < 20
+    assert by == by[:2] * 20
+
+
+def test_processes_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    pipe, made = workers.Pipe, list[Any]()
+
+    def limited(most: int) -> Any:
+        def make() -> Any:
+            if len(made) == most:
+                raise OSError("no more of them")
+            made.append(pipe())
+            return made[-1]
+
+        return make
+
+    for most in (1, 0):
+        made.clear()
+        monkeypatch.setattr(workers, "Pipe", limited(most))
+        with Workers(_squares, 3) as several:
+            assert [square for square, _ in several.results(range(5))] == [0, 1, 4, 9, 16]
+        assert f"{most} of 3 processes translate: no more of them" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_an_error_that_belongs_to_no_batch(where: str) -> None:
+    def translate(batches: Iterator[int]) -> Iterator[int]:
+        if where == "before":
+            raise ValueError("no batch's")
+        yield from batches
+        raise ValueError("no batch's")
+
+    with pytest.raises(ValueError, match="no batch's"), Workers(translate, 2) as several:
+        list(several.results(range(4)))
+
+
+def test_a_fallback_that_raises_is_known_as_one() -> None:
+    def translate(batches: Iterator[int]) -> Iterator[int]:
+        for number in batches:
+            if number >= 0:
+                raise FallbackError("fairseq.generate", "something")
+            yield number
+
+    with (
+        Workers(translate, 2) as several,
+        pytest.raises(FallbackError, match=r"fairseq\.generate fell back: something"),
+    ):
+        list(several.results(range(4)))
 
 
 @pytest.mark.parametrize("others", [1, 2])
@@ -226,25 +332,30 @@ def _row(name: str) -> Any:
 
 
 _SLEEPERS = """
-    import os, sys, time
+    import os, signal, sys, time
     import fastgen, fairseq
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has it ignored
     from fastgen.patches.fairseq import workers
 
     def translate(batches):
         for number in batches:
             print(os.getpid(), flush=True)
-            time.sleep(0.5 if {how!r} == "killed" else 60)
-            yield number
+            time.sleep(0 if {how!r} == "killed while it is told" else 60)
+            yield bytes(10_000_000)
 
-    workers._ORPHANED = 0.2
     with workers.Workers(translate, 2) as several:
-        list(several.results(range(1000)))
+        for _ in several.results(range(1000)):
+            time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", ["interrupted", "killed"])
+@pytest.mark.parametrize("how", ["interrupted", "killed", "killed while it is told"])
 def test_none_is_left_behind(how: str, tmp_path: Path) -> None:
-    """Ctrl-C, which all processes of a terminal get, ends all at once; behind a parent that is killed they go too."""
+    """Ctrl-C, which all processes of a terminal get, ends all at once; behind a parent that is killed they go too.
+
+    Also those that tell it more than a pipe holds.
+    """
     script = tmp_path / "sleepers.py"
     script.write_text(textwrap.dedent(_SLEEPERS.format(how=how)))
     with subprocess.Popen(
@@ -280,9 +391,10 @@ def _is_alive(pid: int) -> bool:
         (4, 4, 1.0, 31, 1),
         (4, 3, 1.0, 32, 1),
         (1, 4, 1.0, 99, 1),
+        (2, 4, 1.0, 16, 2),
         (4, 4, 0.99, 99, 1),
     ],
-    ids=["all", "too few batches", "too few cores", "one thread", "too little memory"],
+    ids=["all", "too few batches", "too few cores", "one thread", "two threads", "too little memory"],
 )
 def test_how_many_by_itself(
     threads: int, cores: int, free: float, batches: int, expected: int, monkeypatch: pytest.MonkeyPatch
@@ -294,8 +406,44 @@ def test_how_many_by_itself(
     assert workers.number_for(batches, [model]) == expected
 
 
-def test_free_memory_is_read() -> None:
+class _OwnLayer(torch.nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("layer", "threads", "asked", "expected"),
+    [
+        (torch.nn.Linear, 1, None, 4),
+        (torch.nn.Linear, 2, None, "other threads of this process may hold a lock"),
+        (torch.nn.Linear, 2, 3, 3),
+        (_OwnLayer, 1, None, "_OwnLayer may depend on the batches before"),
+        (_OwnLayer, 1, 3, 3),
+    ],
+)
+def test_what_is_not_begun_unless_asked_for(
+    layer: Any, threads: int, asked: int | None, expected: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "number_for", lambda batches, models: 4)
+    monkeypatch.setattr(threading, "active_count", lambda: threads)
+    generator = SequenceGenerator([zoo.build("transformer")], zoo.dictionary())
+    task: Any = FairseqTask(FairseqDataclass())
+    assert workers.chosen("fairseq-generate", asked, 99, task, generator, [layer(2, 2).eval()]) == expected
+
+
+def test_free_memory_is_read(tmp_path: Path) -> None:
     assert 1 << 20 < workers._free_memory() < 1 << 50
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "sys/fs/cgroup/memory").mkdir(parents=True)
+    assert workers._free_memory(tmp_path) == 0
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 8 kB\n")
+    assert workers._free_memory(tmp_path) == 8192
+    for limit, used, expected in (("max", "1", 8192), ("5000", "1000", 4000)):
+        (tmp_path / "sys/fs/cgroup/memory.max").write_text(f"{limit}\n")
+        (tmp_path / "sys/fs/cgroup/memory.current").write_text(f"{used}\n")
+        assert workers._free_memory(tmp_path) == expected
+    (tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text("3000\n")
+    (tmp_path / "sys/fs/cgroup/memory/memory.usage_in_bytes").write_text("2000\n")
+    assert workers._free_memory(tmp_path) == 1000
 
 
 class _OwnTask(FairseqTask):
@@ -325,6 +473,7 @@ class _OwnSearch(search.BeamSearch):
         ("drafts", "a small model drafts"),
         ("parity", "FASTGEN_PARITY=1 compares batch by batch"),
         ("system", "processes are not forked on darwin"),
+        ("daemon", "this process is a daemon of another, and may start none"),
     ],
 )
 def test_reasons_against(what: str, reason: str | None, setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,6 +495,8 @@ def test_reasons_against(what: str, reason: str | None, setting: Any, monkeypatc
         setting("FASTGEN_PARITY", "1")
     elif what == "system":
         monkeypatch.setattr(sys, "platform", "darwin")
+    elif what == "daemon":
+        monkeypatch.setattr(workers, "current_process", lambda: SimpleNamespace(daemon=True))
     pair = Options(zoo.build("transformer"), None, 0.6, 5.0, 4, lossless=True, paper_compat=False, adaptive=False)
     with bild.drafting(pair) if what == "drafts" else nullcontext():
         assert workers.reason_against(task, generator, [model]) == reason
@@ -388,7 +539,7 @@ def test_the_command_prints_the_same(
     assert len(counted) == 2
     assert all(counts["hit", "fairseq.generate"] for counts in counted)
     assert _row("fairseq.generate").hits > hits
-    found = run("fairseq-generate", *arguments, **STOCK)
+    found = run("fairseq-generate", *arguments, **PLAIN)
     stock = found.stdout
     text = (tmp_path / "generate-test.txt").read_text("utf-8")
     assert_alike(text, stock)
@@ -415,7 +566,7 @@ def test_interactive_prints_the_same(corpus: Path, tmp_path: Path, where: str) -
         *{"typed": [], "file": ["--input", str(file)], "constraints": ["--constraints"]}[where],
     )  # fmt: skip
     ours = run(*command, "--generate-workers", "2", text=text, FASTGEN_STRICT="1")
-    stock = run(*command, text=text, **STOCK)
+    stock = run(*command, text=text, **PLAIN)
     assert_alike(ours.stdout, stock.stdout)
     assert sum(line.startswith("S-") for line in ours.stdout.splitlines()) == 16
 

@@ -1,6 +1,7 @@
 """What a patch is: data that says what is replaced by what, and under which conditions."""
 
 from dataclasses import dataclass
+from typing import Self
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -103,6 +104,9 @@ class FallbackError(RuntimeError):
         self.name = name
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
+        return type(self), (self.name, self.reason)
+
 
 class PatchError(RuntimeError):
     """With ``FASTGEN_STRICT=1``: a patch could not be applied."""
@@ -111,6 +115,9 @@ class PatchError(RuntimeError):
         super().__init__(f"{name} failed: {reason}")
         self.name = name
         self.reason = reason
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
+        return type(self), (self.name, self.reason)
 
 
 def _check_function(target: str) -> None:

@@ -39,6 +39,11 @@ def generate(original: _Original, cfg: Any) -> Any:
         cfg = convert_namespace_to_omegaconf(cfg)
     pair = Pair(cfg, "fairseq-generate")
     if cfg.generation.print_step or cfg.generation.retain_iter_history:
+        if given.generate_workers not in (None, 1):
+            raise SystemExit(
+                f"fairseq-generate: --generate-workers {given.generate_workers} is not possible: "
+                "the steps of iterative refinement are printed"
+            )
         _engine.fallback("fairseq.generate_command", "the steps of iterative refinement are printed")
         return original(cfg)
     _check(cfg)
@@ -136,7 +141,7 @@ def _generate(cfg: Any, output: TextIO | None, pair: Pair) -> tuple[Any, Iterabl
 
     with (
         pair.drafting(generator) as drafting,
-        _by_workers(run, generator, batches, read_off, timer) as (translated, left_off),
+        _by_workers(run, generator, language_model, batches, read_off, timer) as (translated, left_off),
         InOrder(speaker.batch, write, given.postprocess_workers) as background,
     ):
         progress = _under_bar(run, translated, len(batches))
@@ -192,15 +197,16 @@ class _Sized(NamedTuple):
 
 @contextmanager
 def _by_workers(
-    run: Run, generator: Any, batches: Any, read_off: _Translate, timer: StopwatchMeter
+    run: Run, generator: Any, language_model: Any, batches: Any, read_off: _Translate, timer: StopwatchMeter
 ) -> Iterator[tuple[Iterable[_ReadOff], dict[str, None]]]:
     """What is found for the batches, by as many processes as are asked for or faster; and what is left off for that.
 
     Raises:
         SystemExit: several processes are asked for, and not possible.
     """
+    models = [*run.models, *([] if language_model is None else [language_model])]
     number = workers.chosen(
-        "fairseq-generate", given.generate_workers, len(batches), run.task, generator, run.models
+        "fairseq-generate", given.generate_workers, len(batches), run.task, generator, models
     )  # fmt: skip
     if isinstance(number, str) or number == 1:
         yield read_off(batches, timer), {} if number == 1 else {f"one process translates: {number}": None}

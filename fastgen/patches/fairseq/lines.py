@@ -163,7 +163,12 @@ def spoken(hypotheses: list[dict[str, Any]]) -> list[Spoken]:
             hypothesis["tokens"].tolist(),
             float(hypothesis["score"] / math.log(2)),
             (hypothesis["positional_scores"].cpu() / math.log(2)).tolist(),
-            hypothesis["alignment"],
+            _plain(hypothesis["alignment"]),
         )
         for hypothesis in hypotheses
     ]
+
+
+def _plain(alignment: Any) -> Any:
+    """An alignment; where there is none fairseq has an empty tensor, which takes another process long to read."""
+    return [] if isinstance(alignment, Tensor) and alignment.numel() == 0 else alignment

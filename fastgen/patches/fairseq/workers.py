@@ -5,18 +5,21 @@ translates batches of its own leaves no core idle. The processes are forked, so 
 of this one.
 """
 
+import ctypes
+import errno
 import logging
 import math
 import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from multiprocessing import Pipe, get_context
+from multiprocessing import Pipe, current_process, get_context
 from multiprocessing.connection import Connection, wait
 from operator import itemgetter
 from pathlib import Path
@@ -28,6 +31,7 @@ from fairseq import search
 from fairseq.sequence_generator import SequenceGenerator
 
 from fastgen.config import settings
+from fastgen.models.memory import is_out_of_memory
 from fastgen.ops.processor import usable_cores
 from fastgen.patches import _engine
 from fastgen.patches.fairseq.bild import asked
@@ -37,11 +41,13 @@ _logger = logging.getLogger("fastgen")
 BATCHES = 8
 """Batches per process from which several begin by themselves: in the end they wait for the last, half a batch each."""
 
-_ORPHANED = 5.0
-"""Seconds after which a process looks whether its parent is still there."""
+LEAD = 32
+"""Batches that may wait for a process before the others, who have none left, wait for it."""
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 _Translate = Callable[[Iterator[Any]], Iterator[Any]]
-_Numbered = tuple[int, Any]
+_Numbered = tuple[int, "bytes | _Failed"]
 
 
 def reason_against(task: Any, generator: Any, models: list[Any]) -> str | None:
@@ -50,6 +56,8 @@ def reason_against(task: Any, generator: Any, models: list[Any]) -> str | None:
     kind, of_search = type(generator), type(getattr(generator, "search", None))
     if not sys.platform.startswith("linux"):
         return f"processes are not forked on {sys.platform}"
+    if current_process().daemon:
+        return "this process is a daemon of another, and may start none"
     if {parameter.device.type for model in models for parameter in model.parameters()} != {"cpu"}:
         return "the model is not on a CPU"
     if not str(own).startswith("fairseq.tasks.") or "inference_step" in vars(task):
@@ -67,21 +75,31 @@ def reason_against(task: Any, generator: Any, models: list[Any]) -> str | None:
     return None
 
 
-def chosen(command: str, asked: int | None, batches: int, task: Any, generator: Any, models: list[Any]) -> int | str:
-    """How many processes are to translate so many batches, or the reason for which one does where several would be
-    faster.
+def _reason_unless_asked(models: list[Any]) -> str | None:
+    """Why one process translates unless several are asked for: they might do otherwise, for all that can be seen."""
+    if threading.active_count() > 1:
+        return "other threads of this process may hold a lock"
+    for module in (module for model in models for module in model.modules()):
+        if not type(module).__module__.startswith(("fairseq.", "torch.")):
+            return f"{type(module).__name__} may depend on the batches before"
+    return None
 
-    asked: for how many, with `--generate-workers`; None where nothing is said.
+
+def chosen(command: str, asked: int | None, batches: int, task: Any, generator: Any, models: list[Any]) -> int | str:
+    """How many processes are to translate so many batches, or why one does where several would be faster.
+
+    asked: for how many, with `--generate-workers`; None where nothing is said. models: one beside them among them.
     Raises:
         SystemExit: several are asked for, and not possible.
     """
     number = number_for(batches, models) if asked is None else asked
-    against = None if number == 1 else reason_against(task, generator, models)
-    if against is None:
-        return number
-    if asked is not None:
+    if number == 1:
+        return 1
+    against = reason_against(task, generator, models)
+    if asked is not None and against is not None:
         raise SystemExit(f"{command}: --generate-workers {asked} is not possible: {against}")
-    return against
+    against = against or (_reason_unless_asked(models) if asked is None else None)
+    return against or number
 
 
 def number_for(batches: int, models: list[Any]) -> int:
@@ -99,11 +117,19 @@ def number_for(batches: int, models: list[Any]) -> int:
     return threads if 4 * threads * sum(parameter.nbytes for parameter in parameters) <= _free_memory() else 1
 
 
-def _free_memory() -> int:
-    """Bytes, as Linux says; elsewhere none are known of."""
-    table = Path("/proc/meminfo")
-    lines = table.read_text("utf-8").splitlines() if table.exists() else ["MemAvailable: 0 kB"]
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+def _free_memory(root: Path = Path("/")) -> int:
+    """Bytes, as Linux says and as the container's limit leaves; 0 where nothing is known."""
+    table = root / "proc/meminfo"
+    lines = table.read_text("utf-8").splitlines() if table.exists() else []
+    free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 0)
+    groups = root / "sys/fs/cgroup"
+    for limit, used in (
+        (groups / "memory.max", groups / "memory.current"),
+        (groups / "memory/memory.limit_in_bytes", groups / "memory/memory.usage_in_bytes"),
+    ):
+        if limit.exists() and used.exists() and (most := limit.read_text("utf-8").strip()) != "max":
+            free = min(free, int(most) - int(used.read_text("utf-8")))
+    return free
 
 
 @dataclass(frozen=True)
@@ -158,31 +184,36 @@ class Workers:
         self.translate, self.number = translate, number
         self._running: dict[Any, _Worker] = {}  # by connection
         self._places: list[_Worker] = []  # in which batches are dealt
-        self._asking: list[_Worker] = []  # who asks for batches that are still to come
+        self._asking: list[_Worker] = []  # who waits for an answer
         self._again = deque[_Numbered]()  # batches of processes that died
         self._found: dict[int, _Found | _Failed] = {}
 
     def __enter__(self) -> Self:
         context = get_context("fork")
-        for _ in range(self.number):
-            ours, theirs = Pipe()
-            process = context.Process(target=_work, args=(self.translate, theirs, os.getpid()), daemon=True)
-            process.start()
-            theirs.close()  # or a process forked later would hold it, and the death of this one go unseen
-            self._running[ours] = _Worker(process, ours)
+        try:
+            for _ in range(self.number):
+                ours, theirs = Pipe()
+                process = context.Process(target=_work, args=(self.translate, theirs, os.getpid()), daemon=True)
+                process.start()
+                theirs.close()  # or a process forked later would hold it, and the death of this one go unseen
+                self._running[ours] = _Worker(process, ours)
+        except OSError as error:
+            _logger.warning("%d of %d processes translate: %s", len(self._running), self.number, error)
         self._places = list(self._running.values())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self._running:
-            for _ in self.results([]):  # they end, and say what they have counted
-                pass
-        for worker in self._running.values():
-            worker.process.terminate()
-            worker.process.join()
-        self._running.clear()
+        try:
+            if kind is None and self._running:
+                for _ in self.results([]):  # they end, and say what they have counted
+                    pass
+        finally:
+            for worker in self._running.values():
+                worker.process.terminate()
+                worker.process.join()
+            self._running.clear()
 
     def results(self, batches: Iterable[Any], more: bool = False) -> Iterator[Any]:
         """Yield what is found for each batch, in order; an exception where it came, in the place of the result.
@@ -190,59 +221,67 @@ class Workers:
         more: whether others come later, in another call; then `translate` must yield each result before it asks on.
         """
         source, turn = _numbered(batches), 0
-        asking, self._asking = self._asking, []
-        for worker in asking:
-            self._answer(worker, source, more)
+        self._serve(source, more)
         while len(self._asking) < len(self._running):
             for connection in wait(list(self._running)):
-                self._hear(self._running[connection], source, more)
+                self._hear(self._running[connection])
             while turn in self._found:
                 yield _result(self._found.pop(turn))
                 turn += 1
+            self._serve(source, more)
         yield from self._rest(turn, source)
 
-    def _hear(self, worker: _Worker, source: Iterator[_Numbered], more: bool) -> None:
-        """Take a message of a process, and give what it asks for."""
+    def _hear(self, worker: _Worker) -> None:
+        """Take a message of a process, or note that it has died."""
         try:
             message = pickle.loads(worker.connection.recv_bytes())
         except (EOFError, OSError):
             self._lose(worker)
             return
         if isinstance(message, _Wanted):
-            self._answer(worker, source, more)
-        elif isinstance(message, (_Found, _Failed)):
-            self._found[worker.got.popleft()[0]] = message
+            self._asking.append(worker)
         elif isinstance(message, _Ended):
             _engine.count_too(message.counted)
             worker.process.join()
-            del self._running[worker.connection]
+            self._take_out(worker)
+        elif worker.got:
+            self._found[worker.got.popleft()[0]] = message
+        else:  # an error before the first batch or behind the last
+            raise message.error
 
-    def _answer(self, worker: _Worker, source: Iterator[_Numbered], more: bool) -> None:
-        """Give a process the batch that it asks for, or None where none comes any more."""
-        numbered = self._next_for(worker, source)
-        if numbered is None and more:
-            self._asking.append(worker)
-            return
-        if numbered is not None:
-            worker.got.append(numbered)
-        try:
-            _send(worker.connection, None if numbered is None else numbered[1])
-        except OSError:
-            self._lose(worker)
+    def _serve(self, source: Iterator[_Numbered], more: bool) -> None:
+        """Give a batch to each process that asks for one; or say that none comes any more."""
+        for worker in tuple(self._asking):
+            waits = self._deal(worker, source) or more
+            numbered = next((q.popleft() for q in (worker.dealt, self._again) if q and q[0][0] < self._failed), None)
+            if numbered is None and waits:
+                continue
+            self._asking.remove(worker)
+            batch = b""
+            if numbered is not None:
+                worker.got.append(numbered)
+                assert isinstance(numbered[1], bytes)
+                batch = numbered[1]
+            try:
+                worker.connection.send_bytes(batch)
+            except OSError:
+                self._lose(worker)
 
-    def _next_for(self, worker: _Worker, source: Iterator[_Numbered]) -> _Numbered | None:
-        """The next batch of a process; None where there is none, or only such as nobody would come to see."""
-        while not worker.dealt and self._failed == math.inf and (numbered := next(source, None)) is not None:
+    def _deal(self, worker: _Worker, source: Iterator[_Numbered]) -> bool:
+        """Read batches until there is one for a process; return whether it has to wait for others that are behind."""
+        while not worker.dealt and self._failed == math.inf:
+            if max(len(each.dealt) for each in self._running.values()) >= LEAD:
+                return True
+            numbered = next(source, None)
+            if numbered is None:
+                return False
             number, batch = numbered
             if isinstance(batch, _Failed):
                 self._found[number] = batch
-                break
-            place = self._places[number % self.number]
+                return False
+            place = self._places[number % len(self._places)]
             (place.dealt if place.connection in self._running else self._again).append(numbered)
-        for waiting in (worker.dealt, self._again):
-            if waiting and waiting[0][0] < self._failed:
-                return waiting.popleft()
-        return None
+        return False
 
     @property
     def _failed(self) -> float:
@@ -252,14 +291,20 @@ class Workers:
 
     def _lose(self, worker: _Worker) -> None:
         """Have the batches of a process that has died translated by others."""
-        del self._running[worker.connection]
         worker.process.join()
-        self._again = deque(sorted([*self._again, *worker.got, *worker.dealt], key=itemgetter(0)))
+        self._take_out(worker)
         _logger.warning(
-            "a process that translated has died (status %s; -9 is often for want of memory); what it had in hand is "
-            "translated anew",
+            "a process that translated has died (status %s; -9 and %s mean that memory ran out): what it had in hand "
+            "is translated anew",
             worker.process.exitcode,
+            errno.ENOMEM,
         )
+
+    def _take_out(self, worker: _Worker) -> None:
+        del self._running[worker.connection]
+        worker.connection.close()
+        self._asking = [other for other in self._asking if other is not worker]
+        self._again = deque(sorted([*self._again, *worker.got, *worker.dealt], key=itemgetter(0)))
 
     def _rest(self, turn: int, source: Iterator[_Numbered]) -> Iterator[Any]:
         """Translate in this process what no other one has."""
@@ -270,9 +315,10 @@ class Workers:
             for number, batch in chain(again, source):
                 if isinstance(batch, _Failed):
                     self._found[number] = batch
+                if number >= self._failed or isinstance(batch, _Failed):
                     return
                 numbers.append(number)
-                yield batch
+                yield pickle.loads(batch)
 
         for result in chain(self.translate(batches()), [None]):
             if numbers:
@@ -283,16 +329,19 @@ class Workers:
 
 
 def _numbered(batches: Iterable[Any]) -> Iterator[_Numbered]:
-    """Batches with their numbers; what reading one raises is the last."""
+    """Batches with their numbers, as bytes, as tensors of fairseq's loaders hold files open; what reading one raises is
+    the last.
+    """
     read, i = iter(batches), 0
     while True:
         try:
-            yield i, next(read)
+            batch = pickle.dumps(next(read), pickle.HIGHEST_PROTOCOL)
         except StopIteration:
             return
         except Exception as error:
             yield i, _Failed(error)
             return
+        yield i, batch
         i += 1
 
 
@@ -302,43 +351,45 @@ def _result(message: _Found | _Failed) -> Any:
     return message.result
 
 
-def _send(connection: Connection, message: Any) -> None:
-    connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-
 def _work(translate: _Translate, connection: Connection, parent: int) -> None:
     """The main function of a process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # with the parent, this process ends at once
+    if os.getppid() != parent:
+        os._exit(1)
     torch.set_num_threads(1)
     before = _engine.counted()
     try:
-        for result in translate(_handed(connection, parent)):
+        for result in translate(_handed(connection)):
             _send(connection, _Found(result))
     except Exception as error:
+        if isinstance(error, MemoryError) or is_out_of_memory(error):
+            os._exit(errno.ENOMEM)  # others have less to hold when this process is gone
         _send(connection, _Failed(_portable(error)))
-
     _send(connection, _Ended(_engine.counted() - before))
 
 
-def _handed(connection: Connection, parent: int) -> Iterator[Any]:
-    """The batches that this process is handed."""
+def _handed(connection: Connection) -> Iterator[Any]:
+    """The batches that this process is handed, until there is nothing in the place of one."""
     while True:
         _send(connection, _Wanted())
-        while not connection.poll(_ORPHANED):
-            if os.getppid() != parent:
-                os._exit(1)
-        batch = pickle.loads(connection.recv_bytes())
-        if batch is None:
+        batch = connection.recv_bytes()
+        if not batch:
             return
-        yield batch
+        yield pickle.loads(batch)
+
+
+def _send(connection: Connection, message: Any) -> None:
+    connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 def _portable(error: Exception) -> Exception:
     """An exception as another process can raise it, with a note of where it came from."""
     error.add_note("in a process that translated:\n" + "".join(traceback.format_exception(error)).rstrip())
     try:
-        return pickle.loads(pickle.dumps(error))
+        found: Exception = pickle.loads(pickle.dumps(error))
     except Exception:  # of whatever kind: it is somebody's class
-        plain = RuntimeError(f"{type(error).__name__}: {error}")
-        plain.__notes__ = error.__notes__
-        return plain
+        found = RuntimeError(f"{type(error).__name__}: {error}")
+    found.__notes__ = error.__notes__
+    return found
