@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-Ops = Literal["auto", "reference", "triton"]
+Ops = Literal["auto", "reference", "native", "triton"]
 Linear = Literal["auto", "off", "plain", "packed"]
 Step = Literal["auto", "module"]
 Graphs = Literal["auto", "off"]

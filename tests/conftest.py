@@ -36,6 +36,7 @@ def _processor(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastgen.ops import processor
 
     monkeypatch.setattr(processor, "on_intel", lambda: False)
+    monkeypatch.setattr(processor, "on_amd", lambda: True)
     monkeypatch.setattr(processor, "on_zen5", lambda: False)
 
 

@@ -163,7 +163,7 @@ def test_skip_of_what_is_not_there_is_an_error(sandbox: Sandbox, value: str) -> 
 def test_bad_value_stops_the_import(sandbox: Sandbox) -> None:
     done = sandbox.process("import fastgen", FASTGEN_OPS="tritom")
     assert done.returncode == 1
-    expected = "ValueError: FASTGEN_OPS='tritom': allowed are 'auto', 'reference', 'triton'"
+    expected = "ValueError: FASTGEN_OPS='tritom': allowed are 'auto', 'reference', 'native', 'triton'"
     assert done.stderr.splitlines()[-1] == expected
 
 

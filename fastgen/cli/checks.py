@@ -84,7 +84,7 @@ def devices() -> Iterator[Finding]:
     torch = _torch()
     if torch is None:
         return
-    from fastgen.ops import linear
+    from fastgen.ops import linear, native
 
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
@@ -105,6 +105,10 @@ def devices() -> Iterator[Finding]:
         yield Finding(
             "note", "fp32 linear layers on the CPU: torch's own, as this torch lacks operators of oneDNN and MKL"
         )
+    found = native.found()
+    in_c = f"attention and beams' choices on the CPU, in fp32: in C, {native.state()}"
+    advice = "install fastgen again where there is a C compiler" if found.library is None else None
+    yield Finding("ok" if advice is None else "note", in_c, *filter(None, [advice]))
     if not (has.get("avx512_bf16") or has.get("amx_bf16") or has.get("bf16")):
         yield Finding("note", "no unit of this CPU multiplies in bf16: models in bf16 are slow on it", "load in fp32")
 

@@ -10,7 +10,7 @@ import fastgen
 from fastgen.cli.checks import Finding, said
 
 REPORT = "FASTGEN=0 until it is found; report it, with what `fastgen doctor --json` prints"
-PATHS = {"triton": "Triton's kernels", "reference": "torch"}
+PATHS = {"triton": "Triton's kernels", "native": "C", "reference": "torch"}
 
 
 def self_check() -> Iterator[Finding]:

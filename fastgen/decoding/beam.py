@@ -20,6 +20,7 @@ from fastgen.decoding.text import Edit, Text, edited, sparse
 from fastgen.models.memory import Memory
 from fastgen.ops.dispatch import runs_kernels
 from fastgen.ops.kbest import best_of_log_probs, kbest
+from fastgen.ops.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
 
 
@@ -125,6 +126,7 @@ class BeamSearch:
         sample: draw the candidates instead of taking the best.
         may_drop: whether finished sentences may leave the batch.
         captured: whether the model's steps are, for a number of rows.
+        exact: whether log-probabilities are to be the toolkit's to the last bit, as those of models in fp64 can be.
         wanted: asked behind every step; a sentence that is not leaves as one that has finished, with what it has.
         on_step: called with this search behind every step but the last.
     """
@@ -137,6 +139,7 @@ class BeamSearch:
     sample: bool = False
     may_drop: bool = True
     captured: bool = False
+    exact: bool = False
     trace: Trace = field(default_factory=Trace)
     wanted: Wanted | None = None
     on_step: Callable[["BeamSearch"], None] | None = None
@@ -225,7 +228,8 @@ class BeamSearch:
                 return best.values, best.indices // logits.shape[-1], best.indices % logits.shape[-1]
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())
-        log_probs = torch.log_softmax(logits, -1, out=self.memory.take(logits, *logits.shape))
+        normalised = log_softmax_reference if self.exact else log_softmax
+        log_probs = normalised(logits, out=self.memory.take(logits, *logits.shape))
         log_probs = edited(log_probs, text, self.edits)
         if self.trace.scores is not None:
             self.trace.scores.append(log_probs.clone())

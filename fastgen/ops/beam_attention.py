@@ -19,8 +19,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastgen.ops import processor
-from fastgen.ops.dispatch import INTERPRETED, cdiv, constexpr, jit, launch, power_of_two, tl, use_triton
+from fastgen.ops import native, processor
+from fastgen.ops.dispatch import (
+    INTERPRETED,
+    TRITON,
+    cdiv,
+    chosen,
+    constexpr,
+    in_c,
+    jit,
+    launch,
+    plain,
+    power_of_two,
+    tl,
+)
 
 FEW = 16
 """Sentences times key heads up to which, on a CPU, the fixed cost of each step decides."""
@@ -109,8 +121,17 @@ def beam_attention(
     able = lambda: (  # noqa: E731
         query.dtype in (torch.float32, torch.float16, torch.bfloat16) and d <= DIMS and groups * m <= ROWS and n > 0
     )
-    if use_triton("beam_attention", able, query, keys, values, mask, seen):
+    in_c_too = lambda: (  # noqa: E731
+        softcap is None
+        and seen is None
+        and plain(query, keys, values, mask)
+        and native.covers_attention(query, keys, values, mask)
+    )
+    by = chosen("beam_attention", able, in_c_too, query, keys, values, mask, seen)
+    if by is TRITON:
         return _beam_attention_triton(query, keys, values, mask, scale, softcap, seen)
+    if in_c(by):
+        return native.beam_attention(by, query, keys, values, mask, scale)
     if seen is not None:
         return beam_attention_reference(query, keys, values, mask, scale, softcap, seen)
     if query.device.type == "cpu" and softcap is None and _at_once(query, b * kv_heads, groups, n):

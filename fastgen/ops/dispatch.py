@@ -1,8 +1,9 @@
-"""Which implementation of an operation runs: Triton's kernel or the reference in torch, and how often each did.
+"""Which implementation of an operation runs: Triton's kernel, C, or the reference in torch, and how often each did.
 
-On a CUDA device with Triton installed the kernel runs, elsewhere the reference, which is written for speed too.
-FASTGEN_OPS=reference asks for the reference everywhere, FASTGEN_OPS=triton for kernels, on a CPU too under Triton's
-interpreter (TRITON_INTERPRET=1). This module is the only one that imports Triton: where it is missing, or torch is
+On a CUDA device with Triton installed the kernel runs; on a CPU, in fp32, what is written in C (`ops.native`), where it
+is; elsewhere the reference, which is written for speed too. FASTGEN_OPS=reference asks for the reference everywhere,
+FASTGEN_OPS=native for C on every processor, FASTGEN_OPS=triton for kernels, on a CPU too under Triton's interpreter
+(TRITON_INTERPRET=1). This module is the only one that imports Triton: where it is missing, or torch is
 built for CPUs alone, kernels are plain functions that nobody calls.
 """
 
@@ -10,12 +11,13 @@ import importlib
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from fastgen import config
+from fastgen.ops import native
 from fastgen.ops.counts import calls, launches
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,6 +31,8 @@ if INTERPRETED or torch.version.cuda is not None:
         tl = importlib.import_module("triton.language")
     except ImportError:
         pass
+
+TRITON, REFERENCE = "triton", "reference"
 
 if TYPE_CHECKING:
     constexpr = Any  # what a kernel's constants are declared as
@@ -75,22 +79,66 @@ def runs_kernels(tensor: Tensor) -> bool:
 
 
 def use_triton(operation: str, able: Callable[[], bool], tensor: Tensor, *others: Tensor | None) -> bool:
-    """Decide whether `operation` runs its kernel on these tensors, and count it.
+    """Decide whether `operation`, of which there is nothing in C, runs its kernel on these tensors, and count it.
 
     Args:
         able: asked, where kernels run at all, whether they cover these shapes and dtypes.
     Raises:
         RuntimeError: FASTGEN_OPS=triton and there are no kernels.
     """
-    chosen = (
-        runs_kernels(tensor)
-        and all(other is None or other.device == tensor.device for other in others)
-        and tensor.numel() > 0
-        and able()
-    )
+    return chosen(operation, able, _never, tensor, *others) is TRITON
+
+
+def chosen(
+    operation: str, able: Callable[[], bool], able_in_c: Callable[[], bool], tensor: Tensor, *others: Tensor | None
+) -> "native.Library | str":
+    """Decide what runs `operation` on these tensors, and count it: `TRITON`, `REFERENCE`, or a library in C.
+
+    Args:
+        able: asked, where kernels run, whether they cover these shapes and dtypes.
+        able_in_c: asked, where there is such a library, whether it does, and whether the tensors are `plain`.
+    Raises:
+        RuntimeError: FASTGEN_OPS=triton and there are no kernels, or FASTGEN_OPS=native and there is no library.
+    """
+    found: native.Library | str = REFERENCE
+    if tensor.numel() > 0:
+        if runs_kernels(tensor) and all(other is None or other.device == tensor.device for other in others):
+            found = TRITON if able() else REFERENCE
+        elif able_in_c is not _never and _in_the_open():
+            by = native.library()
+            found = by if by is not None and able_in_c() else REFERENCE
     if not uncounted.get():
-        calls[operation, "triton" if chosen else "reference"] += 1
-    return chosen
+        calls[operation, found if isinstance(found, str) else "native"] += 1
+    return found
+
+
+def in_c(found: "native.Library | str") -> TypeGuard["native.Library"]:
+    """Whether `chosen` has found a library."""
+    return not isinstance(found, str)
+
+
+def _never() -> bool:
+    return False
+
+
+def _in_the_open() -> bool:
+    """Whether tensors hold numbers, nobody but torch's modules computes with them, and nobody watches."""
+    return not (uncounted.get() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
+
+
+def plain(*tensors: Tensor | None) -> bool:
+    """Whether tensors are memory of a CPU that C can read, in fp32, and no gradient is asked for."""
+    graph = torch.is_grad_enabled()
+    return all(
+        tensor is None
+        or (
+            type(tensor) is Tensor
+            and tensor.dtype == torch.float32
+            and tensor.device.type == "cpu"
+            and not (graph and tensor.requires_grad)
+        )
+        for tensor in tensors
+    )
 
 
 def power_of_two(number: int) -> int:

@@ -9,13 +9,16 @@ Source: Hoang et al. 2018 (Amun), section 2.2: bias, softmax and k-best fused; W
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastgen.ops import kbest_kernels as kernels
-from fastgen.ops.dispatch import cdiv, use_triton
+from fastgen.ops import native
+from fastgen.ops.dispatch import TRITON, cdiv, chosen, in_c, plain, use_triton
+from fastgen.ops.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.token_mask import unpacked
 
 GROUP = 128
@@ -23,6 +26,10 @@ GROUP = 128
 
 SMALL = 256 * 1024
 """Below this many log-probabilities in all, and a quarter of it per sentence, one `torch.topk` is faster on a CPU."""
+
+
+MOST_IN_C = 64
+"""Winners up to which C ranks: it keeps them in a sorted list."""
 
 
 class Changes(NamedTuple):
@@ -81,7 +88,8 @@ def kbest_reference(
         normalisers: return log(sum(exp((logits + bias) / temperature))) of every row too.
         without_nan: log-probabilities that are NaN become -inf before the edits.
     """
-    log_probs, sums = _log_probs(logits, scores.dtype, edits, bias, temperature, normalisers, without_nan)
+    given = logits, scores.dtype, edits, bias, temperature, normalisers, without_nan
+    log_probs, sums = _log_probs(*given, normalised=log_softmax_reference)
     return KBest(*best_of_log_probs_reference(log_probs, scores, k), sums)
 
 
@@ -94,6 +102,7 @@ def _log_probs(
     normalisers: bool,
     without_nan: bool,
     scratch: Tensor | None = None,
+    normalised: Callable[..., Tensor] = log_softmax,
 ) -> tuple[Tensor, Tensor | None]:
     """The edited log-probabilities (B, M, V), and the normalisers (B, M) where they are asked for."""
     b, m, v = logits.shape
@@ -103,7 +112,7 @@ def _log_probs(
         rows = rows + bias.to(dtype)
     if temperature != 1.0:
         rows = rows / temperature
-    log_probs = torch.log_softmax(rows, -1, out=None if scratch is None else scratch.flatten(0, 1))
+    log_probs = normalised(rows, out=None if scratch is None else scratch.flatten(0, 1))
     if without_nan:
         log_probs = log_probs.masked_fill_(log_probs.isnan(), -torch.inf)
     if changes is not None:
@@ -166,11 +175,13 @@ def kbest(
         found = f"scratch {tuple(scratch.shape)} in {scratch.dtype}"
         raise ValueError(f"{found} must be {tuple(logits.shape)} in {scores.dtype}, contiguous")
     able = lambda: _covered(logits, scores, k, 0 if changes is None else changes.tokens.shape[1])  # noqa: E731
-    if use_triton("kbest", able, logits, scores, bias, banned, forced):
+    in_c_too = lambda: _covered_in_c(logits, scores, k)  # noqa: E731
+    by = chosen("kbest", able, in_c_too, logits, scores, bias, banned, forced)
+    if by is TRITON:
         best = kernels.run(logits, scores, k, bias, temperature, changes, banned, forced, without_nan=without_nan)
         return KBest(best[0], best[1], best[2] if normalisers else None)
     log_probs, sums = _log_probs(logits, scores.dtype, edits, bias, temperature, normalisers, without_nan, scratch)
-    return KBest(*_ranked_in_groups(log_probs, scores, k), sums)
+    return KBest(*_ranked(by, log_probs, scores, k), sums)
 
 
 def best_of_log_probs(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -187,9 +198,11 @@ def best_of_log_probs(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor
             f"log_probs {tuple(log_probs.shape)} must be (B, M, V) and scores {tuple(scores.shape)} (B, M)"
         )
     _, m, v = log_probs.shape
-    if use_triton("kbest", lambda: 1 <= k <= m * v and _covered(log_probs, scores, k), log_probs, scores):
+    able = lambda: 1 <= k <= m * v and _covered(log_probs, scores, k)  # noqa: E731
+    by = chosen("kbest", able, lambda: _covered_in_c(log_probs, scores, k), log_probs, scores)
+    if by is TRITON:
         return kernels.run(log_probs, scores, k, normalised=True)[:2]
-    return _ranked_in_groups(log_probs, scores, k)
+    return _ranked(by, log_probs, scores, k)
 
 
 def best_of_log_probs_reference(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -230,6 +243,18 @@ def _covered(logits: Tensor, scores: Tensor, k: int, changed: int = 0) -> bool:
         and logits.stride(2) == 1
         and kernels.group_size(logits.shape[1], logits.shape[2], k, changed) is not None
     )
+
+
+def _covered_in_c(logits: Tensor, scores: Tensor, k: int) -> bool:
+    """Whether C ranks what comes of these logits."""
+    return plain(logits, scores) and logits.stride(2) == 1 and k <= MOST_IN_C and k < logits.shape[2]
+
+
+def _ranked(by: "native.Library | str", log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Rank log-probabilities in C, where `by` says so, else in torch; where values are equal, by `torch.topk`."""
+    if in_c(by):
+        return native.k_best(by, log_probs, scores, k) or best_of_log_probs_reference(log_probs, scores, k)
+    return _ranked_in_groups(log_probs, scores, k)
 
 
 def _ranked_in_groups(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

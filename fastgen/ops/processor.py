@@ -14,10 +14,15 @@ def on_intel() -> bool:
 
 
 @cache
+def on_amd() -> bool:
+    """Whether this is a processor of AMD's, where MKL uses half of what there is."""
+    return "AMD" in torch.cpu.get_capabilities().get("cpu_name", "")
+
+
+@cache
 def on_zen5() -> bool:
     """Whether this is a processor of AMD's whose AVX-512 units are full ones, which oneDNN uses and MKL does not."""
-    has = torch.cpu.get_capabilities()
-    return "AMD" in has.get("cpu_name", "") and bool(has.get("avx512_vp2intersect"))
+    return on_amd() and bool(torch.cpu.get_capabilities().get("avx512_vp2intersect"))
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

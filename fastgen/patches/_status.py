@@ -1,5 +1,6 @@
 """What became of each patch, and its report, which `fastgen.status()` returns: plain data that prints as a table."""
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,7 +13,7 @@ from fastgen.patches._canary import Canary
 from fastgen.patches._patch import Patch, Toolkit
 from fastgen.patches._slot import Function, Layer
 
-_PATHS = ("triton", "reference")
+_PATHS = ("triton", "native", "reference")
 
 State = Literal["pending", "applied", "skipped", "failed", "off"]
 
@@ -90,7 +91,9 @@ class Status:
         toolkits: what they are made for, and what is there.
         rows: the patches.
         parity: the calls of parity mode (``FASTGEN_PARITY=1``) by outcome: equal, near tie, different, or why run once.
-        operations: calls of the operations that have a Triton kernel, by operation and path (triton or reference).
+        operations: calls of the operations that have a Triton kernel or are written in C, by operation and path
+            (triton, native, reference).
+        native: the operations in C for the CPU, and why they do not run; empty before any operation.
         bild: what big-little decoding has done, summed over all texts: tokens, drafted, large_calls, small_calls,
             fallbacks, rollbacks; empty where there was none.
     """
@@ -101,6 +104,7 @@ class Status:
     rows: tuple[Row, ...]
     parity: dict[str, int]
     operations: dict[str, dict[str, int]]
+    native: str
     bild: dict[str, int]
 
     def __getitem__(self, name: str) -> Row:
@@ -130,7 +134,8 @@ class Status:
                 *_table(("toolkit", "found", "supported", "tested", "canary"), toolkits),
                 "",
                 *_table(("patch", "state", "hits", "fallbacks", "reason"), patches, numbers=(2, 3)),
-                *(["", *_table(("operation", *_PATHS), operations, numbers=(1, 2))] if operations else ()),
+                *(["", *_table(("operation", *_PATHS), operations, numbers=(1, 2, 3))] if operations else ()),
+                *(["", f"operations in C for the CPU: {self.native}"] if self.native else ()),
                 *(["", *_table(("parity", "calls"), outcomes, numbers=(1,))] if outcomes else ()),
                 *(["", *_table(("big-little decoding", "sum"), together, numbers=(1,))] if together else ()),
             ]
@@ -165,6 +170,7 @@ def report(
         tuple(_row(e, canaries.get(e.patch.toolkit.name), e.patch.toolkit.module in absent) for e in entries),
         dict(compared),
         {name: {p: calls[name, p] for p in _PATHS if calls[name, p]} for name in sorted({name for name, _ in calls})},
+        sys.modules["fastgen.ops.native"].state() if calls else "",
         dict(together),
     )
 

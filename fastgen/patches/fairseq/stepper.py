@@ -17,6 +17,7 @@ from fastgen.models.memory import Memory, memory_of
 from fastgen.models.parts import NotFused
 from fastgen.models.proof import by_modules, trial, verdict
 from fastgen.models.step import Context, DecoderStep
+from fastgen.ops.log_softmax import log_softmax
 from fastgen.patches.fairseq.attention import Layers, current_step
 from fastgen.patches.fairseq.fused import FusedDecoder
 
@@ -121,7 +122,7 @@ class Member:
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
         out = self.memory.take(logits.new_empty(0, dtype=torch.float32), *logits.shape)
-        return torch.log_softmax(logits, -1, dtype=torch.float32, out=out)
+        return log_softmax(logits, torch.float32, out)
 
     @property
     def not_captured(self) -> str | None:

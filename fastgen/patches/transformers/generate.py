@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor
 from transformers.generation import utils as gu
 
@@ -259,6 +260,7 @@ def _beam_search(call: Call, model: Stepper) -> Decoding:
         sample=config.do_sample,
         may_drop=model.plan.drop,
         captured=model.plan.graphs,
+        exact=call.model.dtype == torch.float64,
         trace=call.trace,
         wanted=call.wanted,
         on_step=certain,

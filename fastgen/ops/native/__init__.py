@@ -1,0 +1,188 @@
+"""Operations in C for the CPU: which library of them this processor runs, and how it is called.
+
+They work on torch's own threads. The libraries are made when fastgen is installed (`build.py`).
+"""
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastgen import config
+from fastgen.ops import processor
+from fastgen.ops.native import build
+
+LIBRARIES = Path(__file__).parent / "lib"
+
+THREAD_WORK = 32 * 1024
+"""Multiplications for which another thread is woken up."""
+
+HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)
+"""Head dimensions that attention is compiled for."""
+
+ROWS = 128
+"""Most beams times query heads per key head."""
+
+_POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "beam_attention": (*[_POINTER] * 6, *[_INTEGER] * 6, _FLOAT, *[_INTEGER] * 12),
+    "log_softmax": (*[_POINTER] * 2, *[_INTEGER] * 3),
+    "k_best": (*[_POINTER] * 5, *[_INTEGER] * 6),
+}
+
+
+class Library(NamedTuple):
+    """Operations of one library; `run` is what shares work among torch's threads."""
+
+    beam_attention: Callable[..., None]
+    log_softmax: Callable[..., None]
+    k_best: Callable[..., int]
+    run: int
+
+
+class Found(NamedTuple):
+    """The library for a set of instructions, or the reason why there is none."""
+
+    variant: str
+    library: Library | None
+    reason: str | None = None
+
+
+@cache
+def found() -> Found:
+    """Look for the library that this processor runs."""
+    variant = torch.backends.cpu.get_cpu_capability().lower()
+    try:
+        return Found(variant, load(variant))
+    except OSError as error:
+        return Found(variant, None, str(error))
+
+
+def load(variant: str) -> Library:
+    """Load the library for a set of instructions.
+
+    Raises:
+        OSError: there is none that can be used; the message says why.
+    """
+    path, how = LIBRARIES / f"{variant}.so", f"`{sys.executable} {build.__file__}` makes it"
+    if (LIBRARIES / build.REASON).is_file():
+        raise OSError((LIBRARIES / build.REASON).read_text("utf-8").strip())
+    if variant not in build.VARIANTS:
+        raise OSError(
+            f"torch says that this processor has {variant}, and there is a library for AVX2 and AVX-512 alone"
+        )
+    if not path.is_file():
+        raise OSError(f"{path} is missing; {how}")
+    loaded = ctypes.CDLL(str(path))
+    loaded.made_from.restype = ctypes.c_uint32
+    if loaded.made_from() != build.fingerprint():
+        raise OSError(f"{path} was made from other sources; {how} anew")
+    for name, arguments in _SIGNATURES.items():
+        getattr(loaded, name).argtypes = (_POINTER, ctypes.c_uint, *arguments)
+        getattr(loaded, name).restype = ctypes.c_int if name == "k_best" else None
+    return Library(**{name: getattr(loaded, name) for name in _SIGNATURES}, run=_runtime())
+
+
+def _runtime() -> int:
+    """The address of what shares work among torch's threads, in the library of OpenMP that torch depends on.
+
+    Raises:
+        OSError: there is none.
+    """
+    runtime = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    try:
+        return ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p).value or 0
+    except AttributeError as error:
+        raise OSError(f"torch's threads cannot be used: {error}") from error
+
+
+def library() -> Library | None:
+    """The library, where operations run by it: on processors of AMD's, or on all with FASTGEN_OPS=native.
+
+    Raises:
+        RuntimeError: FASTGEN_OPS=native and there is none; the message says why.
+    """
+    wanted = config.settings().ops
+    if wanted == "native" or (wanted == "auto" and processor.on_amd()):
+        if found().library is None and wanted == "native":
+            raise RuntimeError(f"FASTGEN_OPS=native, but there are no operations in C here: {found().reason}")
+        return found().library
+    return None
+
+
+def state() -> str:
+    """Say in one line whether operations on the CPU run in C, and why not."""
+    if found().library is None:
+        return f"none: {found().reason}"
+    if library() is None:
+        asked = f"FASTGEN_OPS={config.settings().ops}"
+        others = "they are for processors of AMD's, but for FASTGEN_OPS=native"
+        return f"for {found().variant}, not used: {others if asked == 'FASTGEN_OPS=auto' else asked}"
+    return f"for {found().variant}"
+
+
+def threads_for(work: int) -> int:
+    """How many of torch's threads share so many multiplications."""
+    return max(1, min(torch.get_num_threads(), work // THREAD_WORK))
+
+
+def covers_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:
+    """Whether `beam_attention` takes these shapes and layouts, all in fp32."""
+    return (
+        query.shape[3] in HEAD_DIMS
+        and query.shape[1] * query.shape[2] <= ROWS * keys.shape[1]
+        and 0 < keys.shape[2] < 2**31
+        and query.stride(3) == keys.stride(3) == values.stride(3) == 1
+        and (mask is None or (mask.shape[3] == keys.shape[2] and mask.stride(3) == 1))
+    )
+
+
+def beam_attention(
+    by: Library, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Return what `ops.beam_attention.beam_attention` does, of what `covers_attention` says yes to."""
+    b, m, h, d = query.shape
+    key_heads, n = keys.shape[1], keys.shape[2]
+    rows = h // key_heads * m
+    threads = min(threads_for(b * key_heads * n * d * rows), b * key_heads)
+    out = query.new_empty(b, m, h, d)
+    scratch = query.new_empty(threads * (rows * (n + 17) + (rows + 1) * n))
+    mask_strides = (0, 0, 0)
+    if mask is not None:
+        mask_strides = tuple(s if size > 1 else 0 for s, size in zip(mask.stride()[:3], mask.shape, strict=False))
+    by.beam_attention(
+        by.run, threads, out.data_ptr(), scratch.data_ptr(), query.data_ptr(), keys.data_ptr(), values.data_ptr(),
+        None if mask is None else mask.data_ptr(), b, m, key_heads, h // key_heads, n, d, scale, *query.stride()[:3],
+        *keys.stride()[:3], *values.stride()[:3], *mask_strides,
+    )  # fmt: skip
+    return out
+
+
+def log_softmax(by: Library, logits: Tensor, out: Tensor) -> Tensor:
+    """Return out, the log-probabilities of logits (R, V) fp32 with contiguous rows; out: alike and contiguous."""
+    rows, vocabulary = logits.shape
+    by.log_softmax(
+        by.run, threads_for(logits.numel()), out.data_ptr(), logits.data_ptr(), rows, vocabulary, logits.stride(0)
+    )
+    return out
+
+
+def k_best(by: Library, log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
+    """Return values (B, k) and indices of the k best of log_probs (B, M, V) + scores (B, M), in fp32.
+
+    None where any two of the k + 1 best of a sentence are equal, or one sum is NaN.
+    """
+    b, m, v = log_probs.shape
+    scores = scores.contiguous()
+    values, maxima = scores.new_empty(b, k + 1), scores.new_empty(b * m * -(-v // 64))
+    indices = torch.empty(b, k + 1, dtype=torch.int64)
+    decided = by.k_best(
+        by.run, threads_for(log_probs.numel()), values.data_ptr(), indices.data_ptr(), maxima.data_ptr(),
+        log_probs.data_ptr(), scores.data_ptr(), b, m, v, k + 1, *log_probs.stride()[:2],
+    )  # fmt: skip
+    return (values[:, :k], indices[:, :k]) if decided else None

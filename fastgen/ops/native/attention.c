@@ -1,0 +1,214 @@
+/* Attention of one decode step over keys and values that the beams of a sentence share, in fp32.
+ *
+ * A task is one key head of a sentence, with all beams and query heads that read it. Keys that all of them see are read
+ * once for four of these rows at a time; of the others a row reads those that it sees, so that slots which no beam sees
+ * any more are not read at all. Source: ops/beam_attention.py. */
+
+#include "vector.h"
+
+enum { ROWS = 128, TOGETHER = 4, AHEAD = 16 };
+
+typedef struct {
+  float *out, *scratch;
+  const float *query, *keys, *values, *mask; /* (B, M, H, D), (B, Hkv, N, D) twice, (B, H, M, N) or NULL */
+  int64_t sentences, beams, key_heads, groups, count, dims;
+  float scale;
+  int64_t query_b, query_m, query_h, keys_b, keys_h, keys_n, values_b, values_h, values_n, mask_b, mask_h, mask_m;
+  int64_t tasks_at_once, next, threads_so_far;
+} Job;
+
+/* What a thread works with. */
+typedef struct {
+  int64_t rows, pitch;             /* of the scores, (rows, pitch): first of shared keys, then of a row's own */
+  float *scores;
+  int32_t *shared, *own;           /* keys that all rows see; those that a row sees beside them, (rows, N) */
+  int64_t shared_count, own_count[ROWS];
+  const float *query[ROWS], *mask[ROWS];
+  float *out[ROWS];
+} Space;
+
+static void place_rows(const Job *job, Space *at, int64_t b, int64_t head) {
+  for (int64_t r = 0; r < at->rows; r++) {
+    int64_t m = r % job->beams, h = head * job->groups + r / job->beams;
+    at->query[r] = job->query + b * job->query_b + m * job->query_m + h * job->query_h;
+    at->out[r] = job->out + ((b * job->beams + m) * job->key_heads * job->groups + h) * job->dims;
+    at->mask[r] = job->mask + b * job->mask_b + m * job->mask_m + h * job->mask_h;
+  }
+}
+
+static void list_keys(const Job *job, Space *at) {
+  at->shared_count = 0;
+  for (int64_t r = 0; r < at->rows; r++) at->own_count[r] = 0;
+  for (int64_t n = 0; n < job->count; n++) {
+    int64_t seeing = at->rows;
+    if (job->mask)
+      for (int64_t r = 0; r < at->rows; r++) seeing -= at->mask[r][n] == -INFINITY;
+    if (seeing == at->rows)
+      at->shared[at->shared_count++] = (int32_t)n;
+    else if (seeing)
+      for (int64_t r = 0; r < at->rows; r++) {
+        at->own[r * job->count + at->own_count[r]] = (int32_t)n;
+        at->own_count[r] += at->mask[r][n] != -INFINITY;
+      }
+  }
+}
+
+INLINE void fetch(const float *rows, int64_t pitch, const int32_t *list, int64_t at, int64_t count, const int D) {
+  if (at + AHEAD < count)
+    for (int i = 0; i < D; i += 16) __builtin_prefetch(rows + list[at + AHEAD] * pitch + i);
+}
+
+/* Query times keys: the scores of the shared keys, for four rows at once, and of each row's own, four keys at once. */
+INLINE void multiply_keys(const Job *job, Space *at, const float *keys, const int D) {
+  const int C = D / WIDTH;
+  const int64_t pitch = job->keys_n;
+  for (int64_t r = 0; r < at->rows; r += TOGETHER) {
+    vec query[TOGETHER][C];
+    int64_t there = at->rows - r < TOGETHER ? at->rows - r : TOGETHER;
+    for (int t = 0; t < TOGETHER; t++)
+      for (int i = 0; i < C; i++) query[t][i] = load(at->query[r + (t < there ? t : 0)] + WIDTH * i) * job->scale;
+    for (int64_t s = 0; s < at->shared_count; s++) {
+      const float *key = keys + at->shared[s] * pitch;
+      fetch(keys, pitch, at->shared, s, at->shared_count, D);
+      vec product[TOGETHER] = {};
+      for (int i = 0; i < C; i++) {
+        vec part = load(key + WIDTH * i);
+        for (int t = 0; t < TOGETHER; t++) product[t] += query[t][i] * part;
+      }
+      vec4 found = sums(product[0], product[1], product[2], product[3]);
+      for (int t = 0; t < there; t++) at->scores[(r + t) * at->pitch + s] = found[t];
+    }
+  }
+  for (int64_t r = 0; r < at->rows; r++) {
+    const int32_t *own = at->own + r * job->count;
+    const int64_t count = at->own_count[r];
+    float *scores = at->scores + r * at->pitch + at->shared_count;
+    vec query[C];
+    for (int i = 0; i < C; i++) query[i] = load(at->query[r] + WIDTH * i) * job->scale;
+    for (int64_t s = 0; s < count; s += TOGETHER) {
+      vec product[TOGETHER] = {};
+      for (int t = 0; t < TOGETHER; t++) {
+        const float *key = keys + own[s + t < count ? s + t : count - 1] * pitch;
+        fetch(keys, pitch, own, s + t, count, D);
+        for (int i = 0; i < C; i++) product[t] += query[i] * load(key + WIDTH * i);
+      }
+      *(vec4 *)(scores + s) = sums(product[0], product[1], product[2], product[3]); /* the pitch leaves room */
+    }
+  }
+}
+
+/* Scores become weights, without the division by their sum, which is returned. */
+INLINE float weigh(const Job *job, Space *at, int64_t r) {
+  float *scores = at->scores + r * at->pitch;
+  const int32_t *own = at->own + r * job->count;
+  const int64_t shared = at->shared_count, count = shared + at->own_count[r];
+  if (job->mask) {
+    for (int64_t s = 0; s < shared; s++) scores[s] += at->mask[r][at->shared[s]];
+    for (int64_t s = shared; s < count; s++) scores[s] += at->mask[r][own[s - shared]];
+  }
+  for (int64_t s = count; s % WIDTH; s++) scores[s] = -INFINITY;
+  vec most = splat(-INFINITY), total = {};
+  for (int64_t s = 0; s < count; s += WIDTH) most = higher(load(scores + s), most);
+  const float top = highest(most);
+  for (int64_t s = 0; s < count; s += WIDTH) {
+    vec weight = exponential(load(scores + s) - top);
+    store(scores + s, weight);
+    total += weight;
+  }
+  return sum(total);
+}
+
+/* Weights times values, as the scores. */
+INLINE void add_values(const Job *job, Space *at, const float *values, const float *total, const int D) {
+  const int C = D / WIDTH;
+  const int64_t pitch = job->values_n;
+  for (int64_t r = 0; r < at->rows; r += TOGETHER) {
+    vec mixed[TOGETHER][C];
+    int64_t there = at->rows - r < TOGETHER ? at->rows - r : TOGETHER;
+    const float *weights[TOGETHER];
+    for (int t = 0; t < TOGETHER; t++) {
+      weights[t] = at->scores + (r + (t < there ? t : 0)) * at->pitch;
+      for (int i = 0; i < C; i++) mixed[t][i] = splat(0.0f);
+    }
+    for (int64_t s = 0; s < at->shared_count; s++) {
+      const float *value = values + at->shared[s] * pitch;
+      fetch(values, pitch, at->shared, s, at->shared_count, D);
+      for (int i = 0; i < C; i++) {
+        vec part = load(value + WIDTH * i);
+        for (int t = 0; t < TOGETHER; t++) mixed[t][i] += weights[t][s] * part;
+      }
+    }
+    for (int t = 0; t < there; t++)
+      for (int i = 0; i < C; i++) store(at->out[r + t] + WIDTH * i, mixed[t][i]);
+  }
+  for (int64_t r = 0; r < at->rows; r++) {
+    const int32_t *own = at->own + r * job->count;
+    const int64_t count = at->own_count[r];
+    const float *weights = at->scores + r * at->pitch + at->shared_count;
+    vec even[C], odd[C]; /* two sums, so that one addition need not wait for the other */
+    for (int i = 0; i < C; i++) even[i] = load(at->out[r] + WIDTH * i), odd[i] = splat(0.0f);
+    int64_t s = 0;
+    for (; s + 1 < count; s += 2) {
+      const float *one = values + own[s] * pitch, *other = values + own[s + 1] * pitch;
+      fetch(values, pitch, own, s, count, D);
+      fetch(values, pitch, own, s + 1, count, D);
+      for (int i = 0; i < C; i++) {
+        even[i] += weights[s] * load(one + WIDTH * i);
+        odd[i] += weights[s + 1] * load(other + WIDTH * i);
+      }
+    }
+    if (s < count)
+      for (int i = 0; i < C; i++) even[i] += weights[s] * load(values + own[s] * pitch + WIDTH * i);
+    const float share = 1.0f / total[r]; /* of a row that sees nothing 1 / 0, and its values become 0 * inf: NaN */
+    for (int i = 0; i < C; i++) store(at->out[r] + WIDTH * i, (even[i] + odd[i]) * share);
+  }
+}
+
+INLINE void attend(const Job *job, Space *at, int64_t b, int64_t head, const int D) {
+  float total[ROWS];
+  multiply_keys(job, at, job->keys + b * job->keys_b + head * job->keys_h, D);
+  for (int64_t r = 0; r < at->rows; r++) total[r] = weigh(job, at, r);
+  add_values(job, at, job->values + b * job->values_b + head * job->values_h, total, D);
+}
+
+static void work(void *given) {
+  Job *job = given;
+  Space at = {.rows = job->beams * job->groups, .pitch = (job->count / WIDTH + 1) * WIDTH};
+  const int64_t tasks = job->sentences * job->key_heads, size = at.rows * at.pitch + (at.rows + 1) * job->count;
+  at.scores = job->scratch + next(&job->threads_so_far) * size;
+  at.shared = (int32_t *)(at.scores + at.rows * at.pitch);
+  at.own = at.shared + job->count;
+  int64_t listed = -1;
+  for (int64_t chunk; (chunk = next(&job->next)) * job->tasks_at_once < tasks;)
+    for (int64_t i = 0; i < job->tasks_at_once; i++) {
+      const int64_t task = chunk * job->tasks_at_once + i, b = task / job->key_heads, head = task % job->key_heads;
+      if (task >= tasks) return;
+      place_rows(job, &at, b, head);
+      if (b != listed || job->mask_h) list_keys(job, &at);
+      listed = b;
+      switch (job->dims) {
+        case 16: attend(job, &at, b, head, 16); break;
+        case 32: attend(job, &at, b, head, 32); break;
+        case 48: attend(job, &at, b, head, 48); break;
+        case 64: attend(job, &at, b, head, 64); break;
+        case 80: attend(job, &at, b, head, 80); break;
+        case 96: attend(job, &at, b, head, 96); break;
+        case 128: attend(job, &at, b, head, 128); break;
+      }
+    }
+}
+
+/* out: (B, M, H, D) contiguous. scratch: for each thread rows * (N + 17) + (rows + 1) * N numbers at least, of four
+ * bytes each. Strides in elements; the last dimension is contiguous everywhere. */
+void beam_attention(parallel run, unsigned threads, float *out, float *scratch, const float *query, const float *keys,
+                    const float *values, const float *mask, int64_t sentences, int64_t beams, int64_t key_heads,
+                    int64_t groups, int64_t count, int64_t dims, float scale, int64_t query_b, int64_t query_m,
+                    int64_t query_h, int64_t keys_b, int64_t keys_h, int64_t keys_n, int64_t values_b,
+                    int64_t values_h, int64_t values_n, int64_t mask_b, int64_t mask_h, int64_t mask_m) {
+  /* All heads of a sentence at once share a list of keys; with few sentences, threads share the heads. */
+  const int64_t at_once = sentences < 4 * threads ? 1 : key_heads;
+  Job job = {out,     scratch, query,  keys,   values, mask,     sentences, beams,    key_heads, groups,
+             count,   dims,    scale,  query_b, query_m, query_h, keys_b,   keys_h,   keys_n,    values_b,
+             values_h, values_n, mask_b, mask_h, mask_m, at_once};
+  in_parallel(run, threads, work, &job);
+}

@@ -1,0 +1,3 @@
+/* Which sources this library was made from; `build.py` defines it. */
+
+unsigned made_from(void) { return FINGERPRINT; }

@@ -1,0 +1,105 @@
+/* Vectors of `WIDTH` floats, in the compiler's own vector types: the same source for every set of instructions. */
+
+#ifndef VECTOR_H
+#define VECTOR_H
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+
+#ifndef WIDTH
+#define WIDTH 8
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* Aligned as single floats are, so that they can be read from anywhere. */
+typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef int32_t ivec __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef float vec4 __attribute__((vector_size(16), aligned(4)));
+typedef float vec8 __attribute__((vector_size(32), aligned(4)));
+
+INLINE vec load(const float *p) { return *(const vec *)p; }
+INLINE void store(float *p, vec x) { *(vec *)p = x; }
+INLINE vec splat(float x) { return x - (vec){}; }
+
+/* x where it is higher than y, else y: y where either is NaN. */
+INLINE vec higher(vec x, vec y) {
+#if WIDTH == 16
+  return (vec)_mm512_max_ps((__m512)x, (__m512)y);
+#else
+  return (vec)_mm256_max_ps((__m256)x, (__m256)y);
+#endif
+}
+
+/* Four numbers whose sum is that of all. */
+INLINE vec4 folded(vec x) {
+#if WIDTH == 16
+  vec8 h = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+           __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  vec8 h = x;
+#endif
+  return __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
+}
+
+INLINE float sum(vec x) {
+  vec4 f = folded(x);
+  return (f[0] + f[1]) + (f[2] + f[3]);
+}
+
+/* The sums of four vectors. */
+INLINE vec4 sums(vec a, vec b, vec c, vec d) {
+  vec4 p = folded(a), q = folded(b), r = folded(c), s = folded(d);
+  vec4 pq = __builtin_shufflevector(p, q, 0, 1, 4, 5) + __builtin_shufflevector(p, q, 2, 3, 6, 7);
+  vec4 rs = __builtin_shufflevector(r, s, 0, 1, 4, 5) + __builtin_shufflevector(r, s, 2, 3, 6, 7);
+  return __builtin_shufflevector(pq, rs, 0, 2, 4, 6) + __builtin_shufflevector(pq, rs, 1, 3, 5, 7);
+}
+
+INLINE float highest(vec x) {
+#if WIDTH == 16
+  x = higher(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  x = higher(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  x = higher(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+#else
+  x = higher(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+  x = higher(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
+#endif
+  return x[0] > x[1] ? x[0] : x[1];
+}
+
+/* e to the power of x <= 0, to 2 units in the last place; below -87 that of -87, 1.6e-38. NaN stays.
+ *
+ * x = n ln 2 + f with |f| <= ln 2 / 2: the power of two goes into the exponent's bits, a polynomial of f gives the rest
+ * (Moshier's Cephes library, expf). */
+INLINE vec exponential(vec x) {
+  const vec lowest = splat(-87.0f), rounding = splat(12582912.0f); /* 1.5 * 2^23: a sum with it has no fraction */
+  x = higher(lowest, x);
+  vec n = x * 1.44269504f + rounding;
+  vec power = (vec)(((ivec)n << 23) + 0x3f800000);
+  n -= rounding;
+  vec f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  vec y = splat(1.9875691500e-4f);
+  y = y * f + 1.3981999507e-3f;
+  y = y * f + 8.3334519073e-3f;
+  y = y * f + 4.1665795894e-2f;
+  y = y * f + 1.6666665459e-1f;
+  y = y * f + 5.0000001201e-1f;
+  return (y * f * f + f + 1.0f) * power;
+}
+
+/* How work is shared among threads: `run` is what OpenMP's runtime calls GOMP_parallel, in the library that torch has
+ * loaded, so that these are torch's own threads. It is not called for one thread. */
+typedef void (*parallel)(void (*work)(void *), void *job, unsigned threads, unsigned flags);
+
+INLINE void in_parallel(parallel run, unsigned threads, void (*work)(void *), void *job) {
+  if (threads > 1)
+    run(work, job, threads, 0);
+  else
+    work(job);
+}
+
+/* The next of what is counted there. */
+INLINE int64_t next(int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+
+#endif
