@@ -87,6 +87,7 @@ def test_attention(
     keys = _randn(b, n + 3, key_heads, d, seed=1).transpose(1, 2)[:, :, 2 : n + 2]
     values = _randn(b, key_heads, n + 1, d, seed=2)[:, :, :n]
     mask = _mask(kind, b, m, key_heads * groups, n)
+    monkeypatch.setattr(native, "FEW_SCORES", 0)
     before = [tensor.clone() for tensor in (query, keys, values)]
     found = beam_attention(query, keys, values, mask, 0.3)
     torch.testing.assert_close(found, beam_attention_reference(query, keys, values, mask, 0.3), atol=1e-5, rtol=1e-5)
@@ -96,7 +97,7 @@ def test_attention(
 
 def test_attention_of_large_scores(variant: str) -> None:
     """Weights are of differences to the highest score; the lowest number of fp32 in a mask is no -inf."""
-    query, keys, values = _randn(2, 4, 2, 32) * 40, _randn(2, 2, 9, 32, seed=1) * 40, _randn(2, 2, 9, 32, seed=2)
+    query, keys, values = _randn(2, 8, 2, 32) * 40, _randn(2, 2, 9, 32, seed=1) * 40, _randn(2, 2, 9, 32, seed=2)
     mask = torch.zeros(2, 1, 1, 9)
     mask[..., 5:] = torch.finfo(torch.float32).min
     mask[1] = torch.finfo(torch.float32).min  # nothing is seen, so that all is seen alike
@@ -106,8 +107,8 @@ def test_attention_of_large_scores(variant: str) -> None:
 
 def test_attention_to_nothing(variant: str) -> None:
     """A beam that sees no key gets NaN, and the others what they should."""
-    query, keys, values = _randn(2, 3, 2, 16), _randn(2, 2, 7, 16, seed=1), _randn(2, 2, 7, 16, seed=2)
-    mask = torch.zeros(2, 1, 3, 7)
+    query, keys, values = _randn(2, 3, 2, 16), _randn(2, 2, 37, 16, seed=1), _randn(2, 2, 37, 16, seed=2)
+    mask = torch.zeros(2, 1, 3, 37)
     mask[1, :, 2] = -INF
     found, wanted = (
         beam_attention(query, keys, values, mask, 1.0),
@@ -138,16 +139,17 @@ def _strided(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("how", [_double, _autocast, _gradient, _strided])
 def test_left_to_torch(variant: str, how: Callable[..., Tensor]) -> None:
-    query, keys, values = _randn(2, 4, 2, 32), _randn(2, 2, 9, 32, seed=1), _randn(2, 2, 9, 32, seed=2)
+    query, keys, values = _randn(2, 8, 2, 32), _randn(2, 2, 9, 32, seed=1), _randn(2, 2, 9, 32, seed=2)
     found = how(query, keys, values)
     assert calls == {("beam_attention", "reference"): 1}
     wanted = beam_attention_reference(query, keys, values, None, 1.0)
     torch.testing.assert_close(found, wanted, atol=5e-2 if how is _autocast else 1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("dims", "rows"), [(24, 4), (32, 129)])
-def test_shapes_left_to_torch(variant: str, dims: int, rows: int) -> None:
-    query, keys, values = _randn(2, rows, 1, dims), _randn(2, 1, 9, dims, seed=1), _randn(2, 1, 9, dims, seed=2)
+@pytest.mark.parametrize(("dims", "rows", "count"), [(24, 8, 9), (32, 129, 9), (32, 8, 8)])
+def test_shapes_left_to_torch(variant: str, dims: int, rows: int, count: int) -> None:
+    """A head dimension, more rows, and fewer scores than C is for."""
+    query, keys, values = _randn(2, rows, 1, dims), _randn(2, 1, count, dims, seed=1), _randn(2, 1, count, dims, seed=2)
     found = beam_attention(query, keys, values, None, 1.0)
     torch.testing.assert_close(found, beam_attention_reference(query, keys, values, None, 1.0), atol=1e-5, rtol=1e-5)
     assert calls == {("beam_attention", "reference"): 1}
@@ -292,9 +294,7 @@ def test_library_of_other_sources(variant: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_other_instructions() -> None:
-    with pytest.raises(
-        OSError, match="this processor has default, says torch, and there is a library for AVX2"
-    ):
+    with pytest.raises(OSError, match="this processor has default, says torch, and there is a library for AVX2"):
         native.load("default")
 
 

@@ -129,16 +129,15 @@ def _in_the_open() -> bool:
 def plain(*tensors: Tensor | None) -> bool:
     """Whether tensors are memory of a CPU that C can read, in fp32, and no gradient is asked for."""
     graph = torch.is_grad_enabled()
-    return all(
-        tensor is None
-        or (
-            type(tensor) is Tensor
-            and tensor.dtype == torch.float32
-            and tensor.device.type == "cpu"
-            and not (graph and tensor.requires_grad)
-        )
-        for tensor in tensors
-    )
+    for tensor in tensors:
+        if tensor is not None and (
+            type(tensor) is not Tensor
+            or tensor.dtype != torch.float32
+            or not tensor.is_cpu
+            or (graph and tensor.requires_grad)
+        ):
+            return False
+    return True
 
 
 def power_of_two(number: int) -> int:

@@ -28,9 +28,12 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)
 ROWS = 128
 """Most beams times query heads per key head."""
 
+FEW_HEADS, FEW_SCORES = 16, 64
+"""Key heads of all sentences, and scores of each, up to which one call of torch's own attention costs less (10 us)."""
+
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "beam_attention": (*[_POINTER] * 6, *[_INTEGER] * 6, _FLOAT, *[_INTEGER] * 12),
+    "beam_attention": (*[_POINTER] * 5, *[_INTEGER] * 6, _FLOAT, *[_INTEGER] * 12),
     "log_softmax": (*[_POINTER] * 2, *[_INTEGER] * 3),
     "k_best": (*[_POINTER] * 5, *[_INTEGER] * 6),
 }
@@ -39,7 +42,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 class Library(NamedTuple):
     """Operations of one library; `run` is what shares work among torch's threads."""
 
-    beam_attention: Callable[..., None]
+    beam_attention: Callable[..., int]
     log_softmax: Callable[..., None]
     k_best: Callable[..., int]
     run: int
@@ -84,7 +87,7 @@ def load(variant: str) -> Library:
         raise OSError(f"{path} was made from other sources; {how} anew")
     for name, arguments in _SIGNATURES.items():
         getattr(loaded, name).argtypes = (_POINTER, ctypes.c_uint, *arguments)
-        getattr(loaded, name).restype = ctypes.c_int if name == "k_best" else None
+        getattr(loaded, name).restype = None if name == "log_softmax" else ctypes.c_int
     return Library(**{name: getattr(loaded, name) for name in _SIGNATURES}, run=_runtime())
 
 
@@ -132,13 +135,16 @@ def threads_for(work: int) -> int:
 
 
 def covers_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:
-    """Whether `beam_attention` takes these shapes and layouts, all in fp32."""
+    """Whether `beam_attention` takes these shapes and layouts, all in fp32, and is faster."""
+    sentences, beams, heads, dims = query.shape
+    _, key_heads, count, _ = keys.shape
     return (
-        query.shape[3] in HEAD_DIMS
-        and query.shape[1] * query.shape[2] <= ROWS * keys.shape[1]
-        and 0 < keys.shape[2] < 2**31
+        dims in HEAD_DIMS
+        and beams * heads <= ROWS * key_heads
+        and count < 2**31
+        and (sentences * key_heads > FEW_HEADS or beams * heads * count > FEW_SCORES * key_heads)
         and query.stride(3) == keys.stride(3) == values.stride(3) == 1
-        and (mask is None or (mask.shape[3] == keys.shape[2] and mask.stride(3) == 1))
+        and (mask is None or (mask.shape[3] == count and mask.stride(3) == 1))
     )
 
 
@@ -148,18 +154,20 @@ def beam_attention(
     """Return what `ops.beam_attention.beam_attention` does, of what `covers_attention` says yes to."""
     b, m, h, d = query.shape
     key_heads, n = keys.shape[1], keys.shape[2]
-    rows = h // key_heads * m
-    threads = min(threads_for(b * key_heads * n * d * rows), b * key_heads)
+    threads = min(threads_for(b * h * m * n * d), b * key_heads)
     out = query.new_empty(b, m, h, d)
-    scratch = query.new_empty(threads * (rows * (n + 17) + (rows + 1) * n))
-    mask_strides = (0, 0, 0)
+    mask_at, mask_strides = None, (0, 0, 0)
     if mask is not None:
-        mask_strides = tuple(s if size > 1 else 0 for s, size in zip(mask.stride()[:3], mask.shape, strict=False))
-    by.beam_attention(
-        by.run, threads, out.data_ptr(), scratch.data_ptr(), query.data_ptr(), keys.data_ptr(), values.data_ptr(),
-        None if mask is None else mask.data_ptr(), b, m, key_heads, h // key_heads, n, d, scale, *query.stride()[:3],
-        *keys.stride()[:3], *values.stride()[:3], *mask_strides,
+        (mask_b, mask_h, mask_m, _), (sentences, heads, beams, _) = mask.stride(), mask.shape
+        mask_strides = mask_b if sentences > 1 else 0, mask_h if heads > 1 else 0, mask_m if beams > 1 else 0
+        mask_at = mask.data_ptr()
+    done = by.beam_attention(
+        by.run, threads, out.data_ptr(), query.data_ptr(), keys.data_ptr(), values.data_ptr(), mask_at, b, m, key_heads,
+        h // key_heads, n, d, scale, *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *mask_strides,
     )  # fmt: skip
+    if not done:
+        scores = f"{m * h // key_heads} x {n}"
+        raise torch.OutOfMemoryError(f"no memory for {scores} scores in each of {threads} threads")
     return out
 
 

@@ -4,24 +4,27 @@
  * once for four of these rows at a time; of the others a row reads those that it sees, so that slots which no beam sees
  * any more are not read at all. Source: ops/beam_attention.py. */
 
+#include <stdlib.h>
+
 #include "vector.h"
 
 enum { ROWS = 128, TOGETHER = 4, AHEAD = 16 };
 
 typedef struct {
-  float *out, *scratch;
+  float *out;
   const float *query, *keys, *values, *mask; /* (B, M, H, D), (B, Hkv, N, D) twice, (B, H, M, N) or NULL */
   int64_t sentences, beams, key_heads, groups, count, dims;
   float scale;
   int64_t query_b, query_m, query_h, keys_b, keys_h, keys_n, values_b, values_h, values_n, mask_b, mask_h, mask_m;
-  int64_t tasks_at_once, next, threads_so_far;
+  int64_t tasks_at_once, next;
+  int without_memory; /* whether a thread got none */
 } Job;
 
 /* What a thread works with. */
 typedef struct {
   int64_t rows, pitch;             /* of the scores, (rows, pitch): first of shared keys, then of a row's own */
   float *scores;
-  int32_t *shared, *own;           /* keys that all rows see; those that a row sees beside them, (rows, N) */
+  int32_t *shared, *own;           /* keys that all rows see, if there are several; what a row sees beside, (rows, N) */
   int64_t shared_count, own_count[ROWS];
   const float *query[ROWS], *mask[ROWS];
   float *out[ROWS];
@@ -43,12 +46,12 @@ static void list_keys(const Job *job, Space *at) {
     int64_t seeing = at->rows;
     if (job->mask)
       for (int64_t r = 0; r < at->rows; r++) seeing -= at->mask[r][n] == -INFINITY;
-    if (seeing == at->rows)
+    if (seeing == at->rows && at->rows > 1)
       at->shared[at->shared_count++] = (int32_t)n;
     else if (seeing)
       for (int64_t r = 0; r < at->rows; r++) {
         at->own[r * job->count + at->own_count[r]] = (int32_t)n;
-        at->own_count[r] += at->mask[r][n] != -INFINITY;
+        at->own_count[r] += !job->mask || at->mask[r][n] != -INFINITY;
       }
   }
 }
@@ -175,14 +178,18 @@ static void work(void *given) {
   Job *job = given;
   Space at = {.rows = job->beams * job->groups, .pitch = (job->count / WIDTH + 1) * WIDTH};
   const int64_t tasks = job->sentences * job->key_heads, size = at.rows * at.pitch + (at.rows + 1) * job->count;
-  at.scores = job->scratch + next(&job->threads_so_far) * size;
+  at.scores = malloc(4 * size);
+  if (!at.scores) {
+    __atomic_store_n(&job->without_memory, 1, __ATOMIC_RELAXED);
+    return;
+  }
   at.shared = (int32_t *)(at.scores + at.rows * at.pitch);
   at.own = at.shared + job->count;
   int64_t listed = -1;
   for (int64_t chunk; (chunk = next(&job->next)) * job->tasks_at_once < tasks;)
     for (int64_t i = 0; i < job->tasks_at_once; i++) {
       const int64_t task = chunk * job->tasks_at_once + i, b = task / job->key_heads, head = task % job->key_heads;
-      if (task >= tasks) return;
+      if (task >= tasks) break;
       place_rows(job, &at, b, head);
       if (b != listed || job->mask_h) list_keys(job, &at);
       listed = b;
@@ -196,19 +203,21 @@ static void work(void *given) {
         case 128: attend(job, &at, b, head, 128); break;
       }
     }
+  free(at.scores);
 }
 
-/* out: (B, M, H, D) contiguous. scratch: for each thread rows * (N + 17) + (rows + 1) * N numbers at least, of four
- * bytes each. Strides in elements; the last dimension is contiguous everywhere. */
-void beam_attention(parallel run, unsigned threads, float *out, float *scratch, const float *query, const float *keys,
-                    const float *values, const float *mask, int64_t sentences, int64_t beams, int64_t key_heads,
-                    int64_t groups, int64_t count, int64_t dims, float scale, int64_t query_b, int64_t query_m,
-                    int64_t query_h, int64_t keys_b, int64_t keys_h, int64_t keys_n, int64_t values_b,
-                    int64_t values_h, int64_t values_n, int64_t mask_b, int64_t mask_h, int64_t mask_m) {
+/* out: (B, M, H, D) contiguous. Strides in elements; the last dimension is contiguous everywhere. Returns 0 where there
+ * was no memory for the scores. */
+int beam_attention(parallel run, unsigned threads, float *out, const float *query, const float *keys,
+                   const float *values, const float *mask, int64_t sentences, int64_t beams, int64_t key_heads,
+                   int64_t groups, int64_t count, int64_t dims, float scale, int64_t query_b, int64_t query_m,
+                   int64_t query_h, int64_t keys_b, int64_t keys_h, int64_t keys_n, int64_t values_b, int64_t values_h,
+                   int64_t values_n, int64_t mask_b, int64_t mask_h, int64_t mask_m) {
   /* All heads of a sentence at once share a list of keys; with few sentences, threads share the heads. */
   const int64_t at_once = sentences < 4 * threads ? 1 : key_heads;
-  Job job = {out,     scratch, query,  keys,   values, mask,     sentences, beams,    key_heads, groups,
-             count,   dims,    scale,  query_b, query_m, query_h, keys_b,   keys_h,   keys_n,    values_b,
-             values_h, values_n, mask_b, mask_h, mask_m, at_once};
+  Job job = {out,    query,  keys,     values,   mask,     sentences, beams,   key_heads, groups,
+             count,  dims,   scale,    query_b,  query_m,  query_h,   keys_b,  keys_h,    keys_n,
+             values_b, values_h, values_n, mask_b, mask_h, mask_m,   at_once, 0,         0};
   in_parallel(run, threads, work, &job);
+  return !job.without_memory;
 }
