@@ -16,6 +16,7 @@ from torch import Tensor
 
 import fastgen
 from fastgen import config
+from fastgen.cli import checks
 from fastgen.ops import native, processor
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
 from fastgen.ops.counts import calls
@@ -287,6 +288,13 @@ def test_no_library(folder: Path, setting: Callable[[str, str], None]) -> None:
         native.library()
 
 
+def test_doctor_says_why(folder: Path) -> None:
+    (folder / build.REASON).write_text("there was no compiler\n")
+    (found,) = [finding for finding in checks.devices() if "in C" in finding.text]
+    assert (found.level, found.text.partition(": ")[2]) == ("note", "none: there was no compiler")
+    assert "where there is a C compiler" in found.advice
+
+
 def test_library_of_other_sources(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "fingerprint", lambda: 7)
     with pytest.raises(OSError, match=r"was made from other sources; .*build\.py` makes it anew"):
@@ -294,7 +302,7 @@ def test_library_of_other_sources(variant: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_other_instructions() -> None:
-    with pytest.raises(OSError, match="this processor has default, says torch, and there is a library for AVX2"):
+    with pytest.raises(OSError, match="torch says that this processor has default, and there is a library for AVX2"):
         native.load("default")
 
 

@@ -105,10 +105,11 @@ def devices() -> Iterator[Finding]:
         yield Finding(
             "note", "fp32 linear layers on the CPU: torch's own, as this torch lacks operators of oneDNN and MKL"
         )
-    found = native.found()
-    in_c = f"attention and beams' choices on the CPU, in fp32: in C, {native.state()}"
-    advice = "install fastgen again where there is a C compiler" if found.library is None else None
-    yield Finding("ok" if advice is None else "note", in_c, *filter(None, [advice]))
+    text = f"attention and the choice of tokens on the CPU, fp32, in C: {native.state()}"
+    if native.found().library is None:
+        yield Finding("note", text, "install fastgen again where there is a C compiler (cc, gcc, clang)")
+    else:
+        yield Finding("ok", text)
     if not (has.get("avx512_bf16") or has.get("amx_bf16") or has.get("bf16")):
         yield Finding("note", "no unit of this CPU multiplies in bf16: models in bf16 are slow on it", "load in fp32")
 
