@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastgen
 from fastgen import config
@@ -31,6 +32,7 @@ INF = torch.inf
 SHAPES = [
     # B, M, Hkv, groups, N, D
     (1, 1, 1, 1, 1, 16),
+    *((2, 3, 2, 1, n, 32) for n in (6, 7, 13, 14, 15, 16, 22, 23, 30, 31)),  # up to the last place of a vector
     (2, 3, 2, 2, 5, 32),
     (3, 4, 4, 1, 37, 48),
     (9, 4, 2, 1, 64, 64),  # more sentences than four for each thread: a list of keys serves all heads
@@ -71,7 +73,7 @@ def _mask(kind: str, b: int, m: int, h: int, n: int) -> Tensor | None:
         return None
     shape = {"sentence": (b, 1, 1, n), "beam": (b, 1, m, n), "head": (1, h, m, n)}[kind]
     mask = torch.zeros(shape).masked_fill_(_randn(*shape, seed=5) > 0.3, -INF)
-    mask[..., 0] = _randn(*shape[:3], seed=6)  # every row sees something
+    mask[..., : n // 3 + 1] = _randn(*shape[:3], 1, seed=6)  # every row sees something, and all some of the same
     return mask
 
 
@@ -138,7 +140,22 @@ def _strided(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return beam_attention(query, keys.transpose(2, 3).contiguous().transpose(2, 3), values, None, 1.0)
 
 
-@pytest.mark.parametrize("how", [_double, _autocast, _gradient, _strided])
+def _watched(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    with FlopCounterMode(display=False):
+        return beam_attention(query, keys, values, None, 1.0)
+
+
+def _mapped(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    return torch.vmap(lambda q: beam_attention(q, keys, values, None, 1.0))(query[None])[0]
+
+
+def _narrow_values(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    found = beam_attention(query, keys, values[..., :8], None, 1.0)
+    assert found.shape[3] == 8
+    return torch.cat([found, beam_attention_reference(query, keys, values[..., 8:], None, 1.0)], 3)
+
+
+@pytest.mark.parametrize("how", [_double, _autocast, _gradient, _strided, _watched, _mapped, _narrow_values])
 def test_left_to_torch(variant: str, how: Callable[..., Tensor]) -> None:
     query, keys, values = _randn(2, 8, 2, 32), _randn(2, 2, 9, 32, seed=1), _randn(2, 2, 9, 32, seed=2)
     found = how(query, keys, values)
@@ -217,6 +234,24 @@ def test_k_best_of_equal_values(variant: str, monkeypatch: pytest.MonkeyPatch) -
     assert asked == [1]
 
 
+def test_k_best_of_none(variant: str) -> None:
+    with pytest.raises(RuntimeError):
+        best_of_log_probs(_randn(1, 2, 300), torch.zeros(1, 2), -1)
+
+
+def test_out_of_another_shape(variant: str) -> None:
+    with pytest.warns(UserWarning, match="was resized"):
+        assert log_softmax(_randn(8, 40), out=torch.empty(1, 40)).shape == (8, 40)
+    assert calls == {("log_softmax", "reference"): 1}
+
+
+def test_another_default_device(variant: str) -> None:
+    log_probs, scores = _randn(2, 3, 300), torch.zeros(2, 3)
+    with torch.device("meta"):
+        found = best_of_log_probs(log_probs, scores, 4)
+    assert torch.equal(found[1], best_of_log_probs_reference(log_probs, scores, 4)[1])
+
+
 def test_k_best_of_few_that_are_left(variant: str) -> None:
     log_probs = torch.full((2, 3, 200), -INF)
     log_probs[:, :, 150] = _randn(2, 3)
@@ -292,7 +327,7 @@ def test_doctor_says_why(folder: Path) -> None:
     (folder / build.REASON).write_text("there was no compiler\n")
     (found,) = [finding for finding in checks.devices() if "in C" in finding.text]
     assert (found.level, found.text.partition(": ")[2]) == ("note", "none: there was no compiler")
-    assert "where there is a C compiler" in found.advice
+    assert ("build.py compiles them" in found.advice) == (native.found().variant in build.VARIANTS)
 
 
 def test_library_of_other_sources(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +361,12 @@ def test_no_compiler(script: str | None, reason: str, tmp_path: Path, monkeypatc
     assert reason in (build.build(folder) or "")
     assert [path.name for path in folder.iterdir()] == [build.REASON]
     assert reason in (folder / build.REASON).read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="built on Linux alone")
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "file" in (build.build(tmp_path / "file" / "lib") or "")
 
 
 def test_needs_nothing_to_be_built(tmp_path: Path) -> None:

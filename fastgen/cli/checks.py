@@ -107,7 +107,8 @@ def devices() -> Iterator[Finding]:
         )
     text = f"attention and the choice of tokens on the CPU, fp32, in C: {native.state()}"
     if native.found().library is None:
-        yield Finding("note", text, "install fastgen again where there is a C compiler (cc, gcc, clang)")
+        can = native.found().variant in native.build.VARIANTS
+        yield Finding("note", text, f"python {native.build.__file__} compiles them (cc, gcc, clang)" if can else "")
     else:
         yield Finding("ok", text)
     if not (has.get("avx512_bf16") or has.get("amx_bf16") or has.get("bf16")):

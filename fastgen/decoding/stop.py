@@ -44,4 +44,6 @@ class Stop:
         if self.eos is None:
             return torch.zeros_like(tokens, dtype=torch.bool)
         self.eos = self.eos.to(tokens.device)
+        if len(self.eos) == 1:
+            return tokens == self.eos
         return (tokens[..., None] == self.eos).any(-1)  # `isin` of many may wait for the device

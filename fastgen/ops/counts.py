@@ -3,7 +3,7 @@
 from collections import Counter
 
 calls: Counter[tuple[str, str]] = Counter()
-"""Calls by operation and path (triton or reference), of the operations that have a kernel."""
+"""Calls by operation and path (triton, native or reference), of the operations that have a kernel or are in C."""
 
 launches: Counter[str] = Counter()
 """Launches by the kernel's name; the tests read it to see which branch ran."""

@@ -40,6 +40,8 @@ else:
     constexpr = int if tl is None else tl.constexpr
 
 
+_of_torch: Any = torch._C
+
 uncounted: ContextVar[bool] = ContextVar("fastgen_uncounted", default=False)
 """Whether the calls of this context are on tensors without values (`models.footprint`), which are none to count."""
 
@@ -122,8 +124,15 @@ def _never() -> bool:
 
 
 def _in_the_open() -> bool:
-    """Whether tensors hold numbers, nobody but torch's modules computes with them, and nobody watches."""
-    return not (uncounted.get() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
+    """Whether tensors hold numbers, and nobody records, transforms or replaces what is computed with them."""
+    return not (
+        uncounted.get()
+        or torch.compiler.is_compiling()
+        or _of_torch._get_tracing_state() is not None
+        or _of_torch._len_torch_dispatch_stack()
+        or _of_torch._functorch.peek_interpreter_stack() is not None
+        or torch.is_autocast_enabled("cpu")
+    )
 
 
 def plain(*tensors: Tensor | None) -> bool:
@@ -134,6 +143,7 @@ def plain(*tensors: Tensor | None) -> bool:
             type(tensor) is not Tensor
             or tensor.dtype != torch.float32
             or not tensor.is_cpu
+            or tensor.is_neg()
             or (graph and tensor.requires_grad)
         ):
             return False

@@ -247,12 +247,12 @@ def _covered(logits: Tensor, scores: Tensor, k: int, changed: int = 0) -> bool:
 
 def _covered_in_c(logits: Tensor, scores: Tensor, k: int) -> bool:
     """Whether C ranks what comes of these logits."""
-    return plain(logits, scores) and logits.stride(2) == 1 and k <= MOST_IN_C and k < logits.shape[2]
+    return plain(logits, scores) and logits.stride(2) == 1 and 1 <= k <= MOST_IN_C and k < logits.shape[2]
 
 
 def _ranked(by: "native.Library | str", log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Rank log-probabilities in C, where `by` says so, else in torch; where values are equal, by `torch.topk`."""
-    if in_c(by):
+    if in_c(by) and plain(log_probs):  # which a bias may have changed
         return native.k_best(by, log_probs, scores, k) or best_of_log_probs_reference(log_probs, scores, k)
     return _ranked_in_groups(log_probs, scores, k)
 

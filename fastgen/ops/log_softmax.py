@@ -29,5 +29,9 @@ def log_softmax(logits: Tensor, dtype: torch.dtype | None = None, out: Tensor | 
 
 
 def _covered_in_c(logits: Tensor, dtype: torch.dtype | None, out: Tensor | None) -> bool:
-    rows = logits.dim() == 2 and logits.stride(1) == 1 and (out is None or out.is_contiguous())
+    rows = (
+        logits.dim() == 2
+        and logits.stride(1) == 1
+        and (out is None or (out.shape == logits.shape and out.is_contiguous()))
+    )
     return rows and dtype in (None, torch.float32) and plain(logits, out)

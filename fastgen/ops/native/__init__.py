@@ -20,7 +20,7 @@ from fastgen.ops.native import build
 LIBRARIES = Path(__file__).parent / "lib"
 
 THREAD_WORK = 32 * 1024
-"""Multiplications for which another thread is woken up."""
+"""Multiplications, or logits, for which another thread is woken up."""
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)
 """Head dimensions that attention is compiled for."""
@@ -62,7 +62,7 @@ def found() -> Found:
     variant = torch.backends.cpu.get_cpu_capability().lower()
     try:
         return Found(variant, load(variant))
-    except OSError as error:
+    except (OSError, AttributeError) as error:
         return Found(variant, None, str(error))
 
 
@@ -130,7 +130,7 @@ def state() -> str:
 
 
 def threads_for(work: int) -> int:
-    """How many of torch's threads share so many multiplications."""
+    """How many of torch's threads share so many multiplications, or logits."""
     return max(1, min(torch.get_num_threads(), work // THREAD_WORK))
 
 
@@ -139,12 +139,13 @@ def covers_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
     sentences, beams, heads, dims = query.shape
     _, key_heads, count, _ = keys.shape
     return (
-        dims in HEAD_DIMS
+        keys.shape == values.shape
+        and dims in HEAD_DIMS
         and beams * heads <= ROWS * key_heads
-        and count < 2**31
+        and 0 < count < 2**31
         and (sentences * key_heads > FEW_HEADS or beams * heads * count > FEW_SCORES * key_heads)
         and query.stride(3) == keys.stride(3) == values.stride(3) == 1
-        and (mask is None or (mask.shape[3] == count and mask.stride(3) == 1))
+        and (mask is None or (mask.dim() == 4 and mask.shape[3] == count and mask.stride(3) == 1))
     )
 
 
@@ -188,7 +189,7 @@ def k_best(by: Library, log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tens
     b, m, v = log_probs.shape
     scores = scores.contiguous()
     values, maxima = scores.new_empty(b, k + 1), scores.new_empty(b * m * -(-v // 64))
-    indices = torch.empty(b, k + 1, dtype=torch.int64)
+    indices = scores.new_empty(b, k + 1, dtype=torch.int64)
     decided = by.k_best(
         by.run, threads_for(log_probs.numel()), values.data_ptr(), indices.data_ptr(), maxima.data_ptr(),
         log_probs.data_ptr(), scores.data_ptr(), b, m, v, k + 1, *log_probs.stride()[:2],

@@ -78,7 +78,7 @@ INLINE void multiply_keys(const Job *job, Space *at, const float *keys, const in
         vec part = load(key + WIDTH * i);
         for (int t = 0; t < TOGETHER; t++) product[t] += query[t][i] * part;
       }
-      vec4 found = sums(product[0], product[1], product[2], product[3]);
+      __m128 found = sums(product[0], product[1], product[2], product[3]);
       for (int t = 0; t < there; t++) at->scores[(r + t) * at->pitch + s] = found[t];
     }
   }
@@ -95,7 +95,7 @@ INLINE void multiply_keys(const Job *job, Space *at, const float *keys, const in
         fetch(keys, pitch, own, s + t, count, D);
         for (int i = 0; i < C; i++) product[t] += query[i] * load(key + WIDTH * i);
       }
-      *(vec4 *)(scores + s) = sums(product[0], product[1], product[2], product[3]); /* the pitch leaves room */
+      _mm_storeu_ps(scores + s, sums(product[0], product[1], product[2], product[3])); /* the pitch has room */
     }
   }
 }
@@ -176,7 +176,8 @@ INLINE void attend(const Job *job, Space *at, int64_t b, int64_t head, const int
 
 static void work(void *given) {
   Job *job = given;
-  Space at = {.rows = job->beams * job->groups, .pitch = (job->count / WIDTH + 1) * WIDTH};
+  /* All keys, up to a whole vector and a whole store of four, wherever that begins. */
+  Space at = {.rows = job->beams * job->groups, .pitch = ((job->count + TOGETHER - 1) / WIDTH + 1) * WIDTH};
   const int64_t tasks = job->sentences * job->key_heads, size = at.rows * at.pitch + (at.rows + 1) * job->count;
   at.scores = malloc(4 * size);
   if (!at.scores) {

@@ -7,9 +7,11 @@ beside the libraries, and `fastgen status` and `fastgen doctor` show it.
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -24,39 +26,53 @@ REASON = "not-built.txt"
 
 
 def fingerprint() -> int:
-    """Return a number that changes with the sources, which each library knows of those that it was made from."""
-    return zlib.crc32(b"".join((HERE / name).read_bytes() for name in SOURCES))
+    """Return a number that changes with the sources and flags; each library knows that of those it was made from."""
+    flags = repr((FLAGS, VARIANTS)).encode()
+    return zlib.crc32(b"".join((HERE / name).read_bytes() for name in SOURCES) + flags)
 
 
 def build(folder: Path = HERE / "lib") -> str | None:
     """Compile all variants into `folder`; return None, or why not: then there is no library there."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    reason = _compiled(folder)
-    if reason is not None:
-        for library in folder.glob("*.so"):
-            library.unlink()
-        (folder / REASON).write_text(reason + "\n", encoding="utf-8")
-    return reason
+    try:
+        folder.mkdir(exist_ok=True)
+        # Whoever builds at the same time, or loads, sees libraries that are whole.
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as made:
+            reason = _compiled(Path(made))
+            if reason is None:
+                for name in VARIANTS:
+                    os.replace(Path(made, f"{name}.so"), folder / f"{name}.so")
+                (folder / REASON).unlink(missing_ok=True)
+                return None
+            Path(made, REASON).write_text(reason + "\n", encoding="utf-8")
+            os.replace(Path(made, REASON), folder / REASON)
+        for name in VARIANTS:
+            (folder / f"{name}.so").unlink(missing_ok=True)
+        return reason
+    except OSError as error:
+        return str(error)
 
 
 def _compiled(folder: Path) -> str | None:
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        return f"there are native kernels for Linux on x86-64 alone, not for {sys.platform} on {platform.machine()}"
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    if compiler is None:
+        return f"there are operations in C for Linux on x86-64 alone, not for {sys.platform} on {platform.machine()}"
+    try:
+        compiler = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        return f"CC={os.environ['CC']!r}: {error}"
+    compiler = compiler or list(filter(shutil.which, ("cc", "gcc", "clang")))[:1]
+    if not compiler:
         return "there was no C compiler (cc, gcc or clang; CC names another) when fastgen was installed"
     for name, flags in VARIANTS.items():
         sources = [str(HERE / source) for source in SOURCES if source.endswith(".c")]
         defined = f"-DFINGERPRINT={fingerprint()}u"
-        command = [*compiler.split(), *FLAGS, *flags, defined, *sources, "-o", str(folder / f"{name}.so"), "-lm"]
+        command = [*compiler, *FLAGS, *flags, defined, *sources, "-o", str(folder / f"{name}.so"), "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
-            return f"{compiler} could not be run: {error}"
+            return f"{compiler[0]} could not be run: {error}"
         if done.returncode:
             said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
-            return f"{compiler} ended with {done.returncode}: {said}"
+            return f"{compiler[0]} ended with {done.returncode}: {said}"
     return None
 
 
