@@ -170,9 +170,15 @@ def report(
         tuple(_row(e, canaries.get(e.patch.toolkit.name), e.patch.toolkit.module in absent) for e in entries),
         dict(compared),
         {name: {p: calls[name, p] for p in _PATHS if calls[name, p]} for name in sorted({name for name, _ in calls})},
-        sys.modules["fastgen.ops.native"].state() if calls else "",
+        _native(),
         dict(together),
     )
+
+
+def _native() -> str:
+    """What there is in C, where operations have run in this process; calls of others may be counted without."""
+    loaded = sys.modules.get("fastgen.ops.native")
+    return loaded.state() if calls and loaded is not None else ""
 
 
 def _toolkit_row(toolkit: Toolkit, version: str | None, canary: Canary | None, absent: bool) -> ToolkitRow:
