@@ -8,7 +8,7 @@
 
 #include "vector.h"
 
-enum { ROWS = 128, TOGETHER = 4, AHEAD = 16 };
+enum { ROWS = 128, TOGETHER = 4, AHEAD = 16, MOST = 128 / WIDTH };
 
 typedef struct {
   float *out;
@@ -66,17 +66,17 @@ INLINE void multiply_keys(const Job *job, Space *at, const float *keys, const in
   const int C = D / WIDTH;
   const int64_t pitch = job->keys_n;
   for (int64_t r = 0; r < at->rows; r += TOGETHER) {
-    vec query[TOGETHER][C];
+    vec query[TOGETHER][MOST];
     int64_t there = at->rows - r < TOGETHER ? at->rows - r : TOGETHER;
-    for (int t = 0; t < TOGETHER; t++)
-      for (int i = 0; i < C; i++) query[t][i] = load(at->query[r + (t < there ? t : 0)] + WIDTH * i) * job->scale;
+    UNROLLED for (int t = 0; t < TOGETHER; t++)
+      UNROLLED for (int i = 0; i < C; i++) query[t][i] = load(at->query[r + (t < there ? t : 0)] + WIDTH * i) * job->scale;
     for (int64_t s = 0; s < at->shared_count; s++) {
       const float *key = keys + at->shared[s] * pitch;
       fetch(keys, pitch, at->shared, s, at->shared_count, D);
       vec product[TOGETHER] = {};
-      for (int i = 0; i < C; i++) {
+      UNROLLED for (int i = 0; i < C; i++) {
         vec part = load(key + WIDTH * i);
-        for (int t = 0; t < TOGETHER; t++) product[t] += query[t][i] * part;
+        UNROLLED for (int t = 0; t < TOGETHER; t++) product[t] += query[t][i] * part;
       }
       __m128 found = sums(product[0], product[1], product[2], product[3]);
       for (int t = 0; t < there; t++) at->scores[(r + t) * at->pitch + s] = found[t];
@@ -86,14 +86,14 @@ INLINE void multiply_keys(const Job *job, Space *at, const float *keys, const in
     const int32_t *own = at->own + r * job->count;
     const int64_t count = at->own_count[r];
     float *scores = at->scores + r * at->pitch + at->shared_count;
-    vec query[C];
-    for (int i = 0; i < C; i++) query[i] = load(at->query[r] + WIDTH * i) * job->scale;
+    vec query[MOST];
+    UNROLLED for (int i = 0; i < C; i++) query[i] = load(at->query[r] + WIDTH * i) * job->scale;
     for (int64_t s = 0; s < count; s += TOGETHER) {
       vec product[TOGETHER] = {};
-      for (int t = 0; t < TOGETHER; t++) {
+      UNROLLED for (int t = 0; t < TOGETHER; t++) {
         const float *key = keys + own[s + t < count ? s + t : count - 1] * pitch;
         fetch(keys, pitch, own, s + t, count, D);
-        for (int i = 0; i < C; i++) product[t] += query[i] * load(key + WIDTH * i);
+        UNROLLED for (int i = 0; i < C; i++) product[t] += query[i] * load(key + WIDTH * i);
       }
       _mm_storeu_ps(scores + s, sums(product[0], product[1], product[2], product[3])); /* the pitch has room */
     }
@@ -126,44 +126,44 @@ INLINE void add_values(const Job *job, Space *at, const float *values, const flo
   const int C = D / WIDTH;
   const int64_t pitch = job->values_n;
   for (int64_t r = 0; r < at->rows; r += TOGETHER) {
-    vec mixed[TOGETHER][C];
+    vec mixed[TOGETHER][MOST];
     int64_t there = at->rows - r < TOGETHER ? at->rows - r : TOGETHER;
     const float *weights[TOGETHER];
-    for (int t = 0; t < TOGETHER; t++) {
+    UNROLLED for (int t = 0; t < TOGETHER; t++) {
       weights[t] = at->scores + (r + (t < there ? t : 0)) * at->pitch;
-      for (int i = 0; i < C; i++) mixed[t][i] = splat(0.0f);
+      UNROLLED for (int i = 0; i < C; i++) mixed[t][i] = splat(0.0f);
     }
     for (int64_t s = 0; s < at->shared_count; s++) {
       const float *value = values + at->shared[s] * pitch;
       fetch(values, pitch, at->shared, s, at->shared_count, D);
-      for (int i = 0; i < C; i++) {
+      UNROLLED for (int i = 0; i < C; i++) {
         vec part = load(value + WIDTH * i);
-        for (int t = 0; t < TOGETHER; t++) mixed[t][i] += weights[t][s] * part;
+        UNROLLED for (int t = 0; t < TOGETHER; t++) mixed[t][i] += weights[t][s] * part;
       }
     }
     for (int t = 0; t < there; t++)
-      for (int i = 0; i < C; i++) store(at->out[r + t] + WIDTH * i, mixed[t][i]);
+      UNROLLED for (int i = 0; i < C; i++) store(at->out[r + t] + WIDTH * i, mixed[t][i]);
   }
   for (int64_t r = 0; r < at->rows; r++) {
     const int32_t *own = at->own + r * job->count;
     const int64_t count = at->own_count[r];
     const float *weights = at->scores + r * at->pitch + at->shared_count;
-    vec even[C], odd[C]; /* two sums, so that one addition need not wait for the other */
-    for (int i = 0; i < C; i++) even[i] = load(at->out[r] + WIDTH * i), odd[i] = splat(0.0f);
+    vec even[MOST], odd[MOST]; /* two sums, so that one addition need not wait for the other */
+    UNROLLED for (int i = 0; i < C; i++) even[i] = load(at->out[r] + WIDTH * i), odd[i] = splat(0.0f);
     int64_t s = 0;
     for (; s + 1 < count; s += 2) {
       const float *one = values + own[s] * pitch, *other = values + own[s + 1] * pitch;
       fetch(values, pitch, own, s, count, D);
       fetch(values, pitch, own, s + 1, count, D);
-      for (int i = 0; i < C; i++) {
+      UNROLLED for (int i = 0; i < C; i++) {
         even[i] += weights[s] * load(one + WIDTH * i);
         odd[i] += weights[s + 1] * load(other + WIDTH * i);
       }
     }
     if (s < count)
-      for (int i = 0; i < C; i++) even[i] += weights[s] * load(values + own[s] * pitch + WIDTH * i);
+      UNROLLED for (int i = 0; i < C; i++) even[i] += weights[s] * load(values + own[s] * pitch + WIDTH * i);
     const float share = 1.0f / total[r]; /* of a row that sees nothing 1 / 0, and its values become 0 * inf: NaN */
-    for (int i = 0; i < C; i++) store(at->out[r] + WIDTH * i, (even[i] + odd[i]) * share);
+    UNROLLED for (int i = 0; i < C; i++) store(at->out[r] + WIDTH * i, (even[i] + odd[i]) * share);
   }
 }
 

@@ -14,6 +14,9 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Before a loop over vectors that are to stay in registers: it has to be gone for that. */
+#define UNROLLED _Pragma("GCC unroll 16")
+
 /* Aligned as single floats are, so that they can be read from anywhere. */
 typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * WIDTH), aligned(4)));
