@@ -193,6 +193,11 @@ class LayerKV:
         self.prefix += added
 
     @property
+    def begun(self) -> bool:
+        """Whether there is anything in it, so that it has a shape."""
+        return self._keys is not None
+
+    @property
     def room(self) -> tuple[Tensor, Tensor]:
         """Keys and values with what lies behind them, (B, Hkv, N, D), up to where they will have to move."""
         assert self._keys is not None

@@ -7,6 +7,7 @@ Source: Kim et al. 2023 (BiLD), section 4.4.
 
 from dataclasses import replace
 
+from fastgen.models.in_c import together
 from fastgen.models.step import DecoderStep
 
 
@@ -20,7 +21,7 @@ def early_exit(step: DecoderStep, layers: int) -> DecoderStep:
     first = [sublayer for sublayer in step.sublayers if sublayer.layer < layers]
     if step.first is not None:  # norms come first: that behind the last layer is the decoder's own
         first[-1] = replace(first[-1], norm=step.sublayers[-1].norm)
-    return replace(step, sublayers=first)
+    return replace(step, sublayers=first, together=together(first, step.first is not None))
 
 
 def check_exit(layers: int, count: int) -> None:

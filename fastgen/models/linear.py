@@ -84,19 +84,22 @@ class _Useful(NamedTuple):
     """Where a packed weight is faster.
 
     elements: of x, the fewest and the most, by the kind of activation behind. least: rows, with any of them.
+    plain: elements of x, the fewest with which the weight as it is may be faster by another product than torch's.
     """
 
     elements: dict[str | None, tuple[int, int]]
     least: int
+    plain: int
 
 
 @functools.cache
-def _useful(outputs: int, inputs: int, by_mkl: bool) -> _Useful:
-    """Looked up once for layers of one size: a call asks for every layer."""
+def _useful(outputs: int, inputs: int, packer: str) -> _Useful:
+    """Looked up once for layers of one size, and for one library that packs: a call asks for every layer."""
     rows = {kind: ops.useful_rows(outputs, inputs, kind) for kind in (None, *FUNCTIONS)}
     elements = {kind: (max(1, found.start * inputs), (found.stop - 1) * inputs) for kind, found in rows.items()}
     activated = outputs > inputs  # no other may have an activation behind it
-    return _Useful(elements, min(rows[kind].start for kind in rows if activated or kind is None))
+    least = min(rows[kind].start for kind in rows if activated or kind is None)
+    return _Useful(elements, least, max(1, ops.useful_rows(outputs, inputs, packed=False).start * inputs))
 
 
 class Product(Protocol):
@@ -135,7 +138,8 @@ class Linear(Routed):
         self.mode = config.settings().linear
         self.entry: _Packed | None = None
         self.outputs, self.inputs = _sizes(module)
-        self.useful = _useful(self.outputs, self.inputs, ops.by_mkl()).elements
+        useful = _useful(self.outputs, self.inputs, ops.packer())
+        self.useful, self.useful_plain = useful.elements, useful.plain
         self.own: Own | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -180,16 +184,27 @@ class Linear(Routed):
             return plain if self._is_large(x) else None
         if self.memory.planned:  # nothing is computed, and a copy would take memory
             return None if self.transposed and self.mode == "plain" else plain
+        copy = self._copy(weight, plain, x.numel() // x.shape[-1], activation)
+        if copy is not None:
+            return copy
+        return None if self.transposed or ops.by_mkl() or x.numel() < self.useful_plain else weight
+
+    def in_panels(self) -> ops.PanelWeight | None:
+        """The weight as a step in C reads it; None where it is not packed so, or not yet."""
+        weight = self.module.weight
+        copy = self._copy(weight, weight.t() if self.transposed else weight, 1, None)
+        return copy if isinstance(copy, ops.PanelWeight) else None
+
+    def _copy(self, weight: Tensor, plain: Tensor, rows: int, activation: str | None) -> ops.Packed | None:
+        """The packed copy of the weight, made now if it is used often; None where there is none."""
         entry = self.entry
         if entry is None or entry.is_stale(weight):
             entry = self.entry = _entry(weight)
         if entry.copy is None:
             entry.uses += 1
             if entry.uses >= OFTEN and self._may_pack(weight):
-                entry.copy = ops.pack(plain, x.numel() // x.shape[-1], activation)
-        if entry.copy is not None and ops.suits(entry.copy, activation):
-            return entry.copy
-        return None if self.transposed or ops.by_mkl() else weight
+                entry.copy = ops.pack(plain, rows, activation)
+        return entry.copy if entry.copy is not None and ops.suits(entry.copy, activation) else None
 
     def _may_pack(self, weight: Tensor) -> bool:
         return self.mode == "packed" or (self.mode != "plain" and _affordable(weight))
@@ -329,12 +344,12 @@ def gains(module: nn.Module, rows: int | None) -> bool:
     weight = module._parameters.get("weight")
     if weight is None:
         return False
-    return rows >= _least(weight.shape, is_transposed(module), ops.by_mkl())
+    return rows >= _least(weight.shape, is_transposed(module), ops.packer())
 
 
 @functools.cache
-def _least(shape: tuple[int, int], transposed: bool, by_mkl: bool) -> int:
-    return _useful(*(reversed(shape) if transposed else shape), by_mkl).least
+def _least(shape: tuple[int, int], transposed: bool, packer: str) -> int:
+    return _useful(*(reversed(shape) if transposed else shape), packer).least
 
 
 def reason_off(model: nn.Module) -> str | None:

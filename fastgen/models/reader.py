@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.models import activation
+from fastgen.models.in_c import together
 from fastgen.models.layouts import Attention, Layout
 from fastgen.models.linear import Product, is_linear, product, products
 from fastgen.models.masked import MaskedStep, Prediction
@@ -89,6 +90,7 @@ class Reader:
             scale=layout.scale(self.model),
             softcap=layout.softcap(self.model),
             facts=tuple(self.facts),
+            together=together(sublayers, first is not None) if layout.mask is None else None,
         )
         self.check_rest()
         if outcome(step) is False:

@@ -307,6 +307,8 @@ class DecoderStep:
         scale: of what the head reads.
         softcap: of the logits; None for none.
         facts: what it was made from beside weights, the model's config among it: equal where nothing has changed.
+        together: runs all sublayers at once, of what the first one reads and the stream that it adds to; None for no
+            such thing, or, as its result, where this step is not for it.
         tokens: how many it runs of each row, of which the first stays.
     """
 
@@ -320,6 +322,7 @@ class DecoderStep:
     scale: float = 1.0
     softcap: float | None = None
     facts: tuple[object, ...] = ()
+    together: Callable[[Tensor, Tensor, Any], Tensor | None] | None = None
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -345,6 +348,8 @@ class DecoderStep:
         """Return what the head reads of ids (R,) int64, the newest token of each row: (R, C)."""
         stream = self.embedding(ids, context.position)
         x = stream if self.first is None else self.first(stream)[0]
+        if self.together is not None and (made := self.together(x, stream, context)) is not None:
+            return made
         for sublayer in self.sublayers:
             x, total = sublayer(x, stream, context)
             stream = x if self.first is None else total

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastgen.ops import processor
+from fastgen.ops import native, processor
 from fastgen.ops.activation import FUNCTIONS, activation_, activation_reference
+from fastgen.ops.dispatch import chosen, in_c, plain
 
 LEAST_ROWS = ((96 * 1024, 32), (384 * 1024, 2), (math.inf, 1))
 """Rows from which on oneDNN is faster, for weights of fewer elements than stand before them.
@@ -37,6 +38,10 @@ LEAST_ROWS_ZEN5 = ((24 * 1024, 128), (48 * 1024, 64), (96 * 1024, 32), (160 * 10
 """The same on Zen 5, from 128 x 128 to 512 x 10000, weights in the cache and not, one thread and two: calls of oneDNN's
 take 15 us there, and reach 300 to 440 GFLOP/s from 64 rows on, torch's 110 to 190. With one row 256 x 1024 is 2.2 to
 2.7 times as fast where the weight is read from memory, and 0.6 to 0.8 in the cache, where few models lie."""
+
+LEAST_ROWS_NATIVE = ((8 * 1024, 16), (24 * 1024, 2), (math.inf, 1))
+"""The same for products in C, from 64 x 64 to 4096 x 1024, one thread and two (Zen 5): a call takes 2 us, one of
+oneDNN's 12 to 15."""
 
 LEAST_ROWS_MKL = ((24 * 1024, 64), (600 * 1024, 16), (math.inf, 4))
 """The same for weights packed by MKL, from 128 x 128 to 50,000 x 512, one thread and two (Xeon). With 1 to 3 rows a
@@ -93,7 +98,21 @@ class MklWeight(NamedTuple):
     sizes: Tensor
 
 
-Packed = Tensor | MklWeight
+class PanelWeight(NamedTuple):
+    """A weight (N, K) in the layout of products in C.
+
+    panels: (P, K, W), what `ops.native.packed` returns. outputs: N.
+    """
+
+    panels: Tensor
+    outputs: int
+
+    def unpacked(self) -> Tensor:
+        """The weight, (N, K)."""
+        return self.panels.transpose(1, 2).flatten(0, 1)[: self.outputs]
+
+
+Packed = Tensor | MklWeight | PanelWeight
 """A packed weight."""
 
 
@@ -103,8 +122,13 @@ def available() -> bool:
 
 
 def by_mkl() -> bool:
-    """Whether weights are packed by MKL rather than by oneDNN: on Intel's processors."""
-    return processor.on_intel() and _mkl_agrees()
+    """Whether weights are packed by MKL rather than by oneDNN: on Intel's processors, where products in C do not run."""
+    return processor.on_intel() and native.library() is None and _mkl_agrees()
+
+
+def packer() -> str:
+    """By which library weights are packed, as far as no activation function decides it: native, mkl or onednn."""
+    return "native" if native.library() is not None else "mkl" if by_mkl() else "onednn"
 
 
 @cache
@@ -147,12 +171,16 @@ def _agree(forms: Callable[[], Sequence[Packed]]) -> bool:
     return True
 
 
-def useful_rows(outputs: int, inputs: int, activation: str | None = None) -> range:
+def useful_rows(outputs: int, inputs: int, activation: str | None = None, packed: bool = True) -> range:
     """Rows of x with which a product with a packed weight (outputs, inputs) is faster than `F.linear`.
 
-    activation: the kind of it right behind the product; None for none.
+    Args:
+        activation: the kind of it right behind the product; None for none.
+        packed: False for a weight that `linear` gets plain, where C is of no use.
     """
     elements = outputs * inputs
+    if native.library() is not None and packed:
+        return range(_at(LEAST_ROWS_NATIVE, elements), sys.maxsize)
     if not by_mkl():
         return range(_at(LEAST_ROWS_ZEN5 if processor.on_zen5() else LEAST_ROWS, elements), sys.maxsize)
     if not _by_mkl(activation):
@@ -185,6 +213,9 @@ def pack(weight: Tensor, rows: int = 16, activation: str | None = None) -> Packe
         activation: the kind of it that is to follow; any other works too.
     """
     weight = weight.detach().contiguous()
+    by = native.library()
+    if by is not None:
+        return PanelWeight(native.packed(by, weight), len(weight))
     if not _by_mkl(activation):
         return _pack_for_onednn(weight, rows)
     few, many = PACKED_ROWS_MKL
@@ -193,11 +224,16 @@ def pack(weight: Tensor, rows: int = 16, activation: str | None = None) -> Packe
 
 def packed_bytes(packed: Packed) -> int:
     """Bytes of a packed weight: of MKL's layout what is written, as it has room for more."""
+    if isinstance(packed, PanelWeight):
+        return 4 * packed.panels.numel()
     return 4 * (packed if isinstance(packed, Tensor) else packed.sizes).numel()
 
 
 def suits(packed: Packed, activation: str | None = None) -> bool:
     """Whether `pack` would pack a weight with the same library for this activation."""
+    by = native.library()
+    if by is not None or isinstance(packed, PanelWeight):
+        return isinstance(packed, PanelWeight) and by is not None and packed.panels.shape[2] == by.panel
     return isinstance(packed, MklWeight) == _by_mkl(activation)
 
 
@@ -217,7 +253,7 @@ def linear(
     activation: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Return x (..., K) fp32 times weight (N, K) transposed plus bias (N,), by oneDNN or MKL, unchecked.
+    """Return x (..., K) fp32 times weight (N, K) transposed plus bias (N,), in C, by oneDNN or MKL, unchecked.
 
     Differs from `linear_reference` by fp32 rounding. What comes behind costs a pass over memory less with oneDNN: gelu
     at 128 x 512 x 1,024 33 us, by itself 83; the sum at 128 x 256 x 512 5 us, by itself 16.
@@ -227,6 +263,8 @@ def linear(
         activation: gelu, gelu_tanh, relu or silu, for that of the result.
         residual: (..., N), to be added to the result; not with an activation.
     """
+    if isinstance(weight, PanelWeight):
+        return _in_c(x, weight, bias, activation, residual)
     if isinstance(weight, MklWeight):
         y = torch.ops.mkl._mkl_linear.default(x, weight.layout, weight.sizes, bias, x.numel() // x.shape[-1])
         return _finished(y, activation, residual)
@@ -240,6 +278,26 @@ def linear(
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], algorithm)
 
 
+def _in_c(
+    x: Tensor,
+    weight: PanelWeight,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    by = chosen("linear", _never, lambda: plain(x, None if bias is None else bias.data, residual), x)
+    if not in_c(by):  # somebody records what is computed, or C has been switched off since
+        y = _finished(F.linear(x, weight.unpacked(), bias), activation, residual)
+        return y if out is None else out.copy_(y)
+    out = x.new_empty(*x.shape[:-1], weight.outputs) if out is None else out
+    return native.product(by, x, weight.panels, bias, activation, residual, out)
+
+
+def _never() -> bool:
+    return False
+
+
 def _finished(y: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:
     if activation is not None:
         y = activation_(y, activation, exactly=False)
@@ -247,7 +305,7 @@ def _finished(y: Tensor, activation: str | None, residual: Tensor | None) -> Ten
 
 
 def linear_into(
-    y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+    y: Tensor, x: Tensor, weight: Tensor | PanelWeight, bias: Tensor | None = None, activation: str | None = None
 ) -> None:
     """Write `linear(x, weight, bias, activation)` to y (..., N), contiguous; not of a weight that MKL has packed.
 
@@ -255,6 +313,9 @@ def linear_into(
     nothing (2,048 x 1,024 x 4,096: 81 ms, at once 85 ms). torch's own product writes to y at once.
     """
     target, rows = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+    if isinstance(weight, PanelWeight):
+        _in_c(rows, weight, bias, activation, out=target)
+        return
     if _is_own(weight):
         _own_product(rows, weight, bias, target)
         if activation is not None:

@@ -36,16 +36,31 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "beam_attention": (*[_POINTER] * 5, *[_INTEGER] * 6, _FLOAT, *[_INTEGER] * 12),
     "log_softmax": (*[_POINTER] * 2, *[_INTEGER] * 3),
     "k_best": (*[_POINTER] * 5, *[_INTEGER] * 6),
+    "product": (*[_POINTER] * 5, *[_INTEGER] * 5),
+    "step": (_POINTER, _POINTER),
 }
+_RETURNS_NOTHING = ("log_softmax", "product")
+
+BEHIND: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+"""What may come behind a product, as product.h counts it."""
 
 
 class Library(NamedTuple):
-    """Operations of one library; `run` is what shares work among torch's threads."""
+    """Operations of one library.
+
+    Attributes:
+        panel: outputs of a weight that lie side by side where it is packed.
+        run, wait: what shares work among torch's threads, and lets them wait for each other.
+    """
 
     beam_attention: Callable[..., int]
     log_softmax: Callable[..., None]
     k_best: Callable[..., int]
+    product: Callable[..., None]
+    step: Callable[..., int]
+    panel: int
     run: int
+    wait: int
 
 
 class Found(NamedTuple):
@@ -87,19 +102,20 @@ def load(variant: str) -> Library:
         raise OSError(f"{path} was made from other sources; {how} anew")
     for name, arguments in _SIGNATURES.items():
         getattr(loaded, name).argtypes = (_POINTER, ctypes.c_uint, *arguments)
-        getattr(loaded, name).restype = None if name == "log_softmax" else ctypes.c_int
-    return Library(**{name: getattr(loaded, name) for name in _SIGNATURES}, run=_runtime())
+        getattr(loaded, name).restype = None if name in _RETURNS_NOTHING else ctypes.c_int
+    operations = {name: getattr(loaded, name) for name in _SIGNATURES}
+    return Library(**operations, panel=loaded.panel(), run=_runtime("GOMP_parallel"), wait=_runtime("GOMP_barrier"))
 
 
-def _runtime() -> int:
-    """The address of what shares work among torch's threads, in the library of OpenMP that torch depends on.
+def _runtime(name: str) -> int:
+    """The address of a function of the library of OpenMP that torch depends on.
 
     Raises:
         OSError: there is none.
     """
     runtime = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     try:
-        return ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p).value or 0
+        return ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value or 0
     except AttributeError as error:
         raise OSError(f"torch's threads cannot be used: {error}") from error
 
@@ -198,3 +214,35 @@ def k_best(by: Library, log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tens
         log_probs.data_ptr(), scores.data_ptr(), b, m, v, k + 1, *log_probs.stride()[:2],
     )  # fmt: skip
     return (values[:, :k], indices[:, :k]) if decided else None
+
+
+def packed(by: Library, weight: Tensor) -> Tensor:
+    """Return weight (N, K) fp32 as `product` reads it, (P, K, W): P panels of W outputs, the last filled with zeros."""
+    outputs, inputs = weight.shape
+    whole, width = outputs // by.panel, by.panel
+    panels = weight.new_empty(-(-outputs // width), inputs, width)
+    panels[:whole].copy_(weight[: whole * width].view(whole, width, inputs).transpose(1, 2))
+    if whole < len(panels):
+        panels[whole].zero_()[:, : outputs - whole * width] = weight[whole * width :].t()
+    return panels
+
+
+def product(
+    by: Library, x: Tensor, panels: Tensor, bias: Tensor | None, behind: str | None, residual: Tensor | None, out: Tensor
+) -> Tensor:
+    """Return out (..., N), contiguous: x (..., K) times a weight that is `packed`, plus bias (N,), and what is behind.
+
+    behind: an activation function, or None. residual: of out's shape, to be added after it.
+    """
+    outputs, (_, inputs, _) = out.shape[-1], panels.shape
+    if x.dim() != 2 or x.stride(1) != 1:
+        x = x.reshape(-1, inputs).contiguous()
+    bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    rows = x.shape[0]
+    by.product(
+        by.run, threads_for(rows * inputs * outputs), out.data_ptr(), x.data_ptr(), panels.data_ptr(),
+        None if bias is None else bias.data_ptr(), None if residual is None else residual.data_ptr(), rows, outputs,
+        inputs, x.stride(0), BEHIND[behind],
+    )  # fmt: skip
+    return out

@@ -5,20 +5,11 @@
  * any more are not read at all. Source: ops/beam_attention.py. */
 
 #include <stdlib.h>
+#include <string.h>
 
-#include "vector.h"
+#include "attention.h"
 
 enum { ROWS = 128, TOGETHER = 4, AHEAD = 16, MOST = 128 / WIDTH };
-
-typedef struct {
-  float *out;
-  const float *query, *keys, *values, *mask; /* (B, M, H, D), (B, Hkv, N, D) twice, (B, H, M, N) or NULL */
-  int64_t sentences, beams, key_heads, groups, count, dims;
-  float scale;
-  int64_t query_b, query_m, query_h, keys_b, keys_h, keys_n, values_b, values_h, values_n, mask_b, mask_h, mask_m;
-  int64_t tasks_at_once, next;
-  int without_memory; /* whether a thread got none */
-} Job;
 
 /* What a thread works with. */
 typedef struct {
@@ -30,7 +21,7 @@ typedef struct {
   float *out[ROWS];
 } Space;
 
-static void place_rows(const Job *job, Space *at, int64_t b, int64_t head) {
+static void place_rows(const Attention *job, Space *at, int64_t b, int64_t head) {
   for (int64_t r = 0; r < at->rows; r++) {
     int64_t m = r % job->beams, h = head * job->groups + r / job->beams;
     at->query[r] = job->query + b * job->query_b + m * job->query_m + h * job->query_h;
@@ -39,7 +30,7 @@ static void place_rows(const Job *job, Space *at, int64_t b, int64_t head) {
   }
 }
 
-static void list_keys(const Job *job, Space *at) {
+static void list_keys(const Attention *job, Space *at) {
   at->shared_count = 0;
   for (int64_t r = 0; r < at->rows; r++) at->own_count[r] = 0;
   for (int64_t n = 0; n < job->count; n++) {
@@ -62,7 +53,7 @@ INLINE void fetch(const float *rows, int64_t pitch, const int32_t *list, int64_t
 }
 
 /* Query times keys: the scores of the shared keys, for four rows at once, and of each row's own, four keys at once. */
-INLINE void multiply_keys(const Job *job, Space *at, const float *keys, const int D) {
+INLINE void multiply_keys(const Attention *job, Space *at, const float *keys, const int D) {
   const int C = D / WIDTH;
   const int64_t pitch = job->keys_n;
   for (int64_t r = 0; r < at->rows; r += TOGETHER) {
@@ -101,7 +92,7 @@ INLINE void multiply_keys(const Job *job, Space *at, const float *keys, const in
 }
 
 /* Scores become weights, without the division by their sum, which is returned. */
-INLINE float weigh(const Job *job, Space *at, int64_t r) {
+INLINE float weigh(const Attention *job, Space *at, int64_t r) {
   float *scores = at->scores + r * at->pitch;
   const int32_t *own = at->own + r * job->count;
   const int64_t shared = at->shared_count, count = shared + at->own_count[r];
@@ -122,7 +113,7 @@ INLINE float weigh(const Job *job, Space *at, int64_t r) {
 }
 
 /* Weights times values, as the scores. */
-INLINE void add_values(const Job *job, Space *at, const float *values, const float *total, const int D) {
+INLINE void add_values(const Attention *job, Space *at, const float *values, const float *total, const int D) {
   const int C = D / WIDTH;
   const int64_t pitch = job->values_n;
   for (int64_t r = 0; r < at->rows; r += TOGETHER) {
@@ -167,15 +158,39 @@ INLINE void add_values(const Job *job, Space *at, const float *values, const flo
   }
 }
 
-INLINE void attend(const Job *job, Space *at, int64_t b, int64_t head, const int D) {
+/* The newest tokens' keys and values of one head, written to their slots. */
+static void keep_newest(const Attention *job, int64_t b, int64_t head) {
+  const size_t bytes = sizeof(float) * job->dims;
+  for (int64_t m = 0; m < job->beams; m++) {
+    const int64_t from = (b * job->beams + m) * job->new_row + head * job->dims, slot = job->slot + m;
+    memcpy(job->keys + b * job->keys_b + head * job->keys_h + slot * job->keys_n, job->new_keys + from, bytes);
+    memcpy(job->values + b * job->values_b + head * job->values_h + slot * job->values_n, job->new_values + from, bytes);
+  }
+}
+
+/* What the heads of a sentence give to each key; one thread has all of them. */
+static void note_weights(const Attention *job, const Space *at, const float *total, int64_t b, int64_t head) {
+  float *of_beams = job->weights + b * job->beams * job->count;
+  if (head == 0) memset(of_beams, 0, sizeof(float) * job->beams * job->count);
+  for (int64_t r = 0; r < at->rows; r++) {
+    float *weights = of_beams + r % job->beams * job->count;
+    const float *scores = at->scores + r * at->pitch, share = 1.0f / (total[r] * job->key_heads * job->groups);
+    const int32_t *own = at->own + r * job->count;
+    for (int64_t s = 0; s < at->shared_count; s++) weights[at->shared[s]] += scores[s] * share;
+    for (int64_t s = 0; s < at->own_count[r]; s++) weights[own[s]] += scores[at->shared_count + s] * share;
+  }
+}
+
+INLINE void attend(const Attention *job, Space *at, int64_t b, int64_t head, const int D) {
   float total[ROWS];
   multiply_keys(job, at, job->keys + b * job->keys_b + head * job->keys_h, D);
   for (int64_t r = 0; r < at->rows; r++) total[r] = weigh(job, at, r);
+  if (job->weights) note_weights(job, at, total, b, head);
   add_values(job, at, job->values + b * job->values_b + head * job->values_h, total, D);
 }
 
-static void work(void *given) {
-  Job *job = given;
+void work_on_attention(void *given) {
+  Attention *job = given;
   /* All keys, up to a whole vector and a whole store of four, wherever that begins. */
   Space at = {.rows = job->beams * job->groups, .pitch = ((job->count + TOGETHER - 1) / WIDTH + 1) * WIDTH};
   const int64_t tasks = job->sentences * job->key_heads, size = at.rows * at.pitch + (at.rows + 1) * job->count;
@@ -187,10 +202,11 @@ static void work(void *given) {
   at.shared = (int32_t *)(at.scores + at.rows * at.pitch);
   at.own = at.shared + job->count;
   int64_t listed = -1;
-  for (int64_t chunk; (chunk = next(&job->next)) * job->tasks_at_once < tasks;)
-    for (int64_t i = 0; i < job->tasks_at_once; i++) {
-      const int64_t task = chunk * job->tasks_at_once + i, b = task / job->key_heads, head = task % job->key_heads;
+  for (int64_t chunk; (chunk = next(&job->next)) * job->at_once < tasks;)
+    for (int64_t i = 0; i < job->at_once; i++) {
+      const int64_t task = chunk * job->at_once + i, b = task / job->key_heads, head = task % job->key_heads;
       if (task >= tasks) break;
+      if (job->new_keys) keep_newest(job, b, head);
       place_rows(job, &at, b, head);
       if (b != listed || job->mask_h) list_keys(job, &at);
       listed = b;
@@ -207,18 +223,24 @@ static void work(void *given) {
   free(at.scores);
 }
 
-/* out: (B, M, H, D) contiguous. Strides in elements; the last dimension is contiguous everywhere. Returns 0 where there
- * was no memory for the scores. */
+/* All heads of a sentence at once share a list of keys; with few sentences, threads share the heads. */
+void prepare_attention(Attention *job, unsigned threads) {
+  job->at_once = threads > 1 && job->sentences < 4 * threads && !job->weights ? 1 : job->key_heads;
+  job->next = job->without_memory = 0;
+}
+
+/* Arguments as those of `Attention`. Returns 0 where there was no memory for the scores. */
 int beam_attention(parallel run, unsigned threads, float *out, const float *query, const float *keys,
                    const float *values, const float *mask, int64_t sentences, int64_t beams, int64_t key_heads,
                    int64_t groups, int64_t count, int64_t dims, float scale, int64_t query_b, int64_t query_m,
                    int64_t query_h, int64_t keys_b, int64_t keys_h, int64_t keys_n, int64_t values_b, int64_t values_h,
                    int64_t values_n, int64_t mask_b, int64_t mask_h, int64_t mask_m) {
-  /* All heads of a sentence at once share a list of keys; with few sentences, threads share the heads. */
-  const int64_t at_once = sentences < 4 * threads ? 1 : key_heads;
-  Job job = {out,    query,  keys,     values,   mask,     sentences, beams,   key_heads, groups,
-             count,  dims,   scale,    query_b,  query_m,  query_h,   keys_b,  keys_h,    keys_n,
-             values_b, values_h, values_n, mask_b, mask_h, mask_m,   at_once, 0,         0};
-  in_parallel(run, threads, work, &job);
+  Attention job = {.out = out, .query = query, .mask = mask, .keys = (float *)keys, .values = (float *)values,
+                   .sentences = sentences, .beams = beams, .key_heads = key_heads, .groups = groups, .count = count,
+                   .dims = dims, .scale = scale, .query_b = query_b, .query_m = query_m, .query_h = query_h,
+                   .keys_b = keys_b, .keys_h = keys_h, .keys_n = keys_n, .values_b = values_b, .values_h = values_h,
+                   .values_n = values_n, .mask_b = mask_b, .mask_h = mask_h, .mask_m = mask_m};
+  prepare_attention(&job, threads);
+  in_parallel(run, threads, work_on_attention, &job);
   return !job.without_memory;
 }

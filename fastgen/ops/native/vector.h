@@ -34,6 +34,8 @@ INLINE vec higher(vec x, vec y) {
 #endif
 }
 
+INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
+
 /* Four numbers whose sum is that of all. */
 INLINE __m128 folded(vec x) {
 #if WIDTH == 16
@@ -81,6 +83,25 @@ INLINE vec exponential(vec x) {
   y = y * f + 1.6666665459e-1f;
   y = y * f + 5.0000001201e-1f;
   return (y * f * f + f + 1.0f) * power;
+}
+
+/* 1 / (1 + e^-x). */
+INLINE vec logistic(vec x) {
+  vec power = exponential(-magnitude(x));
+  vec low = power / (1.0f + power); /* that of -|x| */
+  ivec negative = x < 0.0f;
+  return (vec)((negative & (ivec)low) | (~negative & (ivec)(1.0f - low)));
+}
+
+/* The error function, to 2e-7 (Abramowitz and Stegun 1964, 7.1.26). */
+INLINE vec error_function(vec x) {
+  vec size = magnitude(x), t = 1.0f / (1.0f + 0.3275911f * size), y = splat(1.061405429f);
+  y = y * t - 1.453152027f;
+  y = y * t + 1.421413741f;
+  y = y * t - 0.284496736f;
+  y = y * t + 0.254829592f;
+  y = 1.0f - y * t * exponential(-size * size);
+  return (vec)((ivec)y | ((ivec)x & (int32_t)0x80000000));
 }
 
 /* How work is shared among threads: `run` is what OpenMP's runtime calls GOMP_parallel, in the library that torch has

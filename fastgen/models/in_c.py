@@ -1,0 +1,316 @@
+"""The sublayers of a decode step run in C, all at once: on a CPU, in fp32, where `ops.native` has a library.
+
+A step of a small model takes some 200 operations of a few microseconds each, and the Python between them; in C it is
+one call. What a sublayer has that is not written in C leaves the whole step to `models.step`, operation by operation.
+"""
+
+import ctypes
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+from fastgen.models.joint import Joint
+from fastgen.models.linear import Linear, Product
+from fastgen.models.norm import Norm, NormLike, unnormed
+from fastgen.models.step import (
+    Context,
+    FeedForward,
+    KeysAndValues,
+    SourceAttention,
+    Sublayer,
+    Surroundings,
+    TextAttention,
+)
+from fastgen.ops import native
+from fastgen.ops.dispatch import chosen, in_c, plain
+from fastgen.ops.linear import PanelWeight
+from fastgen.ops.native import step as c
+
+Together = Callable[[Tensor, Tensor, Surroundings], Tensor | None]
+"""Gives what the head reads (R, C) of what the first sublayer reads and of the stream; or None. It may overwrite both."""
+
+
+class Placed(KeysAndValues, Protocol):
+    """A layer of the cache whose slots are written and read where they lie."""
+
+    @property
+    def begun(self) -> bool: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def room(self) -> tuple[Tensor, Tensor]: ...
+    def make_room(self, tokens: int = 1) -> None: ...
+    def note_step(self) -> None: ...
+
+
+def together(sublayers: Sequence[Sublayer], norm_first: bool) -> Together | None:
+    """Return what runs these sublayers in C, for as long as a call lasts; None where they have parts not written in C.
+
+    norm_first: whether norms come before what they belong to.
+    """
+    return InC(sublayers, norm_first) if sublayers and all(map(_is_written, sublayers)) else None
+
+
+def _is_written(sublayer: Sublayer) -> bool:
+    mix, norm = sublayer.mix, sublayer.norm
+    if sublayer.own is not None or sublayer.parallel or not (norm is unnormed or _is_norm(norm)):
+        return False
+    return all(isinstance(product, Linear) for product in _products(sublayer)) and _is_mix_written(mix)
+
+
+def _is_mix_written(mix: Any) -> bool:
+    if type(mix) is TextAttention:
+        plainly = mix.blocks == 1 and not (mix.values_first or mix.spread)
+        normed = mix.query_norm is not None or mix.key_norm is not None
+        return plainly and not normed and mix.softcap is None and mix.dims in native.HEAD_DIMS
+    if type(mix) is SourceAttention:
+        return mix.dims in native.HEAD_DIMS
+    return type(mix) is FeedForward and not mix.halves
+
+
+def _is_norm(norm: NormLike) -> TypeGuard[Norm]:
+    held = (norm.weight, norm.bias) if type(norm) is Norm else ()
+    return type(norm) is Norm and all(x is None or (_is_readable(x) and x.is_contiguous()) for x in held)
+
+
+def _is_readable(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.is_cpu
+
+
+def _products(sublayer: Sublayer) -> list[Product]:
+    """All products of a sublayer, that of what it has mixed behind the others."""
+    mix: Any = sublayer.mix
+    if type(mix) is TextAttention:
+        parts = list(mix.parts)
+    elif type(mix) is SourceAttention:
+        parts = [mix.query]
+    else:
+        parts = [mix.wide] if mix.gated is None else [mix.wide, mix.gated]
+    return [*parts, sublayer.out]
+
+
+@dataclass
+class _Held:
+    """A tensor whose address C has; version: None where what it holds may change."""
+
+    tensor: Tensor
+    address: int
+    version: int | None
+
+    @property
+    def is_same(self) -> bool:
+        tensor = self.tensor
+        return tensor.data_ptr() == self.address and (self.version is None or tensor._version == self.version)
+
+
+class InC:
+    """Sublayers as C reads them, made when all weights are packed, and again when one is no longer what it was.
+
+    Args:
+        sublayers: of parts that are written in C.
+    """
+
+    def __init__(self, sublayers: Sequence[Sublayer], norm_first: bool) -> None:
+        self.sublayers, self.norm_first = sublayers, norm_first
+        self.attending: list[tuple[int, Any]] = [
+            (i, s.mix) for i, s in enumerate(sublayers) if not isinstance(s.mix, FeedForward)
+        ]
+        self._records: Any = None
+        self._made_by: native.Library | None = None
+        self._held: list[_Held] = []
+        self._panels: list[PanelWeight] = []  # which the records name
+        self._scratch = torch.empty(0)
+        self._elements = self._products = 0  # of all weights, and how many there are
+        self._sizes = 0, 0  # of a row of what products make, and of what is mixed
+
+    def __call__(self, x: Tensor, stream: Tensor, context: Surroundings) -> Tensor | None:
+        parts = _parts(context)
+        if parts is None or native.library() is None:
+            return None
+        by = chosen("decoder_step", _never, lambda: plain(x, stream) and self._covers(parts), x)
+        if not in_c(by) or not self._ready(by, parts[0]):
+            return None
+        (rows, width), (wide, mixed) = x.shape, self._sizes
+        work = [rows * width, rows * width, rows * wide, rows * mixed]
+        if len(self._scratch) < sum(work):
+            self._scratch = torch.empty(sum(work), dtype=torch.float32, device="cpu")
+        sum_at, spare_at, wide_at, mixed_at = _addresses(self._scratch, work)
+        if self.norm_first:
+            sum_at = stream.data_ptr()
+        turns = self._turn(context, x)
+        seen, masks = self._seen(parts)
+        calls = _calls(parts)
+        step = c.Step(
+            ctypes.addressof(self._records), ctypes.addressof(seen), ctypes.addressof(calls), len(self.sublayers),
+            len(parts), rows, width, self.norm_first, x.data_ptr(), sum_at, spare_at, wide_at, mixed_at,
+        )  # fmt: skip
+        threads = native.threads_for(rows * self._elements // self._products)
+        if not c.run(by, threads, step):
+            raise torch.OutOfMemoryError(f"no memory for the scores of {rows} rows in each of {threads} threads")
+        del turns, masks  # which C has read
+        return x
+
+    def _covers(self, parts: Sequence[Context]) -> bool:
+        """Whether what there is to attend to lies where C can read it."""
+        for part in parts:
+            if not all(mask is None or _is_mask(mask) for mask in (part.text_mask, part.source_mask)):
+                return False
+            for index, mix in self.attending:
+                of_text = type(mix) is TextAttention
+                layer: Any = (part.text if of_text else part.source)[self.sublayers[index].layer]
+                if not getattr(layer, "begun", False):  # a cache of another kind, or one without a shape yet
+                    return False
+                keys, values = layer.room
+                heads, beams = keys.shape[1], layer.beams if of_text else 1
+                if not (
+                    (not of_text or heads == mix.key_heads)
+                    and mix.heads % heads == 0
+                    and keys.shape[3] == values.shape[3] == mix.dims
+                    and keys.stride(3) == values.stride(3) == 1
+                    and max(beams, _beams(part)) * (mix.heads // heads) <= native.ROWS
+                    and _is_readable(keys)
+                    and _is_readable(values)
+                    and (of_text or layer.slots > 0)
+                ):
+                    return False
+        return True
+
+    def _ready(self, by: native.Library, part: Context) -> bool:
+        """Whether there are records for this library, of weights as they are now."""
+        if self._records is not None and self._made_by is by and all(held.is_same for held in self._held):
+            return True
+        products: list[Any] = [product for sublayer in self.sublayers for product in _products(sublayer)]
+        found = [product.in_panels() for product in products]  # all of them, so that all count as used
+        panels = [each for each in found if each is not None]
+        biases = [product.module.bias for product in products]
+        readable = all(x is None or (_is_readable(x) and x.is_contiguous()) for x in biases)
+        if len(panels) < len(found) or not readable or not all(_is_written(sublayer) for sublayer in self.sublayers):
+            self._records = None
+            return False
+        self._held = [_Held(p.module.weight, p.module.weight.data_ptr(), p.module.weight._version) for p in products]
+        self._panels, self._made_by = panels, by
+        weights = [c.Weight(w.panels.data_ptr(), self._at(b), w.outputs, w.panels.shape[1])
+                   for w, b in zip(panels, biases, strict=True)]  # fmt: skip
+        self._elements, self._products = sum(w.outputs * w.inputs for w in weights), len(weights)
+        left = iter(weights)
+        self._records = (c.Sublayer * len(self.sublayers))(*(self._record(s, part, left) for s in self.sublayers))
+        made = [sum(w.outputs for w in r.part[: r.parts]) for r in self._records]
+        mixed = [r.part[1].outputs if r.kind == c.FEED_FORWARD else r.heads * r.dims for r in self._records]
+        self._sizes = max(made), max(mixed)
+        return True
+
+    def _record(self, sublayer: Sublayer, part: Context, weights: Iterator[c.Weight]) -> c.Sublayer:
+        mix: Any = sublayer.mix
+        parts = [next(weights) for _ in _products(sublayer)[1:]]
+        record = c.Sublayer(parts=len(parts), part=tuple(parts), out=next(weights), norm=self._norm(sublayer.norm))
+        if type(mix) is FeedForward:
+            record.kind, record.behind = c.FEED_FORWARD, native.BEHIND[mix.activation]
+            return record
+        record.heads, record.dims, record.scale = mix.heads, mix.dims, mix.scale
+        if type(mix) is TextAttention:
+            record.kind, record.key_heads, record.neighbours = c.TEXT, mix.key_heads, mix.neighbours
+        else:
+            record.kind, record.key_heads = c.SOURCE, part.source[sublayer.layer].keys.shape[1]
+        return record
+
+    def _norm(self, norm: NormLike) -> c.Norm:
+        if not isinstance(norm, Norm):
+            return c.Norm(kind=c.UNNORMED)
+        kind = c.RMS_NORM if norm.rms else c.LAYER_NORM
+        return c.Norm(self._at(norm.weight), self._at(norm.bias), norm.eps, norm.offset, kind)
+
+    def _at(self, tensor: Tensor | None) -> int | None:
+        """A tensor's address, which is looked at again in every step."""
+        if tensor is None:
+            return None
+        self._held.append(_Held(tensor, tensor.data_ptr(), None))
+        return tensor.data_ptr()
+
+    def _turn(self, context: Surroundings, x: Tensor) -> list[Tensor]:
+        """Note by what queries and keys are turned in this step; returns what has to stay until it has been."""
+        held: list[Tensor] = []
+        for index, mix in self.attending:
+            if type(mix) is TextAttention and mix.rotary is not None:
+                cosine, sine = (part.contiguous() for part in context.rotation(mix.rotary, x))
+                record = self._records[index]
+                record.cosine, record.sine = cosine.data_ptr(), sine.data_ptr()
+                record.turned = cosine.shape[-1]
+                record.turn_row = 0 if cosine.shape[0] == 1 else record.turned
+                held += (cosine, sine)
+        return held
+
+    def _seen(self, parts: Sequence[Context]) -> tuple[Any, list[Tensor]]:
+        """Open the slots of the newest tokens; return what each sublayer attends to, and the masks of it."""
+        slots = [_open(part) for part in parts]
+        masks: list[Tensor] = []
+        seen = (c.Seen * (len(self.attending) * len(parts)))()
+        places = iter(seen)
+        for index, mix in self.attending:
+            number = self.sublayers[index].layer
+            for part, slot in zip(parts, slots, strict=True):
+                of_text, at = type(mix) is TextAttention, next(places)
+                layer: Any = (part.text if of_text else part.source)[number]
+                mask = part.text_mask_with(mix.bias) if of_text else part.source_mask
+                (keys, values), at.count, at.slot = layer.room, layer.slots, slot
+                at.keys, at.values = keys.data_ptr(), values.data_ptr()
+                at.keys_b, at.keys_h, at.keys_n, _ = keys.stride()
+                at.values_b, at.values_h, at.values_n, _ = values.stride()
+                if mask is not None:
+                    mask = mask if mask.stride(3) == 1 else mask.contiguous()
+                    masks.append(mask)
+                    at.mask = mask.data_ptr()
+                    at.mask_b, at.mask_h, at.mask_m, _ = (
+                        step if size > 1 else 0 for step, size in zip(mask.stride(), mask.shape, strict=True)
+                    )
+                if not of_text and part.watched == number:
+                    rows = part.sentences * _beams(part)
+                    part.weights = torch.empty(rows, at.count, dtype=torch.float32, device="cpu")
+                    at.weights = part.weights.data_ptr()
+        return seen, masks
+
+
+def _parts(context: Surroundings) -> Sequence[Context] | None:
+    """The contexts of all calls in a step; None for surroundings of another kind."""
+    return [context] if type(context) is Context else context.parts if type(context) is Joint else None
+
+
+def _beams(part: Context) -> int:
+    return part.text[0].beams
+
+
+def _open(part: Context) -> int:
+    """Open a slot for the newest token of every beam in each layer of the text; return where it is."""
+    slot = 0
+    for layer in part.text:
+        placed: Any = layer
+        placed.make_room()
+        slot = placed.slots
+        placed.note_step()
+    return slot
+
+
+def _calls(parts: Sequence[Context]) -> Any:
+    """The rows of each call, one behind the other."""
+    calls, first = (c.Rows * len(parts))(), 0
+    for call, part in zip(calls, parts, strict=True):
+        call.first_row, call.sentences, call.beams = first, part.sentences, _beams(part)
+        first += call.sentences * call.beams
+    return calls
+
+
+def _addresses(room: Tensor, sizes: Sequence[int]) -> list[int]:
+    """Where pieces of so many numbers begin."""
+    starts = itertools.accumulate(sizes, initial=0)
+    return [room.data_ptr() + 4 * start for start, _ in zip(starts, sizes, strict=False)]
+
+
+def _is_mask(mask: Tensor) -> bool:
+    return plain(mask) and mask.dim() == 4
+
+
+def _never() -> bool:
+    return False

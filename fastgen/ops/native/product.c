@@ -1,0 +1,131 @@
+/* fp32 products of few or many rows with packed weights.
+ *
+ * A weight (N, K) lies in panels of `PANEL` outputs: all of a panel's numbers for the first input, then for the second.
+ * A block of `TALL` rows times a panel is summed up in registers; what is read from memory is the panel, as it lies
+ * there, once for all blocks of a task. Source: Goto and van de Geijn 2008, Anatomy of high-performance matrix
+ * multiplication. */
+
+#include "product.h"
+
+#if WIDTH == 16
+enum { WIDE = 4 };
+#else
+enum { WIDE = 2 };
+#endif
+enum { PANEL = WIDE * WIDTH, TALL = 6, DEPTH = 512, BLOCKS = 16, AHEAD = 8 };
+
+int panel(void) { return PANEL; }
+
+INLINE vec behind(vec x, int64_t kind) {
+  switch (kind) {
+    case RELU: return higher(splat(0.0f), x);
+    case GELU: return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
+    case GELU_TANH: return x * logistic(1.59576912f * (x + 0.044715f * x * x * x));
+    case SILU: return x * logistic(x);
+    default: return x;
+  }
+}
+
+/* The part of a row that is a vector, or what is left of one. */
+INLINE vec some(const float *p, int64_t count) {
+  if (count >= WIDTH) return load(p);
+  float held[WIDTH] = {};
+  for (int64_t i = 0; i < count; i++) held[i] = p[i];
+  return load(held);
+}
+
+INLINE void store_some(float *p, vec x, int64_t count) {
+  if (count >= WIDTH) {
+    store(p, x);
+    return;
+  }
+  float held[WIDTH];
+  store(held, x);
+  for (int64_t i = 0; i < count; i++) p[i] = held[i];
+}
+
+/* What is behind the sums of a block, which lie in `total`; of the inputs up to `from` there are sums in the output. */
+static void finish(const Product *job, const float *total, int64_t row, int64_t rows, int64_t p, int64_t from, int64_t to) {
+  for (int64_t r = row; r < row + rows; r++, total += PANEL)
+    for (int64_t at = 0, left; at < PANEL && (left = job->outputs - p * PANEL - at) > 0; at += WIDTH) {
+      const int64_t column = p * PANEL + at;
+      float *out = job->out + r * job->out_row + column;
+      vec y = load(total + at);
+      if (from) y += some(out, left);
+      if (to == job->inputs) {
+        if (job->bias) y += some(job->bias + column, left);
+        if (job->behind) y = behind(y, job->behind);
+        if (job->gate) y *= some(job->gate + r * job->gate_row + column, left);
+        if (job->residual) y += some(job->residual + r * job->residual_row + column, left);
+      }
+      store_some(out, y, left);
+    }
+}
+
+/* Rows from `row` on times a panel, over the inputs from `from` to `to`. */
+INLINE void multiply(const Product *job, int64_t row, int64_t p, int64_t from, int64_t to, const int rows) {
+  const int64_t x_row = job->x_row;
+  const float *x = job->x + row * x_row, *panel = job->panels + p * job->inputs * PANEL;
+  vec total[TALL][WIDE];
+  UNROLLED for (int r = 0; r < rows; r++) UNROLLED for (int i = 0; i < WIDE; i++) total[r][i] = splat(0.0f);
+  for (int64_t k = from; k < to; k++) {
+    vec weight[WIDE];
+    UNROLLED for (int i = 0; i < WIDE; i++) {
+      weight[i] = load(panel + k * PANEL + i * WIDTH);
+      if (i * WIDTH % 16 == 0) __builtin_prefetch(panel + (k + AHEAD) * PANEL + i * WIDTH);
+    }
+    UNROLLED for (int r = 0; r < rows; r++) {
+      vec input = splat(x[r * x_row + k]);
+      UNROLLED for (int i = 0; i < WIDE; i++) total[r][i] += input * weight[i];
+    }
+  }
+  float kept[TALL * PANEL];
+  UNROLLED for (int r = 0; r < rows; r++)
+    UNROLLED for (int i = 0; i < WIDE; i++) store(kept + r * PANEL + i * WIDTH, total[r][i]);
+  finish(job, kept, row, rows, p, from, to);
+}
+
+static int64_t blocks_of(const Product *job) { return (job->rows + TALL - 1) / TALL; }
+
+/* Tasks of few rows, so that all threads have some; of many, so that a panel is seldom read. */
+void prepare_product(Product *job, unsigned threads) {
+  const int64_t panels = (job->outputs + PANEL - 1) / PANEL;
+  job->chunk = BLOCKS;
+  while (threads > 1 && job->chunk > 1 && panels * ((blocks_of(job) + job->chunk - 1) / job->chunk) < 4 * threads)
+    job->chunk /= 2;
+  job->next = 0;
+}
+
+void work_on_product(void *given) {
+  Product *job = given;
+  const int64_t blocks = blocks_of(job), panels = (job->outputs + PANEL - 1) / PANEL, K = job->inputs;
+  const int64_t tasks = panels * ((blocks + job->chunk - 1) / job->chunk);
+  for (int64_t task; (task = next(&job->next)) < tasks;) {
+    const int64_t p = task % panels, first = task / panels * job->chunk;
+    const int64_t last = first + job->chunk < blocks ? first + job->chunk : blocks;
+    for (int64_t from = 0; from < K; from += DEPTH) {
+      const int64_t to = from + DEPTH < K ? from + DEPTH : K;
+      for (int64_t block = first; block < last; block++) {
+        const int64_t row = block * job->rows / blocks; /* blocks of nearly equal height */
+        switch ((block + 1) * job->rows / blocks - row) {
+          case 1: multiply(job, row, p, from, to, 1); break;
+          case 2: multiply(job, row, p, from, to, 2); break;
+          case 3: multiply(job, row, p, from, to, 3); break;
+          case 4: multiply(job, row, p, from, to, 4); break;
+          case 5: multiply(job, row, p, from, to, 5); break;
+          case 6: multiply(job, row, p, from, to, 6); break;
+        }
+      }
+    }
+  }
+}
+
+/* out, residual: (rows, outputs) contiguous; x: (rows, inputs) with rows `x_row` elements apart. */
+void product(parallel run, unsigned threads, float *out, const float *x, const float *panels, const float *bias,
+             const float *residual, int64_t rows, int64_t outputs, int64_t inputs, int64_t x_row, int64_t behind) {
+  Product job = {.out = out, .x = x, .panels = panels, .bias = bias, .residual = residual, .rows = rows,
+                 .outputs = outputs, .inputs = inputs, .out_row = outputs, .x_row = x_row, .residual_row = outputs,
+                 .behind = behind};
+  prepare_product(&job, threads);
+  in_parallel(run, threads, work_on_product, &job);
+}

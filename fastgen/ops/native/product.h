@@ -1,0 +1,23 @@
+/* Products with packed weights: what a thread needs to work on one. */
+
+#ifndef PRODUCT_H
+#define PRODUCT_H
+
+#include "vector.h"
+
+enum { NOTHING, RELU, GELU, GELU_TANH, SILU }; /* what comes behind a product; see ops/native/__init__.py */
+
+/* out = behind(x times the weight + bias) + residual, or times gate. */
+typedef struct {
+  float *out;
+  const float *x, *panels, *bias, *residual, *gate; /* the last three or NULL */
+  int64_t rows, outputs, inputs;
+  int64_t out_row, x_row, residual_row, gate_row;   /* elements from one row to the next */
+  int64_t behind;
+  int64_t chunk, next;                              /* blocks of rows that a task has; the next task */
+} Product;
+
+void prepare_product(Product *job, unsigned threads);
+void work_on_product(void *job);
+
+#endif

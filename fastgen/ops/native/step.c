@@ -1,0 +1,203 @@
+/* All sublayers of a decode step, by all threads together: a list of phases, each of which needs the whole of the one
+ * before. Source: Wang et al. 2021 (LightSeq), section 2.1; models/step.py. */
+
+#include "step.h"
+
+#include <stdlib.h>
+
+#include "attention.h"
+#include "product.h"
+
+typedef void (*barrier)(void);
+
+/* out = norm(in), row by row. */
+typedef struct {
+  float *out;
+  const float *in;
+  const Norm *norm;
+  int64_t rows, width, next;
+} Norming;
+
+/* Rotary positions (Su et al. 2021) of all heads of queries and keys. */
+typedef struct {
+  float *x;
+  const Sublayer *of;
+  int64_t rows, row, heads, next;
+} Turning;
+
+typedef struct {
+  void (*work)(void *);
+  union {
+    Product product;
+    Attention attention;
+    Norming norming;
+    Turning turning;
+  } job;
+  int together; /* whether the next phase needs nothing of this one */
+} Phase;
+
+typedef struct {
+  Phase *phases;
+  int64_t count;
+  barrier wait;
+} Program;
+
+static void normalise_rows(void *given) {
+  Norming *job = given;
+  const Norm *norm = job->norm;
+  const int64_t C = job->width, whole = C / WIDTH * WIDTH;
+  for (int64_t r; (r = next(&job->next)) < job->rows;) {
+    const float *in = job->in + r * C;
+    float *out = job->out + r * C, mean = 0.0f, square = 0.0f;
+    vec total = {};
+    if (norm->kind == UNNORMED) {
+      for (int64_t c = 0; c < C; c++) out[c] = in[c];
+      continue;
+    }
+    if (norm->kind == LAYER_NORM) {
+      for (int64_t c = 0; c < whole; c += WIDTH) total += load(in + c);
+      for (int64_t c = whole; c < C; c++) mean += in[c];
+      mean = (mean + sum(total)) / C;
+      total = splat(0.0f);
+    }
+    for (int64_t c = 0; c < whole; c += WIDTH) {
+      vec x = load(in + c) - mean;
+      total += x * x;
+    }
+    for (int64_t c = whole; c < C; c++) square += (in[c] - mean) * (in[c] - mean);
+    const float scale = 1.0f / sqrtf((square + sum(total)) / C + (float)norm->eps), offset = norm->offset;
+    for (int64_t c = 0; c < whole; c += WIDTH) {
+      vec y = (load(in + c) - mean) * scale;
+      if (norm->weight) y *= load(norm->weight + c) + offset;
+      store(out + c, norm->bias ? y + load(norm->bias + c) : y);
+    }
+    for (int64_t c = whole; c < C; c++) {
+      float y = (in[c] - mean) * scale;
+      if (norm->weight) y *= norm->weight[c] + offset;
+      out[c] = norm->bias ? y + norm->bias[c] : y;
+    }
+  }
+}
+
+static void turn_rows(void *given) {
+  Turning *job = given;
+  const Sublayer *of = job->of;
+  const int64_t half = of->turned / 2, step = of->neighbours ? 2 : 1, apart = of->neighbours ? 1 : half;
+  for (int64_t r; (r = next(&job->next)) < job->rows;) {
+    const float *cosine = of->cosine + r * of->turn_row, *sine = of->sine + r * of->turn_row;
+    for (int64_t h = 0; h < job->heads; h++) {
+      float *x = job->x + r * job->row + h * of->dims;
+      for (int64_t i = 0; i < half; i++) {
+        const int64_t one = i * step, other = one + apart;
+        const float first = x[one], second = x[other];
+        x[one] = first * cosine[one] - second * sine[one];
+        x[other] = second * cosine[other] + first * sine[other];
+      }
+    }
+  }
+}
+
+static Product of_weight(const Weight *weight, const float *x, float *out, int64_t rows, int64_t out_row) {
+  return (Product){.out = out, .x = x, .panels = weight->panels, .bias = weight->bias, .rows = rows,
+                   .outputs = weight->outputs, .inputs = weight->inputs, .out_row = out_row, .x_row = weight->inputs};
+}
+
+static void add_product(Program *to, Product product, unsigned threads, int together) {
+  prepare_product(&product, threads);
+  to->phases[to->count++] = (Phase){.work = work_on_product, .job.product = product, .together = together};
+}
+
+/* Products of x side by side in `wide`, which has rows of so many numbers. */
+static int64_t add_parts(Program *to, const Step *step, const Sublayer *of, const float *x, unsigned threads) {
+  int64_t row = 0;
+  for (int64_t i = 0; i < of->parts; i++) row += of->part[i].outputs;
+  float *out = step->wide;
+  for (int64_t i = 0; i < of->parts; out += of->part[i++].outputs)
+    add_product(to, of_weight(&of->part[i], x, out, step->rows, row), threads, i + 1 < of->parts);
+  return row;
+}
+
+static void add_attention(Program *to, const Step *step, const Sublayer *of, const Seen *seen, int64_t row,
+                          unsigned threads) {
+  const int64_t of_queries = of->heads * of->dims, of_keys = of->key_heads * of->dims;
+  if (of->cosine)
+    to->phases[to->count++] = (Phase){
+        .work = turn_rows, .job.turning = {.x = step->wide, .of = of, .rows = step->rows, .row = row,
+                                           .heads = of->heads + of->key_heads}};
+  for (int64_t i = 0; i < step->call_count; i++) {
+    const Rows *call = &step->calls[i];
+    const Seen *at = &seen[i];
+    const float *query = step->wide + call->first_row * row;
+    Attention job = {
+        .out = step->mixed + call->first_row * of_queries, .query = query, .mask = at->mask, .keys = at->keys,
+        .values = at->values, .weights = at->weights, .sentences = call->sentences, .beams = call->beams,
+        .key_heads = of->key_heads, .groups = of->heads / of->key_heads, .count = at->count, .dims = of->dims,
+        .slot = at->slot, .scale = of->scale, .query_b = call->beams * row, .query_m = row, .query_h = of->dims,
+        .keys_b = at->keys_b, .keys_h = at->keys_h, .keys_n = at->keys_n, .values_b = at->values_b,
+        .values_h = at->values_h, .values_n = at->values_n, .mask_b = at->mask_b, .mask_h = at->mask_h,
+        .mask_m = at->mask_m, .new_row = row};
+    if (of->kind == TEXT) job.new_keys = query + of_queries, job.new_values = query + of_queries + of_keys;
+    prepare_attention(&job, threads);
+    to->phases[to->count++] = (Phase){.work = work_on_attention, .job.attention = job,
+                                      .together = i + 1 < step->call_count};
+  }
+}
+
+static void list_phases(Program *to, const Step *step, unsigned threads) {
+  const Seen *seen = step->seen;
+  float *stream = step->stream, *spare = step->spare;
+  for (int64_t i = 0; i < step->sublayer_count; i++) {
+    const Sublayer *of = &step->sublayers[i];
+    const float *mixed = step->mixed;
+    if (of->kind == FEED_FORWARD) {
+      Product wide = of_weight(&of->part[0], step->x, step->wide, step->rows, of->part[0].outputs);
+      wide.behind = of->behind;
+      add_product(to, wide, threads, 0);
+      mixed = step->wide;
+      if (of->parts > 1) {
+        Product gated = of_weight(&of->part[1], step->x, step->mixed, step->rows, of->part[1].outputs);
+        gated.gate = step->wide, gated.gate_row = of->part[0].outputs;
+        add_product(to, gated, threads, 0);
+        mixed = step->mixed;
+      }
+    } else {
+      add_attention(to, step, of, seen, add_parts(to, step, of, step->x, threads), threads);
+      seen += step->call_count;
+    }
+    Product out = of_weight(&of->out, mixed, spare, step->rows, step->width);
+    out.residual = step->norm_first ? stream : step->x, out.residual_row = step->width;
+    add_product(to, out, threads, 0);
+    to->phases[to->count++] = (Phase){
+        .work = normalise_rows,
+        .job.norming = {.out = step->x, .in = spare, .norm = &of->norm, .rows = step->rows, .width = step->width}};
+    float *sum = spare;
+    spare = stream, stream = sum;
+  }
+}
+
+static void work_on_phases(void *given) {
+  const Program *program = given;
+  for (int64_t i = 0; i < program->count; i++) {
+    Phase *phase = &program->phases[i];
+    phase->work(&phase->job);
+    if (!phase->together && program->wait) program->wait();
+  }
+}
+
+/* What `Step` is too large by, if it is not what the caller takes it for. */
+int64_t step_size(void) { return sizeof(Step) + sizeof(Sublayer) + sizeof(Seen) + sizeof(Rows); }
+
+/* Runs all sublayers; what the head reads comes out in x. Returns 0 where there was no memory. */
+int step(parallel run, unsigned threads, barrier wait, const Step *step) {
+  /* Of a sublayer: three products of x, a turn, attention of each call, the projection, the norm. */
+  Program program = {.phases = malloc(sizeof(Phase) * step->sublayer_count * (6 + step->call_count)),
+                     .wait = threads > 1 ? wait : NULL};
+  if (!program.phases) return 0;
+  list_phases(&program, step, threads);
+  in_parallel(run, threads, work_on_phases, &program);
+  int done = 1;
+  for (int64_t i = 0; i < program.count; i++)
+    if (program.phases[i].work == work_on_attention && program.phases[i].job.attention.without_memory) done = 0;
+  free(program.phases);
+  return done;
+}

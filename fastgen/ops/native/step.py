@@ -1,0 +1,74 @@
+"""What a decode step in C is given, as `step.h` declares it, and the call.
+
+Numbers are fp32; strides are in elements, and addresses are those of tensors that whoever fills these structures holds.
+"""
+
+import ctypes
+from typing import ClassVar
+
+from fastgen.ops.native import Library
+
+TEXT, SOURCE, FEED_FORWARD = range(3)
+UNNORMED, LAYER_NORM, RMS_NORM = range(3)
+
+_POINTER, _INTEGER, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_Fields = list[tuple[str, object]]
+
+
+def _of(kind: object, names: str) -> _Fields:
+    return [(name, kind) for name in names.split()]
+
+
+class Weight(ctypes.Structure):
+    """A packed weight and its bias."""
+
+    _fields_: ClassVar = [*_of(_POINTER, "panels bias"), *_of(_INTEGER, "outputs inputs")]
+
+
+class Norm(ctypes.Structure):
+    """A norm of rows, or none."""
+
+    _fields_: ClassVar = [*_of(_POINTER, "weight bias"), *_of(_DOUBLE, "eps offset"), ("kind", _INTEGER)]
+
+
+class Sublayer(ctypes.Structure):
+    """Products of what comes in, attention or an activation function, a product with the sum, and the norm behind."""
+
+    _fields_: ClassVar = [
+        *_of(_INTEGER, "kind parts"), ("part", Weight * 3), ("out", Weight), ("norm", Norm),
+        *_of(_INTEGER, "heads key_heads dims"), ("scale", _DOUBLE), ("behind", _INTEGER),
+        *_of(_POINTER, "cosine sine"), *_of(_INTEGER, "turned turn_row neighbours"),
+    ]  # fmt: skip
+
+
+class Seen(ctypes.Structure):
+    """What a sublayer attends to, of the sentences of one call."""
+
+    _fields_: ClassVar = [
+        *_of(_POINTER, "keys values weights mask"),
+        *_of(_INTEGER, "count slot keys_b keys_h keys_n values_b values_h values_n mask_b mask_h mask_m"),
+    ]
+
+
+class Rows(ctypes.Structure):
+    """The rows of one call."""
+
+    _fields_: ClassVar = _of(_INTEGER, "first_row sentences beams")
+
+
+class Step(ctypes.Structure):
+    """All sublayers, and what they work on."""
+
+    _fields_: ClassVar = [
+        *_of(_POINTER, "sublayers seen calls"), *_of(_INTEGER, "sublayer_count call_count rows width norm_first"),
+        *_of(_POINTER, "x stream spare wide mixed"),
+    ]  # fmt: skip
+
+
+SIZE = sum(map(ctypes.sizeof, (Step, Sublayer, Seen, Rows)))
+"""What `step_size` of a library returns, if it has the same structures."""
+
+
+def run(by: Library, threads: int, step: Step) -> bool:
+    """Run all sublayers by so many threads at most; return whether there was memory for it."""
+    return bool(by.step(by.run, threads, by.wait, ctypes.byref(step)))
