@@ -41,6 +41,14 @@ def _processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def by_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there are no operations in C."""
+    from fastgen.ops import native
+
+    monkeypatch.setattr(native, "library", lambda: None)
+
+
+@pytest.fixture
 def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
     """Sets a `FASTGEN_*` variable for the time of a test."""
     from fastgen import config

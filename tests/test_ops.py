@@ -550,7 +550,7 @@ def _in_fp64() -> Iterator[None]:
 
 def _forms(weight: Tensor) -> list[linear_ops.Packed]:
     """A weight in each of the forms that `linear` takes."""
-    forms = [weight, linear_ops.pack(weight), linear_ops.pack(weight, 1)]
+    forms = [weight, linear_ops.pack(weight), *(linear_ops._pack_for_onednn(weight.contiguous(), rows) for rows in (1, 16))]
     if linear_ops._mkl_agrees():
         forms += [linear_ops._pack_for_mkl(weight.contiguous(), rows) for rows in (1, 5, 1000)]
     return forms
@@ -634,7 +634,7 @@ def test_linear_by_mkl_with_what_comes_behind(rows: int) -> None:
 
 
 @needs_mkl
-def test_rows_that_mkl_lays_out_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_mkl_lays_out_for(by_torch_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 where 128 would have MKL share the rows out among threads, too."""
     monkeypatch.setattr(processor, "on_intel", lambda: True)
     laid_out: list[int] = []
@@ -662,14 +662,14 @@ def test_what_a_torch_has_does_not_depend_on_who_asks_first(around: Callable[[],
 
 
 @needs_onednn
-def test_useful_rows() -> None:
+def test_useful_rows(by_torch_alone: None) -> None:
     shapes = {(256, 256): 32, (512, 256): 2, (2048, 512): 1, (128, 512): 32}
     assert {shape: linear_ops.useful_rows(*shape).start for shape in shapes} == shapes
     assert all(10**9 in linear_ops.useful_rows(*shape) for shape in shapes)
 
 
 @needs_onednn
-def test_useful_rows_on_zen5(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_useful_rows_on_zen5(by_torch_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "on_zen5", lambda: True)
     shapes = {(128, 128): 128, (192, 192): 64, (256, 256): 32, (576, 192): 4, (1024, 256): 1, (512, 512): 1}
     assert {shape: linear_ops.useful_rows(*shape).start for shape in shapes} == shapes
@@ -697,7 +697,7 @@ def test_processors(name: str, has: bool, expected: tuple[bool, bool], monkeypat
 
 
 @needs_mkl
-def test_useful_rows_by_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_useful_rows_by_mkl(by_torch_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "on_intel", lambda: True)
     shapes = {(128, 128): (64, 256), (256, 128): (16, 256), (256, 256): (16, 256), (768, 768): (16, 256),
               (4096, 1024): (4, 512), (192, 768): (16, 256), (300, 1000): (16, 256), (320, 2048): (16, 512),
@@ -713,7 +713,7 @@ def test_useful_rows_by_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_mkl
 @needs_onednn
-def test_who_packs_where_both_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_packs_where_both_can(by_torch_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "on_intel", lambda: True)
     weight = _randn(64, 64)
     for kind, mkl in ((None, True), ("silu", True), ("gelu", False), ("gelu_tanh", False)):
@@ -729,7 +729,7 @@ def test_linear_into(rows: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None
     """By chunks of rows, the last one smaller; every element is written."""
     monkeypatch.setattr(linear_ops, "CHUNK", 4096)
     x, weight, bias = _randn(2, rows, 48)[:, ::1], _randn(n, 48, seed=1), _randn(n, seed=2)
-    for form in _forms(weight)[:3]:  # but of those of MKL's
+    for form in _forms(weight)[:4]:  # but of those of MKL's
         y = torch.full((2, rows, n), torch.nan)
         linear_ops.linear_into(y, x, form, bias)
         torch.testing.assert_close(y, F.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
@@ -737,7 +737,9 @@ def test_linear_into(rows: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 @needs_mkl
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_a_plain_weight_is_torchs_own_where_that_is_mkl(with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_weight_is_torchs_own_where_that_is_mkl(
+    with_bias: bool, by_torch_alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processor, "on_intel", lambda: True)
     x, weight, bias = _randn(2, 70, 48), _randn(90, 48, seed=1), _randn(90, seed=2) if with_bias else None
     expected, y = F.linear(x, weight, bias), torch.full((2, 70, 90), torch.nan)

@@ -27,7 +27,7 @@ from fastgen.models import norm as norms
 from fastgen.models.families import FAMILIES
 from fastgen.models.memory import Memory, _rounded
 from fastgen.ops import linear as linear_ops
-from fastgen.ops import processor
+from fastgen.ops import native, processor
 from fastgen.patches.transformers.said import rows_at_most
 from tests import zoo
 
@@ -55,9 +55,13 @@ class Net(nn.Module):
         return self.last(self.conv(torch.tanh(hidden))) + self.small(hidden).sum()
 
 
-@pytest.fixture(params=["onednn", "mkl"])
+@pytest.fixture(params=["native", "onednn", "mkl"])
 def net(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Net]:
-    """With weights packed by either library."""
+    """With weights packed by each library."""
+    if request.param != "native":
+        request.getfixturevalue("by_torch_alone")
+    elif native.library() is None:
+        pytest.skip("there are no operations in C here")
     if request.param == "mkl":
         if not linear_ops._mkl_agrees():
             pytest.skip("this torch has no MKL linear operators")
@@ -209,7 +213,7 @@ def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
             assert count == 0
         assert reason in str(linears.reason_off(nn.Linear(320, 640).to(dtype)))
     assert linears.reason_off(nn.Module()) == "not on a CPU"
-    monkeypatch.setattr(config, "settings", lambda: SimpleNamespace(linear="off"))
+    monkeypatch.setattr(config, "settings", lambda: SimpleNamespace(linear="off", ops="auto"))
     with routes.routed(net) as count:
         assert count == 0
     assert linears.reason_off(net) == "FASTGEN_LINEAR=off"
@@ -217,7 +221,7 @@ def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_onednn
 def test_routes_by_setting(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "settings", lambda: SimpleNamespace(linear="plain"))
+    monkeypatch.setattr(config, "settings", lambda: SimpleNamespace(linear="plain", ops="auto"))
     _check_routes(net)
     assert linears.packed_bytes() == 0
 
@@ -258,8 +262,12 @@ def test_routes_of_no_rows(net: Net) -> None:
 @needs_onednn
 def test_routes_of_few_rows(net: Net) -> None:
     """Layers that gain from more rows alone are not touched, with oneDNN or MKL."""
-    onednn, mkl = ((1, 0), (2, 3), (31, 3), (32, 4), (None, 4)), ((10, 0), (11, 2), (16, 3), (10**6, 3), (None, 4))
-    for rows, count in mkl if linear_ops.by_mkl() else onednn:
+    counts = {
+        "native": ((1, 3), (2, 3), (10**6, 3), (None, 4)),  # all that have enough outputs
+        "onednn": ((1, 0), (2, 3), (31, 3), (32, 4), (None, 4)),
+        "mkl": ((10, 0), (11, 2), (16, 3), (10**6, 3), (None, 4)),
+    }
+    for rows, count in counts[linear_ops.packer()]:
         with routes.routed(net, rows=rows) as routed:
             assert routed == count
             assert ("forward" in net.first.__dict__) == (count >= 2)

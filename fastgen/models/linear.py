@@ -312,7 +312,12 @@ def _affordable(weight: Tensor) -> bool:
     except OSError:
         return True  # not Linux: the system does not say
     free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return packed_bytes() + 2 * 4 * weight.numel() <= free
+    return packed_bytes() + 2 * ops.bytes_to_pack(*weight.shape) <= free
+
+
+def bytes_to_pack(module: nn.Module) -> int:
+    """Bytes of a packed copy of a layer's weight."""
+    return ops.bytes_to_pack(*_sizes(module))
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -338,12 +343,17 @@ def layers(modules: Iterable[nn.Module], rows: int | None = None) -> Iterator[tu
 
 
 def gains(module: nn.Module, rows: int | None) -> bool:
-    """Whether a product of so many rows, or fewer, with a layer's weight may be faster packed; None: any number."""
+    """Whether a product of so many rows, or fewer, with a layer's weight may be faster packed; None: any number.
+
+    In C even the smallest ones may: a decode step that runs there as a whole wants them all.
+    """
     if rows is None:
         return True
     weight = module._parameters.get("weight")
     if weight is None:
         return False
+    if ops.packer() == "native":
+        return weight.shape[is_transposed(module)] >= ops.FEWEST_OUTPUTS_NATIVE
     return rows >= _least(weight.shape, is_transposed(module), ops.packer())
 
 

@@ -102,5 +102,6 @@ def survey(model: nn.Module, rows: int | None) -> Survey:
             module for module, transposed in linear.layers(model.modules(), rows) if packed or not transposed
         ]
         layers += [] if route is None else [layer for layer in route.layers if linear.gains(layer, rows)]
-    weights = {id(module.weight): 4 * module.weight.numel() for module in layers}  # tied weights have one copy
+    # Tied weights have one copy.
+    weights = {id(module.weight): linear.bytes_to_pack(module) for module in layers}
     return Survey(len(layers), packed, sum(weights.values()) if packed else 0)

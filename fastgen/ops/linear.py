@@ -43,6 +43,9 @@ LEAST_ROWS_NATIVE = ((8 * 1024, 16), (24 * 1024, 2), (math.inf, 1))
 """The same for products in C, from 64 x 64 to 4096 x 1024, one thread and two (Zen 5): a call takes 2 us, one of
 oneDNN's 12 to 15."""
 
+FEWEST_OUTPUTS_NATIVE = 16
+"""Outputs from which on weights are packed for products in C at all: a panel has 64 of them, with AVX2 16."""
+
 LEAST_ROWS_MKL = ((24 * 1024, 64), (600 * 1024, 16), (math.inf, 4))
 """The same for weights packed by MKL, from 128 x 128 to 50,000 x 512, one thread and two (Xeon). With 1 to 3 rows a
 weight is read once in any layout: 0.8 to 1.05 times as fast."""
@@ -180,7 +183,7 @@ def useful_rows(outputs: int, inputs: int, activation: str | None = None, packed
     """
     elements = outputs * inputs
     if native.library() is not None and packed:
-        return range(_at(LEAST_ROWS_NATIVE, elements), sys.maxsize)
+        return range(_at(LEAST_ROWS_NATIVE, elements) if outputs >= FEWEST_OUTPUTS_NATIVE else sys.maxsize, sys.maxsize)
     if not by_mkl():
         return range(_at(LEAST_ROWS_ZEN5 if processor.on_zen5() else LEAST_ROWS, elements), sys.maxsize)
     if not _by_mkl(activation):
@@ -227,6 +230,12 @@ def packed_bytes(packed: Packed) -> int:
     if isinstance(packed, PanelWeight):
         return 4 * packed.panels.numel()
     return 4 * (packed if isinstance(packed, Tensor) else packed.sizes).numel()
+
+
+def bytes_to_pack(outputs: int, inputs: int) -> int:
+    """Bytes that a weight (outputs, inputs) will have, packed."""
+    by = native.library()
+    return 4 * inputs * (outputs if by is None else -(-outputs // by.panel) * by.panel)
 
 
 def suits(packed: Packed, activation: str | None = None) -> bool:
