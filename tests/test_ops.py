@@ -550,7 +550,11 @@ def _in_fp64() -> Iterator[None]:
 
 def _forms(weight: Tensor) -> list[linear_ops.Packed]:
     """A weight in each of the forms that `linear` takes."""
-    forms = [weight, linear_ops.pack(weight), *(linear_ops._pack_for_onednn(weight.contiguous(), rows) for rows in (1, 16))]
+    forms = [
+        weight,
+        linear_ops.pack(weight),
+        *(linear_ops._pack_for_onednn(weight.contiguous(), rows) for rows in (1, 16)),
+    ]
     if linear_ops._mkl_agrees():
         forms += [linear_ops._pack_for_mkl(weight.contiguous(), rows) for rows in (1, 5, 1000)]
     return forms

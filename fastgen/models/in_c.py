@@ -26,12 +26,12 @@ from fastgen.models.step import (
     TextAttention,
 )
 from fastgen.ops import native
-from fastgen.ops.dispatch import chosen, in_c, plain
+from fastgen.ops.dispatch import chosen, in_c, never, plain
 from fastgen.ops.linear import PanelWeight
 from fastgen.ops.native import step as c
 
 Together = Callable[[Tensor, Tensor, Surroundings], Tensor | None]
-"""Gives what the head reads (R, C) of what the first sublayer reads and of the stream; or None. It may overwrite both."""
+"""Gives what the head reads (R, C) of what the first sublayer reads and the stream, which it may overwrite; or None."""
 
 
 class Placed(KeysAndValues, Protocol):
@@ -57,24 +57,37 @@ def together(sublayers: Sequence[Sublayer], norm_first: bool) -> Together | None
 
 def _is_written(sublayer: Sublayer) -> bool:
     mix, norm = sublayer.mix, sublayer.norm
-    if sublayer.own is not None or sublayer.parallel or not (norm is unnormed or _is_norm(norm)):
+    if sublayer.own is not None or not (norm is unnormed or _is_norm(norm)):
         return False
     return all(isinstance(product, Linear) for product in _products(sublayer)) and _is_mix_written(mix)
 
 
 def _is_mix_written(mix: Any) -> bool:
     if type(mix) is TextAttention:
-        plainly = mix.blocks == 1 and not (mix.values_first or mix.spread)
-        normed = mix.query_norm is not None or mix.key_norm is not None
-        return plainly and not normed and mix.softcap is None and mix.dims in native.HEAD_DIMS
+        norms = [norm for norm in (mix.query_norm, mix.key_norm) if norm is not None]
+        in_order = len(mix.parts) == 3 or (mix.blocks == 1 and not mix.values_first)
+        plainly = in_order and not mix.spread and mix.softcap is None
+        return plainly and len(norms) != 1 and all(map(_is_norm, norms)) and mix.dims in native.HEAD_DIMS
     if type(mix) is SourceAttention:
         return mix.dims in native.HEAD_DIMS
-    return type(mix) is FeedForward and not mix.halves
+    return type(mix) is FeedForward
 
 
 def _is_norm(norm: NormLike) -> TypeGuard[Norm]:
     held = (norm.weight, norm.bias) if type(norm) is Norm else ()
     return type(norm) is Norm and all(x is None or (_is_readable(x) and x.is_contiguous()) for x in held)
+
+
+def _is_cut(mix: Any, panel: int) -> bool:
+    """Whether the halves of a wide layer do not begin where a panel does."""
+    return type(mix) is FeedForward and mix.halves and mix.wide.outputs % (2 * panel) != 0
+
+
+def _halves(wide: c.Weight) -> tuple[c.Weight, c.Weight]:
+    """The halves of a layer's outputs as weights of their own."""
+    half, bias = wide.outputs // 2, wide.bias
+    behind = wide.panels + 4 * half * wide.inputs, None if bias is None else bias + 4 * half
+    return c.Weight(wide.panels, bias, half, wide.inputs), c.Weight(*behind, half, wide.inputs)
 
 
 def _is_readable(x: Tensor) -> bool:
@@ -128,11 +141,11 @@ class InC:
         self._sizes = 0, 0  # of a row of what products make, and of what is mixed
 
     def __call__(self, x: Tensor, stream: Tensor, context: Surroundings) -> Tensor | None:
-        parts = _parts(context)
-        if parts is None or native.library() is None:
+        parts, by = _parts(context), native.library()
+        if parts is None or by is None:
             return None
-        by = chosen("decoder_step", _never, lambda: plain(x, stream) and self._covers(parts), x)
-        if not in_c(by) or not self._ready(by, parts[0]):
+        able = lambda: plain(x, stream) and self._covers(parts) and self._ready(by, parts[0])  # noqa: E731
+        if not in_c(chosen("decoder_step", never, able, x)):
             return None
         (rows, width), (wide, mixed) = x.shape, self._sizes
         work = [rows * width, rows * width, rows * wide, rows * mixed]
@@ -188,7 +201,8 @@ class InC:
         panels = [each for each in found if each is not None]
         biases = [product.module.bias for product in products]
         readable = all(x is None or (_is_readable(x) and x.is_contiguous()) for x in biases)
-        if len(panels) < len(found) or not readable or not all(_is_written(sublayer) for sublayer in self.sublayers):
+        whole = not any(_is_cut(sublayer.mix, by.panel) for sublayer in self.sublayers)
+        if not (len(panels) == len(found) and readable and whole and all(map(_is_written, self.sublayers))):
             self._records = None
             return False
         self._held = [_Held(p.module.weight, p.module.weight.data_ptr(), p.module.weight._version) for p in products]
@@ -198,8 +212,8 @@ class InC:
         self._elements, self._products = sum(w.outputs * w.inputs for w in weights), len(weights)
         left = iter(weights)
         self._records = (c.Sublayer * len(self.sublayers))(*(self._record(s, part, left) for s in self.sublayers))
-        made = [sum(w.outputs for w in r.part[: r.parts]) for r in self._records]
-        mixed = [r.part[1].outputs if r.kind == c.FEED_FORWARD else r.heads * r.dims for r in self._records]
+        made = [sum(weight.outputs for weight in record.part) for record in self._records]
+        mixed = [max(record.part[1].outputs, record.heads * record.dims) for record in self._records]
         self._sizes = max(made), max(mixed)
         return True
 
@@ -207,17 +221,22 @@ class InC:
         mix: Any = sublayer.mix
         parts = [next(weights) for _ in _products(sublayer)[1:]]
         record = c.Sublayer(parts=len(parts), part=tuple(parts), out=next(weights), norm=self._norm(sublayer.norm))
+        record.parallel = sublayer.parallel
         if type(mix) is FeedForward:
             record.kind, record.behind = c.FEED_FORWARD, native.BEHIND[mix.activation]
+            if mix.halves:
+                record.parts, record.part = 2, _halves(parts[0])
             return record
         record.heads, record.dims, record.scale = mix.heads, mix.dims, mix.scale
         if type(mix) is TextAttention:
             record.kind, record.key_heads, record.neighbours = c.TEXT, mix.key_heads, mix.neighbours
+            record.query_norm, record.key_norm = self._norm(mix.query_norm), self._norm(mix.key_norm)
+            record.whole_norms = mix.whole_norms
         else:
             record.kind, record.key_heads = c.SOURCE, part.source[sublayer.layer].keys.shape[1]
         return record
 
-    def _norm(self, norm: NormLike) -> c.Norm:
+    def _norm(self, norm: NormLike | None) -> c.Norm:
         if not isinstance(norm, Norm):
             return c.Norm(kind=c.UNNORMED)
         kind = c.RMS_NORM if norm.rms else c.LAYER_NORM
@@ -310,7 +329,3 @@ def _addresses(room: Tensor, sizes: Sequence[int]) -> list[int]:
 
 def _is_mask(mask: Tensor) -> bool:
     return plain(mask) and mask.dim() == 4
-
-
-def _never() -> bool:
-    return False

@@ -197,6 +197,8 @@ class Linear(Routed):
 
     def _copy(self, weight: Tensor, plain: Tensor, rows: int, activation: str | None) -> ops.Packed | None:
         """The packed copy of the weight, made now if it is used often; None where there is none."""
+        if self.mode == "plain":
+            return None
         entry = self.entry
         if entry is None or entry.is_stale(weight):
             entry = self.entry = _entry(weight)

@@ -88,7 +88,7 @@ def use_triton(operation: str, able: Callable[[], bool], tensor: Tensor, *others
     Raises:
         RuntimeError: FASTGEN_OPS=triton and there are no kernels.
     """
-    return chosen(operation, able, _never, tensor, *others) is TRITON
+    return chosen(operation, able, never, tensor, *others) is TRITON
 
 
 def chosen(
@@ -106,7 +106,7 @@ def chosen(
     if tensor.numel() > 0:
         if runs_kernels(tensor) and all(other is None or other.device == tensor.device for other in others):
             found = TRITON if able() else REFERENCE
-        elif able_in_c is not _never and _in_the_open():
+        elif able_in_c is not never and _in_the_open():
             by = native.library()
             found = by if by is not None and able_in_c() else REFERENCE
     if not uncounted.get():
@@ -119,7 +119,8 @@ def in_c(found: "native.Library | str") -> TypeGuard["native.Library"]:
     return not isinstance(found, str)
 
 
-def _never() -> bool:
+def never() -> bool:
+    """For `chosen`: there is no kernel, or nothing in C."""
     return False
 
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from fastgen.ops import native, processor
 from fastgen.ops.activation import FUNCTIONS, activation_, activation_reference
-from fastgen.ops.dispatch import chosen, in_c, plain
+from fastgen.ops.dispatch import chosen, in_c, never, plain
 
 LEAST_ROWS = ((96 * 1024, 32), (384 * 1024, 2), (math.inf, 1))
 """Rows from which on oneDNN is faster, for weights of fewer elements than stand before them.
@@ -125,7 +125,7 @@ def available() -> bool:
 
 
 def by_mkl() -> bool:
-    """Whether weights are packed by MKL rather than by oneDNN: on Intel's processors, where products in C do not run."""
+    """Whether weights are packed by MKL rather than by oneDNN: on Intel's processors, but for C."""
     return processor.on_intel() and native.library() is None and _mkl_agrees()
 
 
@@ -295,16 +295,12 @@ def _in_c(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    by = chosen("linear", _never, lambda: plain(x, None if bias is None else bias.data, residual), x)
+    by = chosen("linear", never, lambda: plain(x, None if bias is None else bias.data, residual), x)
     if not in_c(by):  # somebody records what is computed, or C has been switched off since
         y = _finished(F.linear(x, weight.unpacked(), bias), activation, residual)
         return y if out is None else out.copy_(y)
     out = x.new_empty(*x.shape[:-1], weight.outputs) if out is None else out
     return native.product(by, x, weight.panels, bias, activation, residual, out)
-
-
-def _never() -> bool:
-    return False
 
 
 def _finished(y: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:

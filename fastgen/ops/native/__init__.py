@@ -228,7 +228,13 @@ def packed(by: Library, weight: Tensor) -> Tensor:
 
 
 def product(
-    by: Library, x: Tensor, panels: Tensor, bias: Tensor | None, behind: str | None, residual: Tensor | None, out: Tensor
+    by: Library,
+    x: Tensor,
+    panels: Tensor,
+    bias: Tensor | None,
+    behind: str | None,
+    residual: Tensor | None,
+    out: Tensor,
 ) -> Tensor:
     """Return out (..., N), contiguous: x (..., K) times a weight that is `packed`, plus bias (N,), and what is behind.
 

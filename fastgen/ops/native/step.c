@@ -4,18 +4,19 @@
 #include "step.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "attention.h"
 #include "product.h"
 
 typedef void (*barrier)(void);
 
-/* out = norm(in), row by row. */
+/* out = norm(in), for as many pieces, side by side, of each row. */
 typedef struct {
   float *out;
   const float *in;
   const Norm *norm;
-  int64_t rows, width, next;
+  int64_t rows, row, pieces, width, next;
 } Norming;
 
 /* Rotary positions (Su et al. 2021) of all heads of queries and keys. */
@@ -42,41 +43,44 @@ typedef struct {
   barrier wait;
 } Program;
 
+static void normalise(float *out, const float *in, const Norm *norm, int64_t C) {
+  const int64_t whole = C / WIDTH * WIDTH;
+  float mean = 0.0f, square = 0.0f;
+  vec total = {};
+  if (norm->kind == LAYER_NORM) {
+    for (int64_t c = 0; c < whole; c += WIDTH) total += load(in + c);
+    for (int64_t c = whole; c < C; c++) mean += in[c];
+    mean = (mean + sum(total)) / C;
+    total = splat(0.0f);
+  }
+  for (int64_t c = 0; c < whole; c += WIDTH) {
+    vec x = load(in + c) - mean;
+    total += x * x;
+  }
+  for (int64_t c = whole; c < C; c++) square += (in[c] - mean) * (in[c] - mean);
+  const float scale = 1.0f / sqrtf((square + sum(total)) / C + (float)norm->eps), offset = norm->offset;
+  for (int64_t c = 0; c < whole; c += WIDTH) {
+    vec y = (load(in + c) - mean) * scale;
+    if (norm->weight) y *= load(norm->weight + c) + offset;
+    store(out + c, norm->bias ? y + load(norm->bias + c) : y);
+  }
+  for (int64_t c = whole; c < C; c++) {
+    float y = (in[c] - mean) * scale;
+    if (norm->weight) y *= norm->weight[c] + offset;
+    out[c] = norm->bias ? y + norm->bias[c] : y;
+  }
+}
+
 static void normalise_rows(void *given) {
   Norming *job = given;
-  const Norm *norm = job->norm;
-  const int64_t C = job->width, whole = C / WIDTH * WIDTH;
-  for (int64_t r; (r = next(&job->next)) < job->rows;) {
-    const float *in = job->in + r * C;
-    float *out = job->out + r * C, mean = 0.0f, square = 0.0f;
-    vec total = {};
-    if (norm->kind == UNNORMED) {
-      for (int64_t c = 0; c < C; c++) out[c] = in[c];
-      continue;
+  for (int64_t r; (r = next(&job->next)) < job->rows;)
+    for (int64_t i = 0; i < job->pieces; i++) {
+      const int64_t at = r * job->row + i * job->width;
+      if (job->norm->kind != UNNORMED)
+        normalise(job->out + at, job->in + at, job->norm, job->width);
+      else if (job->out != job->in)
+        memcpy(job->out + at, job->in + at, sizeof(float) * job->width);
     }
-    if (norm->kind == LAYER_NORM) {
-      for (int64_t c = 0; c < whole; c += WIDTH) total += load(in + c);
-      for (int64_t c = whole; c < C; c++) mean += in[c];
-      mean = (mean + sum(total)) / C;
-      total = splat(0.0f);
-    }
-    for (int64_t c = 0; c < whole; c += WIDTH) {
-      vec x = load(in + c) - mean;
-      total += x * x;
-    }
-    for (int64_t c = whole; c < C; c++) square += (in[c] - mean) * (in[c] - mean);
-    const float scale = 1.0f / sqrtf((square + sum(total)) / C + (float)norm->eps), offset = norm->offset;
-    for (int64_t c = 0; c < whole; c += WIDTH) {
-      vec y = (load(in + c) - mean) * scale;
-      if (norm->weight) y *= load(norm->weight + c) + offset;
-      store(out + c, norm->bias ? y + load(norm->bias + c) : y);
-    }
-    for (int64_t c = whole; c < C; c++) {
-      float y = (in[c] - mean) * scale;
-      if (norm->weight) y *= norm->weight[c] + offset;
-      out[c] = norm->bias ? y + norm->bias[c] : y;
-    }
-  }
 }
 
 static void turn_rows(void *given) {
@@ -117,9 +121,20 @@ static int64_t add_parts(Program *to, const Step *step, const Sublayer *of, cons
   return row;
 }
 
+static void add_head_norm(Program *to, const Step *step, const Sublayer *of, const Norm *norm, float *x, int64_t row,
+                          int64_t heads) {
+  Norming job = {.out = x, .in = x, .norm = norm, .rows = step->rows, .row = row,
+                 .pieces = of->whole_norms ? 1 : heads, .width = of->whole_norms ? heads * of->dims : of->dims};
+  to->phases[to->count++] = (Phase){.work = normalise_rows, .job.norming = job};
+}
+
 static void add_attention(Program *to, const Step *step, const Sublayer *of, const Seen *seen, int64_t row,
                           unsigned threads) {
   const int64_t of_queries = of->heads * of->dims, of_keys = of->key_heads * of->dims;
+  if (of->query_norm.kind != UNNORMED) {
+    add_head_norm(to, step, of, &of->query_norm, step->wide, row, of->heads);
+    add_head_norm(to, step, of, &of->key_norm, step->wide + of_queries, row, of->key_heads);
+  }
   if (of->cosine)
     to->phases[to->count++] = (Phase){
         .work = turn_rows, .job.turning = {.x = step->wide, .of = of, .rows = step->rows, .row = row,
@@ -167,9 +182,9 @@ static void list_phases(Program *to, const Step *step, unsigned threads) {
     Product out = of_weight(&of->out, mixed, spare, step->rows, step->width);
     out.residual = step->norm_first ? stream : step->x, out.residual_row = step->width;
     add_product(to, out, threads, 0);
-    to->phases[to->count++] = (Phase){
-        .work = normalise_rows,
-        .job.norming = {.out = step->x, .in = spare, .norm = &of->norm, .rows = step->rows, .width = step->width}};
+    Norming norming = {.out = step->x, .in = of->parallel ? stream : spare, .norm = &of->norm, .rows = step->rows,
+                       .row = step->width, .pieces = 1, .width = step->width};
+    to->phases[to->count++] = (Phase){.work = normalise_rows, .job.norming = norming};
     float *sum = spare;
     spare = stream, stream = sum;
   }
@@ -184,13 +199,13 @@ static void work_on_phases(void *given) {
   }
 }
 
-/* What `Step` is too large by, if it is not what the caller takes it for. */
+/* Of all structures that a step is given, for a caller who has declared them, too. */
 int64_t step_size(void) { return sizeof(Step) + sizeof(Sublayer) + sizeof(Seen) + sizeof(Rows); }
 
 /* Runs all sublayers; what the head reads comes out in x. Returns 0 where there was no memory. */
 int step(parallel run, unsigned threads, barrier wait, const Step *step) {
-  /* Of a sublayer: three products of x, a turn, attention of each call, the projection, the norm. */
-  Program program = {.phases = malloc(sizeof(Phase) * step->sublayer_count * (6 + step->call_count)),
+  /* Of a sublayer: three products of x, two norms of heads, a turn, attention of each call, the projection, the norm. */
+  Program program = {.phases = malloc(sizeof(Phase) * step->sublayer_count * (8 + step->call_count)),
                      .wait = threads > 1 ? wait : NULL};
   if (!program.phases) return 0;
   list_phases(&program, step, threads);

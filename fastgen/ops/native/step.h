@@ -24,8 +24,10 @@ typedef struct {
 typedef struct {
   int64_t kind, parts;        /* products of x: one or three with queries, keys and values; the wide layer and a gate */
   Weight part[3], out;
-  Norm norm;
+  Norm norm, query_norm, key_norm;
+  int64_t parallel;           /* whether the norm behind is of the stream that came in, without the sum */
   int64_t heads, key_heads, dims;
+  int64_t whole_norms;        /* whether norms of queries and keys are of all heads together */
   double scale;
   int64_t behind;                 /* the wide layer */
   const float *cosine, *sine;     /* (R or 1, E), by which the first E of each head are turned; or NULL */

@@ -4,7 +4,7 @@ Numbers are fp32; strides are in elements, and addresses are those of tensors th
 """
 
 import ctypes
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fastgen.ops.native import Library
 
@@ -12,10 +12,10 @@ TEXT, SOURCE, FEED_FORWARD = range(3)
 UNNORMED, LAYER_NORM, RMS_NORM = range(3)
 
 _POINTER, _INTEGER, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-_Fields = list[tuple[str, object]]
+_Fields = list[tuple[str, Any]]
 
 
-def _of(kind: object, names: str) -> _Fields:
+def _of(kind: Any, names: str) -> _Fields:
     return [(name, kind) for name in names.split()]
 
 
@@ -35,8 +35,9 @@ class Sublayer(ctypes.Structure):
     """Products of what comes in, attention or an activation function, a product with the sum, and the norm behind."""
 
     _fields_: ClassVar = [
-        *_of(_INTEGER, "kind parts"), ("part", Weight * 3), ("out", Weight), ("norm", Norm),
-        *_of(_INTEGER, "heads key_heads dims"), ("scale", _DOUBLE), ("behind", _INTEGER),
+        *_of(_INTEGER, "kind parts"), ("part", Weight * 3), ("out", Weight),
+        *_of(Norm, "norm query_norm key_norm"), *_of(_INTEGER, "parallel heads key_heads dims whole_norms"),
+        ("scale", _DOUBLE), ("behind", _INTEGER),
         *_of(_POINTER, "cosine sine"), *_of(_INTEGER, "turned turn_row neighbours"),
     ]  # fmt: skip
 
