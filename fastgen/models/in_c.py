@@ -6,9 +6,9 @@ one call. What a sublayer has that is not written in C leaves the whole step to 
 
 import ctypes
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ from fastgen.ops.native import step as c
 
 Together = Callable[[Tensor, Tensor, Surroundings], Tensor | None]
 """Gives what the head reads (R, C) of what the first sublayer reads and the stream, which it may overwrite; or None."""
+
+
+Reference = weakref.ReferenceType[Tensor] | None
+"""To a tensor that is not kept alive by it."""
 
 
 class Placed(KeysAndValues, Protocol):
@@ -106,18 +110,20 @@ def _products(sublayer: Sublayer) -> list[Product]:
     return [*parts, sublayer.out]
 
 
-@dataclass
-class _Held:
-    """A tensor whose address C has; version: None where what it holds may change."""
+class _Held(NamedTuple):
+    """A tensor whose address C has; version: of what it held then, None where that may change."""
 
     tensor: Tensor
     address: int
     version: int | None
 
-    @property
-    def is_same(self) -> bool:
-        tensor = self.tensor
-        return tensor.data_ptr() == self.address and (self.version is None or tensor._version == self.version)
+
+def _same(held: Sequence[_Held]) -> bool:
+    """Whether tensors are where they were, and hold what they held."""
+    for tensor, address, version in held:
+        if tensor.data_ptr() != address or (version is not None and tensor._version != version):
+            return False
+    return True
 
 
 class InC:
@@ -137,6 +143,9 @@ class InC:
         self._held: list[_Held] = []
         self._panels: list[PanelWeight] = []  # which the records name
         self._scratch = torch.empty(0)
+        self._seen: Any = ()  # what each attending sublayer sees of each call
+        self._checked: list[Reference] = []  # keys that C can read
+        self._placed: list[Reference] = []  # keys whose addresses it has
         self._elements = self._products = 0  # of all weights, and how many there are
         self._sizes = 0, 0  # of a row of what products make, and of what is mixed
 
@@ -148,53 +157,65 @@ class InC:
         if not in_c(chosen("decoder_step", never, able, x)):
             return None
         (rows, width), (wide, mixed) = x.shape, self._sizes
-        work = [rows * width, rows * width, rows * wide, rows * mixed]
+        work = rows * width, rows * width, rows * wide, rows * mixed
         if len(self._scratch) < sum(work):
             self._scratch = torch.empty(sum(work), dtype=torch.float32, device="cpu")
         sum_at, spare_at, wide_at, mixed_at = _addresses(self._scratch, work)
         if self.norm_first:
             sum_at = stream.data_ptr()
-        turns = self._turn(context, x)
-        seen, masks = self._seen(parts)
+        held = [*self._turn(context, x), *self._open(parts)]
         calls = _calls(parts)
         step = c.Step(
-            ctypes.addressof(self._records), ctypes.addressof(seen), ctypes.addressof(calls), len(self.sublayers),
+            ctypes.addressof(self._records), ctypes.addressof(self._seen), ctypes.addressof(calls), len(self.sublayers),
             len(parts), rows, width, self.norm_first, x.data_ptr(), sum_at, spare_at, wide_at, mixed_at,
         )  # fmt: skip
         threads = native.threads_for(rows * self._elements // self._products)
-        if not c.run(by, threads, step):
+        done = c.run(by, threads, step)
+        del held  # what C has read
+        if not done:
             raise torch.OutOfMemoryError(f"no memory for the scores of {rows} rows in each of {threads} threads")
-        del turns, masks  # which C has read
         return x
+
+    def _places(self, parts: Sequence[Context]) -> Iterator[tuple[Any, Context, Any]]:
+        """Each attending sublayer's mix, with each call and the layer of the cache that it looks at there."""
+        for index, mix in self.attending:
+            number, of_text = self.sublayers[index].layer, type(mix) is TextAttention
+            for part in parts:
+                yield mix, part, (part.text if of_text else part.source)[number]
 
     def _covers(self, parts: Sequence[Context]) -> bool:
         """Whether what there is to attend to lies where C can read it."""
         for part in parts:
             if not all(mask is None or _is_mask(mask) for mask in (part.text_mask, part.source_mask)):
                 return False
-            for index, mix in self.attending:
-                of_text = type(mix) is TextAttention
-                layer: Any = (part.text if of_text else part.source)[self.sublayers[index].layer]
-                if not getattr(layer, "begun", False):  # a cache of another kind, or one without a shape yet
-                    return False
-                keys, values = layer.room
-                heads, beams = keys.shape[1], layer.beams if of_text else 1
-                if not (
-                    (not of_text or heads == mix.key_heads)
-                    and mix.heads % heads == 0
-                    and keys.shape[3] == values.shape[3] == mix.dims
-                    and keys.stride(3) == values.stride(3) == 1
-                    and max(beams, _beams(part)) * (mix.heads // heads) <= native.ROWS
-                    and _is_readable(keys)
-                    and _is_readable(values)
-                    and (of_text or layer.slots > 0)
-                ):
-                    return False
+        count = len(self.attending) * len(parts)
+        if len(self._checked) != count:
+            self._seen, self._checked, self._placed = (c.Seen * count)(), [None] * count, [None] * count
+        for i, (mix, part, layer) in enumerate(self._places(parts)):
+            if not getattr(layer, "begun", False):  # a cache of another kind, or one without a shape yet
+                return False
+            keys, values = layer.room
+            of_text = type(mix) is TextAttention
+            if _beams(part) * (mix.heads // keys.shape[1]) > native.ROWS or not (of_text or layer.slots):
+                return False
+            if _is(self._checked[i], keys):
+                continue
+            heads = keys.shape[1]
+            if not (
+                mix.heads % heads == 0
+                and (not of_text or heads == mix.key_heads)
+                and keys.shape[3] == values.shape[3] == mix.dims
+                and keys.stride(3) == values.stride(3) == 1
+                and _is_readable(keys)
+                and _is_readable(values)
+            ):
+                return False
+            self._checked[i] = weakref.ref(keys)
         return True
 
     def _ready(self, by: native.Library, part: Context) -> bool:
         """Whether there are records for this library, of weights as they are now."""
-        if self._records is not None and self._made_by is by and all(held.is_same for held in self._held):
+        if self._records is not None and self._made_by is by and _same(self._held):
             return True
         products: list[Any] = [product for sublayer in self.sublayers for product in _products(sublayer)]
         found = [product.in_panels() for product in products]  # all of them, so that all count as used
@@ -262,34 +283,37 @@ class InC:
                 held += (cosine, sine)
         return held
 
-    def _seen(self, parts: Sequence[Context]) -> tuple[Any, list[Tensor]]:
-        """Open the slots of the newest tokens; return what each sublayer attends to, and the masks of it."""
-        slots = [_open(part) for part in parts]
-        masks: list[Tensor] = []
-        seen = (c.Seen * (len(self.attending) * len(parts)))()
-        places = iter(seen)
-        for index, mix in self.attending:
-            number = self.sublayers[index].layer
-            for part, slot in zip(parts, slots, strict=True):
-                of_text, at = type(mix) is TextAttention, next(places)
-                layer: Any = (part.text if of_text else part.source)[number]
-                mask = part.text_mask_with(mix.bias) if of_text else part.source_mask
-                (keys, values), at.count, at.slot = layer.room, layer.slots, slot
+    def _open(self, parts: Sequence[Context]) -> list[Tensor]:
+        """Open the slots of the newest tokens, and say what is seen; returns the masks of it."""
+        slots = {id(part): _open(part) for part in parts}
+        masks: dict[int, tuple[Tensor, list[int]]] = {}
+        for i, (mix, part, layer) in enumerate(self._places(parts)):
+            at, of_text = self._seen[i], type(mix) is TextAttention
+            keys, values = layer.room
+            if not _is(self._placed[i], keys):
                 at.keys, at.values = keys.data_ptr(), values.data_ptr()
                 at.keys_b, at.keys_h, at.keys_n, _ = keys.stride()
                 at.values_b, at.values_h, at.values_n, _ = values.stride()
-                if mask is not None:
-                    mask = mask if mask.stride(3) == 1 else mask.contiguous()
-                    masks.append(mask)
-                    at.mask = mask.data_ptr()
-                    at.mask_b, at.mask_h, at.mask_m, _ = (
-                        step if size > 1 else 0 for step, size in zip(mask.stride(), mask.shape, strict=True)
-                    )
-                if not of_text and part.watched == number:
-                    rows = part.sentences * _beams(part)
-                    part.weights = torch.empty(rows, at.count, dtype=torch.float32, device="cpu")
-                    at.weights = part.weights.data_ptr()
-        return seen, masks
+                self._placed[i] = weakref.ref(keys)
+            at.count, at.slot = layer.slots, slots[id(part)]
+            mask, at.mask = part.text_mask_with(mix.bias) if of_text else part.source_mask, None
+            if mask is not None:
+                if id(mask) not in masks:
+                    readable = mask if mask.stride(3) == 1 else mask.contiguous()
+                    steps = zip(readable.stride(), readable.shape, strict=True)
+                    masks[id(mask)] = readable, [step if size > 1 else 0 for step, size in steps]
+                readable, (at.mask_b, at.mask_h, at.mask_m, _) = masks[id(mask)]
+                at.mask = readable.data_ptr()
+            at.weights = None
+            if not of_text and part.watched is not None and part.source[part.watched] is layer:
+                rows = part.sentences * _beams(part)
+                part.weights = torch.empty(rows, at.count, dtype=torch.float32, device="cpu")
+                at.weights = part.weights.data_ptr()
+        return [mask for mask, _ in masks.values()]
+
+
+def _is(known: Reference, tensor: Tensor) -> bool:
+    return known is not None and known() is tensor
 
 
 def _parts(context: Surroundings) -> Sequence[Context] | None:
