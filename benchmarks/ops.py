@@ -504,7 +504,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = {
         "kind": "ops",
         "environment": environment(),
-        "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
+        "arguments": {name: value for name, value in vars(args).items() if name != "out"},
         "copy_gb_per_s": bandwidth / 1e9,
         "paths": {f"{op} {path}": count for (op, path), count in sorted(calls.items())},
         "result": results,

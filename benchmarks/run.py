@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = args.case or [name for name, case in CASES.items() if not args.peer or case.kind == "generate"]
     lines, equal = [], True
     for name in names:
-        case = runners.sized(CASES[name], args.batch, args.scale == "tiny")
+        case = runners.of_model(runners.sized(CASES[name], args.batch, args.scale == "tiny"), args.model)
         file = folder / f"{case.name}{f'_{args.peer}' if args.peer else ''}.json"
         old = json.loads(file.read_text("utf-8")) if case.kind == "grid" and file.is_file() else {}
         cells = old.get("result", {}).get("cells", {})
@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             say=lambda line: print(f"  {line}", flush=True),
             sentences=args.sentences,
             corpus=args.corpus,
+            model=args.model,
+            text=args.text,
         )
         print(f"{case.name}: {case.help}", flush=True)
         if args.peer:
@@ -95,6 +97,9 @@ def arguments() -> argparse.ArgumentParser:
         "--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the benchmark itself"
     )
     parser.add_argument("--sentences", type=positive, metavar="N", help="first lines of the test text only (trained)")
+    parser.add_argument("--model", type=Path, metavar="DIR",
+                        help="another Marian model than the example's (trained); the file's name says so")  # fmt: skip
+    parser.add_argument("--text", type=Path, metavar="FILE", help="what it translates, a sentence a line")
     parser.add_argument("--corpus", type=Path, metavar="DIR",
                         help="train, valid, test.{en,es} for fairseq_command (default: the example)")  # fmt: skip
     parser.add_argument("--cells", nargs="+", default=["*"], metavar="PATTERN",
@@ -223,7 +228,7 @@ def table(case: Any, result: dict[str, Any]) -> list[str]:
                 + missed(figure, case.peer_target if name != "stock" else case.target)
                 for name, figure in result["over"].items()]  # fmt: skip
         return [*lines, *over]
-    return [f"{case.name:<14}{outcome_text(result)}{missed(result, case.target)}"]
+    return [f"{case.name:<13} {outcome_text(result)}{missed(result, case.target)}"]
 
 
 def missed(result: dict[str, Any], target: float | None) -> str:

@@ -40,6 +40,7 @@ class Session:
         say: prints a line.
         sentences: how many lines of the test text the text runner takes; None for all.
         corpus: a folder with test.en and test.es, and more to train on, instead of the example's.
+        model, text: a folder with a model, and a file with what it translates, instead of the example's.
     """
 
     device: str = "cpu"
@@ -52,6 +53,8 @@ class Session:
     say: Callable[[str], None] = print
     sentences: int | None = None
     corpus: Path | None = None
+    model: Path | None = None
+    text: Path | None = None
 
     def synchronize(self) -> None:
         if self.device.startswith("cuda"):
@@ -203,20 +206,21 @@ def run_text(case: Case, session: Session) -> dict[str, Any]:
     """The trained model on its test text; the time of each step is kept beside the number of sentences in it."""
     from transformers import AutoTokenizer, MarianMTModel
 
-    folder, source = EXAMPLE / "model", EXAMPLE / "test.en"
+    folder, source = session.model or EXAMPLE / "model", session.text or EXAMPLE / "test.en"
     for path in (folder / "config.json", source):
         if not path.is_file():
             raise FileNotFoundError(f"needs {path}, which is not there")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = MarianMTModel.from_pretrained(folder, dtype=session.dtype).to(session.device).eval()
     lines = source.read_text("utf-8").splitlines()[: session.sentences or (6 if session.tiny else None)]
-    order = sorted(range(len(lines)), key=lambda i: len(tokenizer(lines[i])["input_ids"]))
+    encoded_lines = [_ended(tokenizer(line, truncation=True)["input_ids"], model) for line in lines]
+    order = sorted(range(len(lines)), key=lambda i: len(encoded_lines[i]))
     size = 3 if session.tiny else case.batch
     options = {"num_beams": case.beams, "max_new_tokens": 20 if session.tiny else case.new_tokens, **case.options}
     batches = []
     for at in range(0, len(order), size):
-        texts = [lines[i] for i in order[at : at + size]]
-        encoded = tokenizer(texts, return_tensors="pt", padding=True, truncation=True).to(session.device)
+        texts = {"input_ids": [encoded_lines[i] for i in order[at : at + size]]}
+        encoded = tokenizer.pad(texts, return_tensors="pt").to(session.device)
         batches.append({name: encoded[name] for name in ("input_ids", "attention_mask")})
 
     steps: list[list[tuple[int, float]]] = []  # of the newest patched pass, batch by batch
@@ -249,6 +253,12 @@ def run_text(case: Case, session: Session) -> dict[str, Any]:
         result["identical_text"] = texts[0] == texts[1]
         result["steps"] = {"fastgen": steps, "stock": stock_steps(model, batches, options, session)}
     return result
+
+
+def _ended(ids: list[int], model: Any) -> list[int]:
+    """A source with the token that ends it, which not every tokenizer adds."""
+    end = model.config.eos_token_id
+    return ids if ids and ids[-1] == end else [*ids, end]
 
 
 def stock_steps(
@@ -337,6 +347,16 @@ RUNNERS = {
     "fairseq": run_fairseq,
     "command": run_command,
 }
+
+
+def of_model(case: Case, folder: Path | None) -> Case:
+    """Return the case with another model than its own."""
+    if folder is None:
+        return case
+    if case.kind != "text":
+        raise ValueError(f"--model {folder} does not go with the case {case.name!r}, which has no model to exchange")
+    what = f"the trained model {folder.name}, on text sorted by length; time per step"
+    return replace(case, name=f"{case.name}_{folder.name}", help=what)
 
 
 def sized(case: Case, batch: int | None, tiny: bool) -> Case:

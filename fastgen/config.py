@@ -52,7 +52,7 @@ VARIABLES = (
     Variable("FASTGEN_OPS", "auto", get_args(Ops), "which implementation of the tensor operations runs"),
     Variable("FASTGEN_STRICT", "0", ("0", "1"), "1: a fallback or a failed patch raises"),
     Variable("FASTGEN_PARITY", "0", ("0", "1"), "1: run the toolkit's own code too and report the first divergence"),
-    Variable("FASTGEN_LINEAR", "auto", get_args(Linear), "how linear layers run on a CPU, by oneDNN or MKL"),
+    Variable("FASTGEN_LINEAR", "auto", get_args(Linear), "how linear layers run on a CPU: in C, by oneDNN or MKL"),
     Variable("FASTGEN_STEP", "auto", get_args(Step), "module: decode steps run through the model's own modules alone"),
     Variable("FASTGEN_GRAPHS", "auto", get_args(Graphs), "off: decode steps on a GPU are not captured as CUDA graphs"),
     Variable("FASTGEN_FAIRSEQ_ALLOW", "", (), "comma-separated classes that a fairseq checkpoint you trust may hold"),

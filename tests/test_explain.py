@@ -321,11 +321,12 @@ def linear_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     config.reload()
 
 
-def test_linear_layers(linear_mode: Any) -> None:
+def test_linear_layers(linear_mode: Any, request: pytest.FixtureRequest) -> None:
     model = tf.GPT2LMHeadModel(
         tf.GPT2Config(vocab_size=512, n_embd=256, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
     ).eval()
     from fastgen.models import linear, routes
+    from fastgen.ops import native
 
     kwargs = zoo.batch(model, 4, 6, "none") | {"max_new_tokens": 4, "num_beams": 2, "pad_token_id": 0}
     linear.release()
@@ -338,6 +339,8 @@ def test_linear_layers(linear_mode: Any) -> None:
         assert fastgen.explain(model, **kwargs).linears == explained, "while another call runs"
     model.generate(**kwargs)
     assert 0 < linear.packed_bytes() <= explained.packed_bytes * 1.1 + 4096, "a packed layout may pad a little"
+    assert (" in C, packed copies of" in str(explained)) == (native.library() is not None)
+    request.getfixturevalue("by_torch_alone")
     few = _explain(model, {"input_ids": kwargs["input_ids"][:1, :1], "max_new_tokens": 4, "pad_token_id": 0}).linears
     assert str(few) == "torch's own: faster for the 1 rows that there are at most"
     linear_mode("plain")

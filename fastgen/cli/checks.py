@@ -100,7 +100,8 @@ def devices() -> Iterator[Finding]:
     there = ", ".join(text for name, text in units.items() if has.get(name)) or "none of them of x86-64"
     yield Finding("ok", f"CPU: {has.get('cpu_name') or platform.machine()}; vector units: {there}")
     if linear.available():
-        yield Finding("ok", "fp32 linear layers on the CPU: by oneDNN or MKL with packed weights where that is faster")
+        by = linear.described(packed=True)
+        yield Finding("ok", f"fp32 linear layers on the CPU: {by}, with packed weights, where that is faster")
     else:
         yield Finding(
             "note", "fp32 linear layers on the CPU: torch's own, as this torch lacks operators of oneDNN and MKL"

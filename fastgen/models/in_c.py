@@ -142,7 +142,6 @@ class InC:
         self._made_by: native.Library | None = None
         self._held: list[_Held] = []
         self._panels: list[PanelWeight] = []  # which the records name
-        self._scratch = torch.empty(0)
         self._seen: Any = ()  # what each attending sublayer sees of each call
         self._checked: list[Reference] = []  # keys that C can read
         self._placed: list[Reference] = []  # keys whose addresses it has
@@ -158,9 +157,8 @@ class InC:
             return None
         (rows, width), (wide, mixed) = x.shape, self._sizes
         work = rows * width, rows * width, rows * wide, rows * mixed
-        if len(self._scratch) < sum(work):
-            self._scratch = torch.empty(sum(work), dtype=torch.float32, device="cpu")
-        sum_at, spare_at, wide_at, mixed_at = _addresses(self._scratch, work)
+        scratch = x.new_empty(sum(work))
+        sum_at, spare_at, wide_at, mixed_at = _addresses(scratch, work)
         if self.norm_first:
             sum_at = stream.data_ptr()
         held = [*self._turn(context, x), *self._open(parts)]
@@ -171,7 +169,7 @@ class InC:
         )  # fmt: skip
         threads = native.threads_for(rows * self._elements // self._products)
         done = c.run(by, threads, step)
-        del held  # what C has read
+        del held, scratch  # what C has read
         if not done:
             raise torch.OutOfMemoryError(f"no memory for the scores of {rows} rows in each of {threads} threads")
         return x

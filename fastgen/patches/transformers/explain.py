@@ -14,6 +14,7 @@ from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import linear, routes
 from fastgen.models.early_exit import early_exit
 from fastgen.models.layouts import LAYOUTS
+from fastgen.ops import linear as linear_ops
 from fastgen.patches import _engine
 from fastgen.patches.transformers import bild, bild_call, restored
 from fastgen.patches.transformers.cache import held, parts_of
@@ -35,7 +36,8 @@ class Linears:
     """How linear layers would run.
 
     Attributes:
-        routed: how many may run by oneDNN or MKL, where their rows make that the faster product.
+        routed: how many may run by another product than torch's, where their rows make that the faster one.
+        by: which that is: in C, by oneDNN, or by MKL or oneDNN.
         packed: whether their weights are copied into a layout of these.
         packed_bytes: what these copies take at most; they are kept between calls.
         reason: why none is routed.
@@ -45,12 +47,13 @@ class Linears:
     packed: bool = False
     packed_bytes: int = 0
     reason: str | None = None
+    by: str = ""
 
     def __str__(self) -> str:
         if self.reason is not None:
             return f"torch's own: {self.reason}"
         copies = f"packed copies of at most {_readable(self.packed_bytes)}" if self.packed else "no copies of weights"
-        return f"{self.routed} by oneDNN or MKL, {copies}"
+        return f"{self.routed} {self.by}, {copies}"
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,7 @@ def _linears(model: Any, rows: int | None) -> Linears:
     survey = routes.survey(model, rows)
     if rows is not None and not survey.layers and routes.survey(model, None).layers:
         return Linears(reason=f"faster for the {rows} rows that there are at most")
-    return Linears(survey.layers, survey.packed, survey.packed_bytes)
+    return Linears(survey.layers, survey.packed, survey.packed_bytes, by=linear_ops.described(survey.packed))
 
 
 def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | tuple[None, None]:
