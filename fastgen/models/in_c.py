@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastgen.models.joint import Joint
 from fastgen.models.linear import Linear, Product
+from fastgen.models.memory import Memory
 from fastgen.models.norm import Norm, NormLike, unnormed
 from fastgen.models.step import (
     Context,
@@ -110,6 +111,17 @@ def _products(sublayer: Sublayer) -> list[Product]:
     return [*parts, sublayer.out]
 
 
+def _made(sublayer: Sublayer) -> int:
+    """How many numbers of a row the products of what comes in make."""
+    return sum(product.outputs for product in _products(sublayer)[:-1])
+
+
+def _mixed(sublayer: Sublayer) -> int:
+    """How many numbers of a row a sublayer mixes, beside where its products lie."""
+    mix: Any = sublayer.mix
+    return mix.wide.outputs if isinstance(mix, FeedForward) else mix.heads * mix.dims
+
+
 class _Held(NamedTuple):
     """A tensor whose address C has; version: of what it held then, None where that may change."""
 
@@ -145,19 +157,24 @@ class InC:
         self._seen: Any = ()  # what each attending sublayer sees of each call
         self._checked: list[Reference] = []  # keys that C can read
         self._placed: list[Reference] = []  # keys whose addresses it has
-        self._elements = self._products = 0  # of all weights, and how many there are
-        self._sizes = 0, 0  # of a row of what products make, and of what is mixed
+        products: list[Any] = [product for sublayer in sublayers for product in _products(sublayer)]
+        self.memory: Memory = products[0].memory
+        self._elements, self._products = sum(p.outputs * p.inputs for p in products), len(products)
+        self._sizes = max(map(_made, sublayers)), max(map(_mixed, sublayers))
 
     def __call__(self, x: Tensor, stream: Tensor, context: Surroundings) -> Tensor | None:
         parts, by = _parts(context), native.library()
         if parts is None or by is None:
             return None
+        (rows, width), (wide, mixed) = x.shape, self._sizes
+        work = rows * width, rows * width, rows * wide, rows * mixed
+        if self.memory.planned:  # nothing is computed, but what it would take is counted
+            self.memory.take(x, sum(work))
+            return None
         able = lambda: plain(x, stream) and self._covers(parts) and self._ready(by, parts[0])  # noqa: E731
         if not in_c(chosen("decoder_step", never, able, x)):
             return None
-        (rows, width), (wide, mixed) = x.shape, self._sizes
-        work = rows * width, rows * width, rows * wide, rows * mixed
-        scratch = x.new_empty(sum(work))
+        scratch = self.memory.take(x, sum(work))
         sum_at, spare_at, wide_at, mixed_at = _addresses(scratch, work)
         if self.norm_first:
             sum_at = stream.data_ptr()
@@ -228,12 +245,8 @@ class InC:
         self._panels, self._made_by = panels, by
         weights = [c.Weight(w.panels.data_ptr(), self._at(b), w.outputs, w.panels.shape[1])
                    for w, b in zip(panels, biases, strict=True)]  # fmt: skip
-        self._elements, self._products = sum(w.outputs * w.inputs for w in weights), len(weights)
         left = iter(weights)
         self._records = (c.Sublayer * len(self.sublayers))(*(self._record(s, part, left) for s in self.sublayers))
-        made = [sum(weight.outputs for weight in record.part) for record in self._records]
-        mixed = [max(record.part[1].outputs, record.heads * record.dims) for record in self._records]
-        self._sizes = max(made), max(mixed)
         return True
 
     def _record(self, sublayer: Sublayer, part: Context, weights: Iterator[c.Weight]) -> c.Sublayer:
