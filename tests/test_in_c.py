@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -128,6 +128,8 @@ def test_weights_may_change_between_steps(variant: str) -> None:  # noqa: F811
                     fc.weight.mul_(-1)
                 if input_ids.shape[1] == 8:
                     fc.weight.data = fc.weight.flip(0)
+                if input_ids.shape[1] == 9:
+                    fc.weight, fc.bias = nn.Parameter(fc.weight * 0.7), nn.Parameter(fc.bias - 1)
                 if input_ids.shape[1] == 10:
                     fc.bias.data = fc.bias + 1
                     norm.weight.data = norm.weight * 1.5
@@ -142,6 +144,26 @@ def test_weights_may_change_between_steps(variant: str) -> None:  # noqa: F811
             found.append(model.generate(**kwargs, logits_processor=LogitsProcessorList([Changing()])))
     assert _steps() > 12
     assert torch.equal(*found)
+
+
+def test_memory_that_is_not_there_is_asked_for_seldom(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    model, asked = zoo.build("marian", torch.float32), list[Tensor]()
+    monkeypatch.setattr(linear, "_affordable", lambda weight: bool(asked.append(weight)))
+    kwargs = zoo.batch(model, 3, 7) | {"num_beams": 2, "max_new_tokens": 30, "min_new_tokens": 30}
+    assert assert_same(model, kwargs).error is None
+    assert _steps() == 0
+    assert asked
+    assert len(asked) <= 2 * sum(isinstance(module, nn.Linear) for module in model.modules())
+
+
+def test_attention_to_a_long_text_is_shared_among_threads(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Where the products alone would be too little work for two."""
+    model, seen, run = zoo.build("llama", torch.float32), list[int](), c.run
+    monkeypatch.setattr(c, "run", lambda by, threads, step: (seen.append(threads), run(by, threads, step))[1])
+    for length in (8, 200):
+        model.generate(**zoo.batch(model, 2, length, "none"), num_beams=4, max_new_tokens=4)
+    assert seen[0] == 1
+    assert seen[-1] == torch.get_num_threads()
 
 
 def test_calls_at_the_same_time(variant: str) -> None:  # noqa: F811

@@ -18,7 +18,7 @@ from fastgen.decoding.text import Text, TopP
 from fastgen.ops import beam_attention as attention_module
 from fastgen.ops import kbest as kbest_module
 from fastgen.ops import linear as linear_ops
-from fastgen.ops import processor
+from fastgen.ops import native, processor
 from fastgen.ops.activation import activation_, activation_reference, kind_of
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
 from fastgen.ops.kbest import SparseEdits, best_of_log_probs, best_of_log_probs_reference, kbest, kbest_reference
@@ -672,6 +672,31 @@ def test_useful_rows(by_torch_alone: None) -> None:
     assert all(10**9 in linear_ops.useful_rows(*shape) for shape in shapes)
 
 
+@pytest.mark.parametrize("variant", ["avx2", "avx512"])
+def test_weights_that_are_packed_for_c(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that fill their panels, from a number of rows on, and small ones that do not, for steps alone."""
+    try:
+        by = native.load(variant)
+    except OSError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(native, "library", lambda: by)
+    wide = variant == "avx512"
+    shapes = {
+        (64, 64): (True, 16), (128, 128): (True, 2), (256, 256): (True, 1), (48, 64): (True, 16),
+        (16, 64): (True, None if wide else 16), (15, 512): (False, None if linear_ops.by_mkl() else 0),
+        (16, 4096): (not wide, 0 if wide else 1), (66, 1024): (not wide, 0 if wide else 1), (32000, 512): (True, 1),
+    }  # fmt: skip
+    for shape, (in_panels, least) in shapes.items():
+        assert (linear_ops.native_for(*shape) is by) == in_panels, shape
+        rows = linear_ops.useful_rows(*shape)
+        assert least == 0 or (rows.start if rows else None) == least, shape
+        form = linear_ops.pack(_randn(*shape))
+        assert isinstance(form, linear_ops.PanelWeight) == in_panels
+        assert linear_ops.suits(form, *shape)
+        if in_panels:
+            assert linear_ops.packed_bytes(form) == linear_ops.bytes_to_pack(*shape)
+
+
 @needs_onednn
 def test_useful_rows_on_zen5(by_torch_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "on_zen5", lambda: True)
@@ -723,7 +748,7 @@ def test_who_packs_where_both_can(by_torch_alone: None, monkeypatch: pytest.Monk
     for kind, mkl in ((None, True), ("silu", True), ("gelu", False), ("gelu_tanh", False)):
         form = linear_ops.pack(weight, 16, kind)
         assert isinstance(form, linear_ops.MklWeight) == mkl
-        fitting = [other for other in (None, "silu", "gelu", "gelu_tanh") if linear_ops.suits(form, other)]
+        fitting = [other for other in (None, "silu", "gelu", "gelu_tanh") if linear_ops.suits(form, 64, 64, other)]
         assert fitting == ([None, "silu"] if mkl else ["gelu", "gelu_tanh"])
 
 

@@ -7,12 +7,13 @@ one call. What a sublayer has that is not written in C leaves the whole step to 
 import ctypes
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
+from fastgen import config
 from fastgen.models.joint import Joint
 from fastgen.models.linear import Linear, Product
 from fastgen.models.memory import Memory
@@ -57,7 +58,9 @@ def together(sublayers: Sequence[Sublayer], norm_first: bool) -> Together | None
 
     norm_first: whether norms come before what they belong to.
     """
-    return InC(sublayers, norm_first) if sublayers and all(map(_is_written, sublayers)) else None
+    if not sublayers or config.settings().linear == "plain" or not all(map(_is_written, sublayers)):
+        return None
+    return InC(sublayers, norm_first)
 
 
 def _is_written(sublayer: Sublayer) -> bool:
@@ -123,17 +126,23 @@ def _mixed(sublayer: Sublayer) -> int:
 
 
 class _Held(NamedTuple):
-    """A tensor whose address C has; version: of what it held then, None where that may change."""
+    """A parameter of a module whose address C has; version: of what it held then, None where that may change."""
 
-    tensor: Tensor
-    address: int
+    parameters: Mapping[str, Tensor | None]
+    name: str
+    tensor: Tensor | None
+    address: int | None
     version: int | None
 
 
 def _same(held: Sequence[_Held]) -> bool:
-    """Whether tensors are where they were, and hold what they held."""
-    for tensor, address, version in held:
-        if tensor.data_ptr() != address or (version is not None and tensor._version != version):
+    """Whether modules have the parameters that they had, where they were, and with what they held."""
+    for parameters, name, tensor, address, version in held:
+        if parameters.get(name) is not tensor:
+            return False
+        if tensor is not None and (
+            tensor.data_ptr() != address or (version is not None and tensor._version != version)
+        ):
             return False
     return True
 
@@ -157,9 +166,10 @@ class InC:
         self._seen: Any = ()  # what each attending sublayer sees of each call
         self._checked: list[Reference] = []  # keys that C can read
         self._placed: list[Reference] = []  # keys whose addresses it has
-        products: list[Any] = [product for sublayer in sublayers for product in _products(sublayer)]
-        self.memory: Memory = products[0].memory
-        self._elements, self._products = sum(p.outputs * p.inputs for p in products), len(products)
+        self.products: list[Any] = [product for sublayer in sublayers for product in _products(sublayer)]
+        self.memory: Memory = self.products[0].memory
+        self._work = sum(p.outputs * p.inputs for p in self.products) // len(self.products)  # of a product of one row
+        self._attention = 0  # multiplications of the largest attention in a step
         self._sizes = max(map(_made, sublayers)), max(map(_mixed, sublayers))
 
     def __call__(self, x: Tensor, stream: Tensor, context: Surroundings) -> Tensor | None:
@@ -184,7 +194,7 @@ class InC:
             ctypes.addressof(self._records), ctypes.addressof(self._seen), ctypes.addressof(calls), len(self.sublayers),
             len(parts), rows, width, self.norm_first, x.data_ptr(), sum_at, spare_at, wide_at, mixed_at,
         )  # fmt: skip
-        threads = native.threads_for(rows * self._elements // self._products)
+        threads = native.threads_for(max(rows * self._work, self._attention))
         done = c.run(by, threads, step)
         del held, scratch  # what C has read
         if not done:
@@ -232,18 +242,18 @@ class InC:
         """Whether there are records for this library, of weights as they are now."""
         if self._records is not None and self._made_by is by and _same(self._held):
             return True
-        products: list[Any] = [product for sublayer in self.sublayers for product in _products(sublayer)]
-        found = [product.in_panels() for product in products]  # all of them, so that all count as used
-        panels = [each for each in found if each is not None]
-        biases = [product.module.bias for product in products]
-        readable = all(x is None or (_is_readable(x) and x.is_contiguous()) for x in biases)
-        whole = not any(_is_cut(sublayer.mix, by.panel) for sublayer in self.sublayers)
-        if not (len(panels) == len(found) and readable and whole and all(map(_is_written, self.sublayers))):
-            self._records = None
+        self._records = None
+        if any(_is_cut(sublayer.mix, by.panel) for sublayer in self.sublayers):
             return False
-        self._held = [_Held(p.module.weight, p.module.weight.data_ptr(), p.module.weight._version) for p in products]
+        modules = [product.module for product in self.products]
+        panels = [each for product in self.products if (each := product.in_panels()) is not None]  # all count as used
+        biases = [module.bias for module in modules]
+        readable = all(x is None or (_is_readable(x) and x.is_contiguous()) for x in biases)
+        if not (len(panels) == len(modules) and readable and all(map(_is_written, self.sublayers))):
+            return False
+        self._held = [_parameter(module, name) for module in modules for name in ("weight", "bias")]
         self._panels, self._made_by = panels, by
-        weights = [c.Weight(w.panels.data_ptr(), self._at(b), w.outputs, w.panels.shape[1])
+        weights = [c.Weight(w.panels.data_ptr(), None if b is None else b.data_ptr(), w.outputs, w.panels.shape[1])
                    for w, b in zip(panels, biases, strict=True)]  # fmt: skip
         left = iter(weights)
         self._records = (c.Sublayer * len(self.sublayers))(*(self._record(s, part, left) for s in self.sublayers))
@@ -278,8 +288,9 @@ class InC:
         """A tensor's address, which is looked at again in every step."""
         if tensor is None:
             return None
-        self._held.append(_Held(tensor, tensor.data_ptr(), None))
-        return tensor.data_ptr()
+        address = tensor.data_ptr()
+        self._held.append(_Held({"": tensor}, "", tensor, address, None))
+        return address
 
     def _turn(self, context: Surroundings, x: Tensor) -> list[Tensor]:
         """Note by what queries and keys are turned in this step; returns what has to stay until it has been."""
@@ -298,6 +309,7 @@ class InC:
         """Open the slots of the newest tokens, and say what is seen; returns the masks of it."""
         slots = {id(part): _open(part) for part in parts}
         masks: dict[int, tuple[Tensor, list[int]]] = {}
+        self._attention = 0
         for i, (mix, part, layer) in enumerate(self._places(parts)):
             at, of_text = self._seen[i], type(mix) is TextAttention
             keys, values = layer.room
@@ -306,7 +318,9 @@ class InC:
                 at.keys_b, at.keys_h, at.keys_n, _ = keys.stride()
                 at.values_b, at.values_h, at.values_n, _ = values.stride()
                 self._placed[i] = weakref.ref(keys)
-            at.count, at.slot = layer.slots, slots[id(part)]
+            at.count = count = layer.slots
+            at.slot = slots[id(part)]
+            self._attention = max(self._attention, part.sentences * part.text[0].beams * mix.heads * mix.dims * count)
             mask, at.mask = part.text_mask_with(mix.bias) if of_text else part.source_mask, None
             if mask is not None:
                 if id(mask) not in masks:
@@ -321,6 +335,12 @@ class InC:
                 part.weights = torch.empty(rows, at.count, dtype=torch.float32, device="cpu")
                 at.weights = part.weights.data_ptr()
         return [mask for mask, _ in masks.values()]
+
+
+def _parameter(module: Any, name: str) -> _Held:
+    tensor = module._parameters.get(name)
+    written = None if tensor is None or name == "bias" else tensor._version
+    return _Held(module._parameters, name, tensor, None if tensor is None else tensor.data_ptr(), written)
 
 
 def _is(known: Reference, tensor: Tensor) -> bool:

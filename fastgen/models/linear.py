@@ -34,6 +34,9 @@ LARGE = 16 * 2**20
 OFTEN = 3
 """Uses of a weight from which on a copy pays: a proof alone uses one twice."""
 
+AGAIN = 1000
+"""Uses after which a copy is thought of again for which there was no memory."""
+
 _lock = threading.RLock()
 _packed: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
 
@@ -204,9 +207,16 @@ class Linear(Routed):
             entry = self.entry = _entry(weight)
         if entry.copy is None:
             entry.uses += 1
-            if entry.uses >= OFTEN and self._may_pack(weight):
-                entry.copy = ops.pack(plain, rows, activation)
-        return entry.copy if entry.copy is not None and ops.suits(entry.copy, activation) else None
+            if entry.uses >= OFTEN:
+                if self._may_pack(weight):
+                    entry.copy = ops.pack(plain, rows, activation)
+                else:
+                    entry.uses = OFTEN - AGAIN
+        return (
+            entry.copy
+            if entry.copy is not None and ops.suits(entry.copy, self.outputs, self.inputs, activation)
+            else None
+        )
 
     def _may_pack(self, weight: Tensor) -> bool:
         return self.mode == "packed" or (self.mode != "plain" and _affordable(weight))
@@ -354,8 +364,8 @@ def gains(module: nn.Module, rows: int | None) -> bool:
     weight = module._parameters.get("weight")
     if weight is None:
         return False
-    if ops.packer() == "native":
-        return weight.shape[is_transposed(module)] >= ops.FEWEST_OUTPUTS_NATIVE
+    if ops.native_for(*_sizes(module)) is not None:
+        return True
     return rows >= _least(weight.shape, is_transposed(module), ops.packer())
 
 

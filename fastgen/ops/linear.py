@@ -47,8 +47,15 @@ LEAST_ROWS_NATIVE = ((8 * 1024, 16), (24 * 1024, 2), (math.inf, 1))
 """The same for products in C, from 64 x 64 to 4096 x 1024, one thread and two (Zen 5): a call takes 2 us, one of
 oneDNN's 12 to 15."""
 
+FILLED, SMALL_PANELS = 0.75, 64 * 1024
+"""The share of its panels that a weight fills at least, to be packed for products in C; and numbers in its panels up to
+which it is packed if it fills less, for decode steps that run in C as a whole.
+
+A panel has 64 outputs, with AVX2 16, and is computed as a whole: 16 x 4096 takes up to three times as long as
+elsewhere. By itself such a layer runs by torch's own product."""
+
 FEWEST_OUTPUTS_NATIVE = 16
-"""Outputs from which on weights are packed for products in C at all: a panel has 64 of them, with AVX2 16."""
+"""Outputs from which on weights are packed for products in C at all."""
 
 LEAST_ROWS_MKL = ((24 * 1024, 64), (600 * 1024, 16), (math.inf, 4))
 """The same for weights packed by MKL, from 128 x 128 to 50,000 x 512, one thread and two (Xeon). With 1 to 3 rows a
@@ -138,6 +145,19 @@ def packer() -> str:
     return "native" if native.library() is not None else "mkl" if by_mkl() else "onednn"
 
 
+def native_for(outputs: int, inputs: int) -> "native.Library | None":
+    """The library in C that a weight is packed for; None where it is packed for another one, or for none."""
+    by = native.library()
+    if by is None or outputs < FEWEST_OUTPUTS_NATIVE:
+        return None
+    panels = _in_panels(by, outputs)
+    return by if outputs >= FILLED * panels or panels * inputs <= SMALL_PANELS else None
+
+
+def _in_panels(by: "native.Library", outputs: int) -> int:
+    return -(-outputs // by.panel) * by.panel
+
+
 def described(packed: bool) -> str:
     """By what linear layers run where that is faster than torch's own product, in words."""
     names = {"native": "in C", "mkl": "by MKL or oneDNN", "onednn": "by oneDNN"}
@@ -192,8 +212,9 @@ def useful_rows(outputs: int, inputs: int, activation: str | None = None, packed
         packed: False for a weight that `linear` gets plain, where C is of no use.
     """
     elements = outputs * inputs
-    if native.library() is not None and packed:
-        return range(_at(LEAST_ROWS_NATIVE, elements) if outputs >= FEWEST_OUTPUTS_NATIVE else sys.maxsize, sys.maxsize)
+    if packed and (by := native_for(outputs, inputs)) is not None:
+        filled = outputs >= FILLED * _in_panels(by, outputs)
+        return range(_at(LEAST_ROWS_NATIVE, elements) if filled else sys.maxsize, sys.maxsize)
     if not by_mkl():
         return range(_at(LEAST_ROWS_ZEN5 if processor.on_zen5() else LEAST_ROWS, elements), sys.maxsize)
     if not _by_mkl(activation):
@@ -226,7 +247,7 @@ def pack(weight: Tensor, rows: int = 16, activation: str | None = None) -> Packe
         activation: the kind of it that is to follow; any other works too.
     """
     weight = weight.detach().contiguous()
-    by = native.library()
+    by = native_for(*weight.shape)
     if by is not None:
         return PanelWeight(native.packed(by, weight), len(weight))
     if not _by_mkl(activation):
@@ -244,13 +265,13 @@ def packed_bytes(packed: Packed) -> int:
 
 def bytes_to_pack(outputs: int, inputs: int) -> int:
     """Bytes that a weight (outputs, inputs) will have, packed."""
-    by = native.library()
-    return 4 * inputs * (outputs if by is None else -(-outputs // by.panel) * by.panel)
+    by = native_for(outputs, inputs)
+    return 4 * inputs * (outputs if by is None else _in_panels(by, outputs))
 
 
-def suits(packed: Packed, activation: str | None = None) -> bool:
-    """Whether `pack` would pack a weight with the same library for this activation."""
-    by = native.library()
+def suits(packed: Packed, outputs: int, inputs: int, activation: str | None = None) -> bool:
+    """Whether `pack` would pack a weight (outputs, inputs) with the same library for this activation."""
+    by = native_for(outputs, inputs)
     if by is not None or isinstance(packed, PanelWeight):
         return isinstance(packed, PanelWeight) and by is not None and packed.panels.shape[2] == by.panel
     return isinstance(packed, MklWeight) == _by_mkl(activation)

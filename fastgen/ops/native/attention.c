@@ -176,6 +176,8 @@ static void note_weights(const Attention *job, const Space *at, const float *tot
     float *weights = of_beams + r % job->beams * job->count;
     const float *scores = at->scores + r * at->pitch, share = 1.0f / (total[r] * job->key_heads * job->groups);
     const int32_t *own = at->own + r * job->count;
+    if (!(total[r] > 0.0f)) /* nothing is seen, or NaN */
+      for (int64_t n = 0; n < job->count; n++) weights[n] = NAN;
     for (int64_t s = 0; s < at->shared_count; s++) weights[at->shared[s]] += scores[s] * share;
     for (int64_t s = 0; s < at->own_count[r]; s++) weights[own[s]] += scores[at->shared_count + s] * share;
   }

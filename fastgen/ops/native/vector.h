@@ -87,10 +87,10 @@ INLINE vec exponential(vec x) {
 
 /* 1 / (1 + e^-x). */
 INLINE vec logistic(vec x) {
-  vec power = exponential(-magnitude(x));
-  vec low = power / (1.0f + power); /* that of -|x| */
-  ivec negative = x < 0.0f;
-  return (vec)((negative & (ivec)low) | (~negative & (ivec)(1.0f - low)));
+  vec size = magnitude(x), power = exponential(-size);
+  ivec negative = x < 0.0f, none = size > 87.0f;
+  ivec low = (ivec)(power / (1.0f + power)) & ~none; /* that of -|x| */
+  return (vec)((negative & low) | (~negative & (ivec)(1.0f - (vec)low)));
 }
 
 /* The error function, to 2e-7 (Abramowitz and Stegun 1964, 7.1.26). */
