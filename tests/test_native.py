@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastgen
 from fastgen import config
 from fastgen.cli import checks
+from fastgen.decoding.beam import BeamSearch
+from fastgen.decoding.rules import TransformersRule
 from fastgen.ops import native, processor
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
 from fastgen.ops.counts import calls
@@ -328,6 +332,66 @@ def test_doctor_says_why(folder: Path) -> None:
     (found,) = [finding for finding in checks.devices() if "in C" in finding.text]
     assert (found.level, found.text.partition(": ")[2]) == ("note", "none: there was no compiler")
     assert ("build.py compiles them" in found.advice) == (native.found().variant in build.VARIANTS)
+
+
+@pytest.mark.parametrize("early", [True, False, "never"])
+@pytest.mark.parametrize("penalty", [1.0, 0.0, -1.5, 2.0])
+@pytest.mark.parametrize("beams", [1, 3, 5])
+def test_choice(variant: str, beams: int, penalty: float, early: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows for the candidates of a step, as the rules say in torch."""
+    generator, never, decided = torch.Generator().manual_seed(beams), TransformersRule.never, 0
+    for trial in range(60):
+        b, length = 1 + trial % 4, 2 + trial % 17
+        rule = TransformersRule(beams, 40, 7, 2, penalty, early)
+        values = (torch.randn(b, rule.candidates, generator=generator) * 3 - 8).sort(descending=True).values
+        hits = torch.rand(b, rule.candidates, generator=generator) < (0.3, 0.7, 0.05)[trial % 3]
+        beam = torch.randint(0, beams, (b, rule.candidates), generator=generator)
+        token = torch.randint(0, 99, (b, rule.candidates), generator=generator)
+        done = (torch.rand(b, beams, generator=generator) < 0.5).sort(1, descending=True).values
+        finished = torch.where(done, torch.randn(b, beams, generator=generator) * 2 - 4, never).sort(
+            1, descending=True
+        )[0]
+        so_far = SimpleNamespace(scores=finished, done=done)
+        improvable = ~done.all(1) | (torch.rand(b, generator=generator) < 0.5)
+        search: Any = SimpleNamespace(rule=rule, finished=so_far, improvable=improvable, sample=False)
+        calls.clear()
+        found = BeamSearch._chosen(search, values, beam, token, hits, length)
+        assert calls["choice", "native"] == 1
+        enough = bool(((~hits).sum(1) >= beams).all())
+        with monkeypatch.context() as patch:
+            patch.setattr(rule, "all_at_once", lambda *_: None)
+            wanted = BeamSearch._chosen(search, values, beam, token, hits, length)
+        decided += enough
+        for name in ("parents", "tokens", "scores", "improvable"):
+            assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+        assert torch.equal(found.flags[1:], wanted.flags[1:])
+        assert torch.equal(found.merged.scores, wanted.merged.scores)
+        assert torch.equal(found.merged.done, wanted.merged.done)
+        there = found.merged.done  # which of the others stands where says nothing
+        assert torch.equal(found.merged.order[there], wanted.merged.order[there])
+        moved = there & found.merged.order.ne(torch.arange(beams))
+        assert (found.flags[0] >= moved.any(1)).all()
+    assert decided > 20
+
+
+def test_choice_between_equals(variant: str) -> None:
+    """Is for torch to make, as is any of numbers that are none, and of too few that live on."""
+    by = native.library()
+    assert by is not None
+    values, index = torch.tensor([[-1.0, -2.0, -3.0, -4.0]]), torch.arange(4)[None]
+    none, nothing = torch.zeros(1, 4, dtype=torch.bool), torch.full((1, 2), TransformersRule.never)
+
+    def undecided(values: Tensor, hits: Tensor, finished: Tensor) -> bool:
+        done, open_ = finished > -1e8, torch.ones(1, dtype=torch.bool)
+        return native.choose(by, values, index, index, hits, finished, done, open_, -1e9, 1.0, 1.0, False) is None
+
+    assert not undecided(values, none, nothing)
+    hits = torch.tensor([[True, False, False, False]])
+    assert not undecided(values, hits, torch.tensor([[-0.5, -2.5]]))
+    assert undecided(values, hits, torch.tensor([[-0.5, -1.0]]))
+    assert undecided(values, torch.tensor([[True, True, True, False]]), nothing)
+    for wrong in (-1.0, torch.nan, -INF, -1e9):
+        assert undecided(torch.tensor([[-1.0, wrong, -3.0, -4.0]]), none, nothing), wrong
 
 
 def test_library_of_other_sources(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,6 +204,12 @@ class BeamSearch:
 
     def _chosen(self, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor, new_tokens: int | Tensor) -> Choice:
         """What becomes of the candidates (B, K), of so many new tokens; `hits` says which of them end."""
+        if isinstance(new_tokens, int) and not self.sample:
+            so_far = self.finished.scores, self.finished.done
+            found = self.rule.all_at_once(values, beam, token, hits, so_far, self.improvable, new_tokens)
+            if found is not None:
+                merged = Merged(found.merged, found.merged_done, found.order)
+                return Choice(found.parents, found.tokens, found.scores, merged, found.flags[1], found.flags)
         scores, order = self.rule.running(values, hits)
         merged = self.rule.merged(self.finished.scores, self.finished.done, values, hits, self.improvable, new_tokens)
         improvable = self.improvable & self.rule.improvable(scores[:, 0], merged, new_tokens)

@@ -7,6 +7,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fastgen.ops import native
+from fastgen.ops.dispatch import chosen, in_c, never, plain
+
 
 class Merged(NamedTuple):
     """The finished hypotheses after a step: scores, done (B, M); order (B, M) into M old ones, then K candidates."""
@@ -75,6 +78,28 @@ class TransformersRule:
         best, order = torch.topk(all_scores, self.beams)
         return Merged(best, torch.cat([done, finishing], 1).gather(1, order), order)
 
+    def all_at_once(
+        self, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor, finished: tuple[Tensor, Tensor],
+        improvable: Tensor, new_tokens: int,
+    ) -> "native.Chosen | None":  # fmt: skip
+        """All that follows for candidates (B, K), in descending order; None where C does not run, or cannot decide.
+
+        finished: scores and done (B, M), of the hypotheses.
+        """
+        by = chosen("choice", never, lambda: plain(values, finished[0]), values)
+        if not in_c(by):
+            return None
+        power, far = new_tokens**self.length_penalty, (self._far or new_tokens) ** self.length_penalty
+        return native.choose(
+            by, values, beam, token, hits, *finished, improvable, self.never, power, far, self.early_stopping is True
+        )
+
+    @property
+    def _far(self) -> int | None:
+        """The length by which running beams are judged, if it is not their own."""
+        from_afar = self.early_stopping == "never" and self.length_penalty > 0.0
+        return self.max_length - self.prompt_length if from_afar else None
+
     def _per_length(self, scores: Tensor, length: int | Tensor) -> Tensor:
         """Scores divided by a length to the power of the penalty."""
         if isinstance(length, int):
@@ -86,9 +111,7 @@ class TransformersRule:
 
     def improvable(self, best: Tensor, merged: Merged, new_tokens: int | Tensor) -> Tensor:
         """Whether the best running beam (B,) could still beat the worst finished hypothesis."""
-        longest = self.max_length - self.prompt_length
-        length = longest if self.early_stopping == "never" and self.length_penalty > 0.0 else new_tokens
-        possible = self._per_length(best[:, None], length)
+        possible = self._per_length(best[:, None], self._far or new_tokens)
         worst = torch.where(merged.done, merged.scores.min(1, keepdim=True)[0], self.never)
         return (possible > worst).any(1)
 

@@ -38,6 +38,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "k_best": (*[_POINTER] * 5, *[_INTEGER] * 6),
     "product": (*[_POINTER] * 5, *[_INTEGER] * 5),
     "step": (_POINTER, _POINTER),
+    "choose": (*[_POINTER] * 14, *[_INTEGER] * 4, *[_FLOAT] * 3),
 }
 _RETURNS_NOTHING = ("log_softmax", "product")
 
@@ -58,6 +59,7 @@ class Library(NamedTuple):
     k_best: Callable[..., int]
     product: Callable[..., None]
     step: Callable[..., int]
+    choose: Callable[..., int]
     panel: int
     run: int
     wait: int
@@ -252,3 +254,39 @@ def product(
         inputs, x.stride(0), BEHIND[behind],
     )  # fmt: skip
     return out
+
+
+class Chosen(NamedTuple):
+    """What `choose` returns; as `decoding.beam.Choice` has it."""
+
+    parents: Tensor
+    tokens: Tensor
+    order: Tensor
+    scores: Tensor
+    merged: Tensor
+    merged_done: Tensor
+    flags: Tensor
+
+
+def choose(
+    by: Library, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor, finished: Tensor, done: Tensor,
+    improvable: Tensor, never: float, power: float, far: float, stops_early: bool,
+) -> Chosen | None:  # fmt: skip
+    """What becomes of candidates (B, K) of beam search by `decoding.rules.TransformersRule`; None if undecided.
+
+    Args:
+        values, beam, token, hits: of the candidates. finished, done: (B, M), of what has finished. improvable: (B,).
+        power, far: what scores are divided by for their length, now and at the greatest length.
+    """
+    (sentences, candidates), beams = values.shape, finished.shape[1]
+    given = [each.contiguous() for each in (values, beam, token, hits, finished, done, improvable)]
+    indices = token.new_empty(3, sentences, beams)
+    scores = values.new_empty(2, sentences, beams)
+    merged_done, flags = hits.new_empty(sentences, beams), hits.new_empty(4, sentences)
+    (parents, tokens, order), (running, merged) = indices.unbind(), scores.unbind()
+    made = Chosen(parents, tokens, order, running, merged, merged_done, flags)
+    decided = by.choose(
+        by.run, 1, *(each.data_ptr() for each in (*given, *made)), sentences, beams, candidates, stops_early, never,
+        power, far,
+    )  # fmt: skip
+    return made if decided else None
