@@ -67,13 +67,13 @@ def _both(model: Any, batch: dict[str, Any], tolerance: float = 1e-9) -> Any:
 @pytest.mark.parametrize("head", ["Model", "ForSequenceClassification", "ForTokenClassification"])
 @pytest.mark.parametrize("family", zoo.ENCODERS)
 def test_the_output_is_the_same_at_every_position(family: str, head: str, padding: str) -> None:
-    hits = _row(f"encoder.{_folder(family)}").hits, _row(f"classifier.{_folder(family)}").hits
+    before = [_row(f"{kind}.{_folder(family)}") for kind in ("encoder", "classifier")]
     _both(zoo.encoder(family, head), _batch(padding))
     _both(zoo.encoder(family, head, torch.float32, initializer_range=0.1), _batch(padding), tolerance=1e-5)
     found, first = _row(f"encoder.{_folder(family)}"), _row(f"classifier.{_folder(family)}")
-    assert (found.hits - hits[0], first.hits - hits[1]) == (2, 2 * (head == "ForSequenceClassification"))
-    assert not found.fallbacks
-    assert not first.fallbacks
+    hits = [row.hits - earlier.hits for row, earlier in zip((found, first), before, strict=True)]
+    assert hits == [2, 2 * (head == "ForSequenceClassification")]
+    assert [found.fallbacks, first.fallbacks] == [earlier.fallbacks for earlier in before]
 
 
 class _Rows(TorchDispatchMode):

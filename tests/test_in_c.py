@@ -20,6 +20,7 @@ from fastgen.models.layouts import LAYOUTS
 from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.ops.native import step as c
+from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.parity import assert_same
 from tests.test_native import variant  # noqa: F401  a fixture
@@ -81,7 +82,9 @@ def test_family(variant: str, family: str, method: str) -> None:  # noqa: F811
         kwargs = zoo.batch(model, 4, 9, padding) | METHODS[method] | {"max_new_tokens": 14}
         for _ in range(2):
             assert assert_same(model, kwargs).error is None
-    assert (_steps() > 0) == (family not in NOT_WRITTEN)
+    call = last_call()
+    assert call is not None
+    assert (_steps() > 0) == (call.plan.fused and family not in NOT_WRITTEN)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

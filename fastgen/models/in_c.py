@@ -8,7 +8,7 @@ import ctypes
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from fastgen.models.norm import Norm, NormLike, unnormed
 from fastgen.models.step import (
     Context,
     FeedForward,
-    KeysAndValues,
     SourceAttention,
     Sublayer,
     Surroundings,
@@ -35,22 +34,8 @@ from fastgen.ops.native import step as c
 Together = Callable[[Tensor, Tensor, Surroundings], Tensor | None]
 """Gives what the head reads (R, C) of what the first sublayer reads and the stream, which it may overwrite; or None."""
 
-
 Reference = weakref.ReferenceType[Tensor] | None
 """To a tensor that is not kept alive by it."""
-
-
-class Placed(KeysAndValues, Protocol):
-    """A layer of the cache whose slots are written and read where they lie."""
-
-    @property
-    def begun(self) -> bool: ...
-    @property
-    def slots(self) -> int: ...
-    @property
-    def room(self) -> tuple[Tensor, Tensor]: ...
-    def make_room(self, tokens: int = 1) -> None: ...
-    def note_step(self) -> None: ...
 
 
 def together(sublayers: Sequence[Sublayer], norm_first: bool) -> Together | None:
@@ -67,7 +52,7 @@ def _is_written(sublayer: Sublayer) -> bool:
     mix, norm = sublayer.mix, sublayer.norm
     if sublayer.own is not None or not (norm is unnormed or _is_norm(norm)):
         return False
-    return all(isinstance(product, Linear) for product in _products(sublayer)) and _is_mix_written(mix)
+    return _is_mix_written(mix) and all(isinstance(product, Linear) for product in _products(sublayer))
 
 
 def _is_mix_written(mix: Any) -> bool:
@@ -324,7 +309,8 @@ class InC:
             mask, at.mask = part.text_mask_with(mix.bias) if of_text else part.source_mask, None
             if mask is not None:
                 if id(mask) not in masks:
-                    readable = mask if mask.stride(3) == 1 else mask.contiguous()
+                    readable = mask.float()
+                    readable = readable if readable.stride(3) == 1 else readable.contiguous()
                     steps = zip(readable.stride(), readable.shape, strict=True)
                     masks[id(mask)] = readable, [step if size > 1 else 0 for step, size in steps]
                 readable, (at.mask_b, at.mask_h, at.mask_m, _) = masks[id(mask)]
