@@ -18,7 +18,6 @@ from fastgen.decoding.rules import Merged, TransformersRule
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Edit, Text, edited, sparse
 from fastgen.models.memory import Memory
-from fastgen.ops.dispatch import runs_kernels
 from fastgen.ops.kbest import best_of_log_probs, kbest
 from fastgen.ops.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
@@ -227,10 +226,11 @@ class BeamSearch:
         draw: `torch.multinomial` or alike.
         """
         b, m = self.scores.shape
-        if not self.trace.wanted and not self.sample and runs_kernels(logits):
-            edits = sparse(self.edits, text, logits.shape[-1])
+        if not self.trace.wanted and not self.sample and not self.exact:
+            rows = logits.view(b, m, -1)
+            edits = sparse(self.edits, text, rows, self.rule.candidates)
             if edits is not None:  # the log-probabilities are never written
-                best = kbest(logits.view(b, m, -1), self.scores, self.rule.candidates, edits)
+                best = kbest(rows, self.scores, self.rule.candidates, edits)
                 return best.values, best.indices // logits.shape[-1], best.indices % logits.shape[-1]
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())

@@ -80,8 +80,11 @@ class Search(Protocol):
         """Choose for R rows, or for B: then the first beam of each sentence is the only one."""
         ...
 
-    def of_logits(self, logits: Tensor, text: Text, scores: Tensor, beams: int) -> Candidates:
-        """Choose by logits (B, N, V) alone, of texts with N beams per sentence and running scores (B, N)."""
+    def of_logits(self, logits: Tensor, text: Text, scores: Tensor, beams: int) -> Candidates | None:
+        """Choose by logits (B, N, V) alone, of texts with N beams per sentence and running scores (B, N).
+
+        None where log-probabilities are to be written: never where kernels run.
+        """
         ...
 
     def phase(self, step: int) -> Hashable | None:
@@ -112,14 +115,14 @@ class Hypothesis(NamedTuple):
 def best(log_probs: Tensor, scores: Tensor, beams: int) -> Candidates:
     """The 2 * M best of log_probs (B, N, V) + scores (B, N), so that M go on whatever ends."""
     vocabulary = log_probs.shape[2]
-    values, index = best_of_log_probs(log_probs, scores, _count(log_probs, beams))
+    values, index = best_of_log_probs(log_probs, scores, count_of(log_probs, beams))
     return Candidates(values, index % vocabulary, index // vocabulary)
 
 
 def best_of_logits(logits: Tensor, scores: Tensor, beams: int, edits: SparseEdits) -> Candidates:
     """What `best` finds in the log-softmax of logits (B, N, V), with NaN replaced by -inf and edited."""
     vocabulary = logits.shape[2]
-    found = kbest(logits, scores, _count(logits, beams), edits, without_nan=True)
+    found = kbest(logits, scores, count_of(logits, beams), edits, without_nan=True)
     return Candidates(found.values, found.indices % vocabulary, found.indices // vocabulary)
 
 
@@ -129,7 +132,7 @@ def differences(reached: Tensor) -> Tensor:
     return reached
 
 
-def _count(rows: Tensor, beams: int) -> int:
+def count_of(rows: Tensor, beams: int) -> int:
     """How many candidates of rows (B, N, V) there are."""
     return min(2 * beams, rows.shape[1] * rows.shape[2] - 1)
 

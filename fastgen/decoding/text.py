@@ -7,7 +7,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from fastgen.ops.kbest import Changes, SparseEdits
+from fastgen.ops.kbest import Changes, SparseEdits, fused
 from fastgen.ops.ngram_block import ngram_block_, ngram_mask_
 from fastgen.ops.sample import nucleus
 from fastgen.ops.token_mask import add_tokens_, empty_mask, packed, unpacked
@@ -352,8 +352,11 @@ class Call:
         return self.function(text.ids.contiguous(), scores)
 
 
-def sparse(edits: Sequence[Edit], text: Text, vocabulary: int) -> SparseEdits | None:
-    """Return what the edits do in this step to few tokens, or None when they do anything else."""
+def sparse(edits: Sequence[Edit], text: Text, logits: Tensor, k: int) -> SparseEdits | None:
+    """Return what the edits do in this step to few tokens, for `kbest` to find the k best of logits (B, M, V) at once.
+
+    None when they do anything else, or where it would write log-probabilities all the same.
+    """
     active = [edit for edit in edits if not edit.idle(text)]
     bans = [edit for edit in active if isinstance(edit, NGramBlock | Ban | Only)]
     changing = [edit for edit in active if isinstance(edit, Shift | SequenceShift | Penalty)]
@@ -362,7 +365,9 @@ def sparse(edits: Sequence[Edit], text: Text, vocabulary: int) -> SparseEdits | 
         return None
     if forcing and active[-1] is not forcing[0]:  # what comes later may ban or change the forced token
         return None
-    rows, device = text.ids.shape[0], text.ids.device
+    if not fused(logits, k, changing=bool(changing or forcing)):
+        return None
+    rows, vocabulary, device = text.ids.shape[0], logits.shape[2], text.ids.device
     for force in forcing:
         force.tokens = force.tokens.to(device)
     mask = empty_mask(rows, vocabulary, device) if bans else None

@@ -6,8 +6,9 @@ one call. What a sublayer has that is not written in C leaves the whole step to 
 
 import ctypes
 import itertools
+import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -110,26 +111,42 @@ def _mixed(sublayer: Sublayer) -> int:
     return mix.wide.outputs if isinstance(mix, FeedForward) else mix.heads * mix.dims
 
 
-class _Held(NamedTuple):
-    """A parameter of a module whose address C has; version: of what it held then, None where that may change."""
+class _Held:
+    """What C has the addresses of: weights and biases of layers, and other tensors, which may change where they are.
 
-    parameters: Mapping[str, Tensor | None]
-    name: str
-    tensor: Tensor | None
-    address: int | None
-    version: int | None
+    A look at all of them in every step is a good part of a small one, so that there is no loop of Python's here.
+    """
+
+    def __init__(self, modules: Sequence[Any], others: Sequence[Tensor]) -> None:
+        self._homes: list[dict[str, Tensor | None]] = [module._parameters for module in modules for _ in _NAMES]
+        self._names = [name for _ in modules for name in _NAMES]
+        self._found = list(map(dict.get, self._homes, self._names))
+        self._tensors = [*(tensor for tensor in self._found if tensor is not None), *others]
+        self._addresses = list(map(_address, self._tensors))
+        self._weights: list[Any] = self._found[:: len(_NAMES)]  # of which packed copies are read
+        self._versions = list(map(_version, self._weights))
+
+    @property
+    def is_same(self) -> bool:
+        """Whether modules have the parameters that they had, where they were, and weights hold what they held."""
+        return (
+            all(map(operator.is_, map(dict.get, self._homes, self._names), self._found))
+            and list(map(_address, self._tensors)) == self._addresses
+            and list(map(_version, self._weights)) == self._versions
+        )
 
 
-def _same(held: Sequence[_Held]) -> bool:
-    """Whether modules have the parameters that they had, where they were, and with what they held."""
-    for parameters, name, tensor, address, version in held:
-        if parameters.get(name) is not tensor:
-            return False
-        if tensor is not None and (
-            tensor.data_ptr() != address or (version is not None and tensor._version != version)
-        ):
-            return False
-    return True
+_NAMES = "weight", "bias"
+_address, _version = Tensor.data_ptr, operator.attrgetter("_version")
+
+
+class _Place(NamedTuple):
+    """Where a sublayer attends to what a call has: a layer of its cache."""
+
+    mix: Any
+    of_text: bool
+    part: Context
+    layer: Any
 
 
 class InC:
@@ -141,12 +158,14 @@ class InC:
 
     def __init__(self, sublayers: Sequence[Sublayer], norm_first: bool) -> None:
         self.sublayers, self.norm_first = sublayers, norm_first
-        self.attending: list[tuple[int, Any]] = [
-            (i, s.mix) for i, s in enumerate(sublayers) if not isinstance(s.mix, FeedForward)
+        mixes: list[tuple[int, Any, int]] = [(i, sublayer.mix, sublayer.layer) for i, sublayer in enumerate(sublayers)]
+        self.attending = [
+            (i, mix, type(mix) is TextAttention, layer) for i, mix, layer in mixes if type(mix) is not FeedForward
         ]
         self._records: Any = None
         self._made_by: native.Library | None = None
-        self._held: list[_Held] = []
+        self._held: _Held | None = None
+        self._others: list[Tensor] = []  # than parameters of layers
         self._panels: list[PanelWeight] = []  # which the records name
         self._seen: Any = ()  # what each attending sublayer sees of each call
         self._checked: list[Reference] = []  # keys that C can read
@@ -166,14 +185,15 @@ class InC:
         if self.memory.planned:  # nothing is computed, but what it would take is counted
             self.memory.take(x, sum(work))
             return None
-        able = lambda: plain(x, stream) and self._covers(parts) and self._ready(by, parts[0])  # noqa: E731
+        places = self._places(parts)
+        able = lambda: plain(x, stream) and self._covers(places) and self._ready(by, parts[0])  # noqa: E731
         if not in_c(chosen("decoder_step", never, able, x)):
             return None
         scratch = self.memory.take(x, sum(work))
         sum_at, spare_at, wide_at, mixed_at = _addresses(scratch, work)
         if self.norm_first:
             sum_at = stream.data_ptr()
-        held = [*self._turn(context, x), *self._open(parts)]
+        held = [*self._turn(context, x), *self._open(parts, places)]
         calls = _calls(parts)
         step = c.Step(
             ctypes.addressof(self._records), ctypes.addressof(self._seen), ctypes.addressof(calls), len(self.sublayers),
@@ -186,26 +206,26 @@ class InC:
             raise torch.OutOfMemoryError(f"no memory for the scores of {rows} rows in each of {threads} threads")
         return x
 
-    def _places(self, parts: Sequence[Context]) -> Iterator[tuple[Any, Context, Any]]:
-        """Each attending sublayer's mix, with each call and the layer of the cache that it looks at there."""
-        for index, mix in self.attending:
-            number, of_text = self.sublayers[index].layer, type(mix) is TextAttention
-            for part in parts:
-                yield mix, part, (part.text if of_text else part.source)[number]
+    def _places(self, parts: Sequence[Context]) -> list[_Place]:
+        """Of each attending sublayer, one for each call."""
+        return [
+            _Place(mix, of_text, part, (part.text if of_text else part.source)[number])
+            for _, mix, of_text, number in self.attending
+            for part in parts
+        ]
 
-    def _covers(self, parts: Sequence[Context]) -> bool:
+    def _covers(self, places: Sequence[_Place]) -> bool:
         """Whether what there is to attend to lies where C can read it."""
-        for part in parts:
-            if not all(mask is None or _is_mask(mask) for mask in (part.text_mask, part.source_mask)):
-                return False
-        count = len(self.attending) * len(parts)
-        if len(self._checked) != count:
+        if len(self._checked) != len(places):
+            count = len(places)
             self._seen, self._checked, self._placed = (c.Seen * count)(), [None] * count, [None] * count
-        for i, (mix, part, layer) in enumerate(self._places(parts)):
+        for i, (mix, of_text, part, layer) in enumerate(places):
+            mask = part.text_mask if of_text else part.source_mask
+            if not (mask is None or _is_mask(mask)):
+                return False
             if not getattr(layer, "begun", False):  # a cache of another kind, or one without a shape yet
                 return False
             keys, values = layer.room
-            of_text = type(mix) is TextAttention
             if _beams(part) * (mix.heads // keys.shape[1]) > native.ROWS or not (of_text or layer.slots):
                 return False
             if _is(self._checked[i], keys):
@@ -225,7 +245,7 @@ class InC:
 
     def _ready(self, by: native.Library, part: Context) -> bool:
         """Whether there are records for this library, of weights as they are now."""
-        if self._records is not None and self._made_by is by and _same(self._held):
+        if self._records is not None and self._made_by is by and self._held is not None and self._held.is_same:
             return True
         self._records = None
         if any(_is_cut(sublayer.mix, by.panel) for sublayer in self.sublayers):
@@ -236,12 +256,13 @@ class InC:
         readable = all(x is None or (_is_readable(x) and x.is_contiguous()) for x in biases)
         if not (len(panels) == len(modules) and readable and all(map(_is_written, self.sublayers))):
             return False
-        self._held = [_parameter(module, name) for module in modules for name in ("weight", "bias")]
+        self._others = []
         self._panels, self._made_by = panels, by
         weights = [c.Weight(w.panels.data_ptr(), None if b is None else b.data_ptr(), w.outputs, w.panels.shape[1])
                    for w, b in zip(panels, biases, strict=True)]  # fmt: skip
         left = iter(weights)
         self._records = (c.Sublayer * len(self.sublayers))(*(self._record(s, part, left) for s in self.sublayers))
+        self._held = _Held(modules, self._others)
         return True
 
     def _record(self, sublayer: Sublayer, part: Context, weights: Iterator[c.Weight]) -> c.Sublayer:
@@ -273,15 +294,14 @@ class InC:
         """A tensor's address, which is looked at again in every step."""
         if tensor is None:
             return None
-        address = tensor.data_ptr()
-        self._held.append(_Held({"": tensor}, "", tensor, address, None))
-        return address
+        self._others.append(tensor)
+        return tensor.data_ptr()
 
     def _turn(self, context: Surroundings, x: Tensor) -> list[Tensor]:
         """Note by what queries and keys are turned in this step; returns what has to stay until it has been."""
         held: list[Tensor] = []
-        for index, mix in self.attending:
-            if type(mix) is TextAttention and mix.rotary is not None:
+        for index, mix, of_text, _ in self.attending:
+            if of_text and mix.rotary is not None:
                 cosine, sine = (part.contiguous() for part in context.rotation(mix.rotary, x))
                 record = self._records[index]
                 record.cosine, record.sine = cosine.data_ptr(), sine.data_ptr()
@@ -290,13 +310,13 @@ class InC:
                 held += (cosine, sine)
         return held
 
-    def _open(self, parts: Sequence[Context]) -> list[Tensor]:
+    def _open(self, parts: Sequence[Context], places: Sequence[_Place]) -> list[Tensor]:
         """Open the slots of the newest tokens, and say what is seen; returns the masks of it."""
         slots = {id(part): _open(part) for part in parts}
         masks: dict[int, tuple[Tensor, list[int]]] = {}
         self._attention = 0
-        for i, (mix, part, layer) in enumerate(self._places(parts)):
-            at, of_text = self._seen[i], type(mix) is TextAttention
+        for i, (mix, of_text, part, layer) in enumerate(places):
+            at = self._seen[i]
             keys, values = layer.room
             if not _is(self._placed[i], keys):
                 at.keys, at.values = keys.data_ptr(), values.data_ptr()
@@ -305,7 +325,7 @@ class InC:
                 self._placed[i] = weakref.ref(keys)
             at.count = count = layer.slots
             at.slot = slots[id(part)]
-            self._attention = max(self._attention, part.sentences * part.text[0].beams * mix.heads * mix.dims * count)
+            self._attention = max(self._attention, part.sentences * _beams(part) * mix.heads * mix.dims * count)
             mask, at.mask = part.text_mask_with(mix.bias) if of_text else part.source_mask, None
             if mask is not None:
                 if id(mask) not in masks:
@@ -321,12 +341,6 @@ class InC:
                 part.weights = torch.empty(rows, at.count, dtype=torch.float32, device="cpu")
                 at.weights = part.weights.data_ptr()
         return [mask for mask, _ in masks.values()]
-
-
-def _parameter(module: Any, name: str) -> _Held:
-    tensor = module._parameters.get(name)
-    written = None if tensor is None or name == "bias" else tensor._version
-    return _Held(module._parameters, name, tensor, None if tensor is None else tensor.data_ptr(), written)
 
 
 def _is(known: Reference, tensor: Tensor) -> bool:

@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fastgen.models.linear import Product
 from fastgen.models.norm import NormLike, unnormed
 from fastgen.models.positions import Bias, Rotary, rotated, turned_once
 from fastgen.ops.activation import fused_activation
 from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weights
+from fastgen.ops.embedding import embedding, rows_of_positions
 
 
 class KeysAndValues(Protocol):
@@ -282,18 +282,23 @@ class Embedding:
     norm_tokens: bool = False
 
     def __call__(self, ids: Tensor, position: int | Tensor) -> Tensor:
-        x = F.embedding(ids, self.tokens)
-        if self.scale != 1.0:
-            x.mul_(self.scale)
-        if self.norm is not None and self.norm_tokens:
-            x = self.norm(x)[0]
-        if self.positions is not None:
-            row = self.positions[self.first + position]
-            if self.padding is not None:
-                other = self.first + position - 1 if self.padding_row is None else self.padding_row
-                row = torch.where((ids == self.padding)[:, None], self.positions[other], row)
-            x = x.add_(row)
-        return x if self.norm is None or self.norm_tokens else self.norm(x)[0]
+        row, other = self._rows(position)
+        if self.norm is None:
+            return embedding(ids, self.tokens, self.scale, row, other)
+        if not self.norm_tokens:
+            return self.norm(embedding(ids, self.tokens, self.scale, row, other))[0]
+        x = self.norm(embedding(ids, self.tokens, self.scale))[0]
+        return x if row is None else x.add_(rows_of_positions(ids, row, other))
+
+    def _rows(self, position: int | Tensor) -> tuple[Tensor | None, tuple[int, Tensor] | None]:
+        """The rows of positions, and of what a padding token has instead."""
+        if self.positions is None:
+            return None, None
+        row = self.positions[self.first + position]
+        if self.padding is None:
+            return row, None
+        other = self.first + position - 1 if self.padding_row is None else self.padding_row
+        return row, (self.padding, self.positions[other])
 
 
 @dataclass(frozen=True)

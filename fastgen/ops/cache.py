@@ -7,7 +7,20 @@ section 2.1 (finished sentences leave).
 import torch
 from torch import Tensor
 
-from fastgen.ops.dispatch import cdiv, constexpr, jit, launch, power_of_two, tl, use_triton
+from fastgen.ops import native
+from fastgen.ops.dispatch import (
+    TRITON,
+    cdiv,
+    chosen,
+    constexpr,
+    in_c,
+    in_memory,
+    jit,
+    launch,
+    power_of_two,
+    tl,
+    use_triton,
+)
 
 
 def write_slots_reference(buffer: Tensor, new: Tensor, start: int | Tensor) -> Tensor:
@@ -69,7 +82,11 @@ def move_sentences_(buffer: Tensor, to: Tensor, origin: Tensor) -> None:
         )
     size = buffer.shape[2] * buffer.shape[3]
     able = lambda: buffer[:1, :1].is_contiguous() and to.shape[0] > 0  # noqa: E731
-    if not use_triton("cache", able, buffer, to, origin):
+    by = chosen("cache", able, lambda: in_memory(buffer, to, origin) and able(), buffer, to, origin)
+    if in_c(by):
+        native.move_sentences(by, buffer, to, origin)
+        return
+    if by is not TRITON:
         for place, sentence in zip(to.tolist(), origin.tolist(), strict=True):
             buffer[place] = buffer[sentence]
         return

@@ -136,6 +136,11 @@ def _in_the_open() -> bool:
     )
 
 
+def in_memory(*tensors: Tensor) -> bool:
+    """Whether tensors, of any dtype, are memory of a CPU that C can read; numbers of no gradient, as indices are."""
+    return all(type(tensor) is Tensor and tensor.is_cpu and not tensor.requires_grad for tensor in tensors)
+
+
 def plain(*tensors: Tensor | None) -> bool:
     """Whether tensors are memory of a CPU that C can read, in fp32, and no gradient is asked for."""
     graph = torch.is_grad_enabled()

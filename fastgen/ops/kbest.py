@@ -2,7 +2,8 @@
 
 On a GPU two kernels read the logits once (`ops.kbest_kernels`); only the winners are ever normalised and no
 log-probability is written. On a CPU log-probabilities are written, as the pass over memory that this saves there costs
-less than the exponentials, and maxima of groups of tokens are ranked instead of the tokens.
+less than the exponentials, and maxima of groups of tokens are ranked instead of the tokens; in C they are not written
+either, unless some are changed.
 
 Source: Hoang et al. 2018 (Amun), section 2.2: bias, softmax and k-best fused; Wang et al. 2021 (LightSeq), section 2.2
 (hierarchical auto-regressive search): maxima of groups first, then an exact ranking of the survivors.
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fastgen.ops import kbest_kernels as kernels
 from fastgen.ops import native
-from fastgen.ops.dispatch import TRITON, cdiv, chosen, in_c, plain, use_triton
+from fastgen.ops.dispatch import TRITON, cdiv, chosen, in_c, plain, runs_kernels, use_triton
 from fastgen.ops.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.token_mask import unpacked
 
@@ -180,8 +181,22 @@ def kbest(
     if by is TRITON:
         best = kernels.run(logits, scores, k, bias, temperature, changes, banned, forced, without_nan=without_nan)
         return KBest(best[0], best[1], best[2] if normalisers else None)
+    if in_c(by) and changes is forced is bias is None and temperature == 1.0 and not normalisers:
+        found = native.k_best(by, logits, scores, k, normalised=False, banned=banned)
+        if found is not None:
+            return KBest(*found, None)
     log_probs, sums = _log_probs(logits, scores.dtype, edits, bias, temperature, normalisers, without_nan, scratch)
     return KBest(*_ranked(by, log_probs, scores, k), sums)
+
+
+def fused(logits: Tensor, k: int, changing: bool) -> bool:
+    """Whether `kbest` finds the k best of logits (B, M, V) without log-probabilities being written.
+
+    changing: whether edits do more than to ban tokens.
+    """
+    if runs_kernels(logits):
+        return True
+    return not changing and native.library() is not None and _covered_in_c(logits, logits, k)
 
 
 def best_of_log_probs(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -253,7 +268,8 @@ def _covered_in_c(logits: Tensor, scores: Tensor, k: int) -> bool:
 def _ranked(by: "native.Library | str", log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Rank log-probabilities in C, where `by` says so, else in torch; where values are equal, by `torch.topk`."""
     if in_c(by) and plain(log_probs):  # which a bias may have changed
-        return native.k_best(by, log_probs, scores, k) or best_of_log_probs_reference(log_probs, scores, k)
+        found = native.k_best(by, log_probs, scores, k, normalised=True)
+        return found or best_of_log_probs_reference(log_probs, scores, k)
     return _ranked_in_groups(log_probs, scores, k)
 
 

@@ -6,7 +6,20 @@ Source: Paulus et al. 2018 (trigram blocking); FastSeq section 3.2 (blocking on 
 import torch
 from torch import Tensor
 
-from fastgen.ops.dispatch import cdiv, constexpr, jit, launch, power_of_two, tl, use_triton
+from fastgen.ops import native
+from fastgen.ops.dispatch import (
+    TRITON,
+    cdiv,
+    chosen,
+    constexpr,
+    in_c,
+    in_memory,
+    jit,
+    launch,
+    power_of_two,
+    tl,
+    use_triton,
+)
 from fastgen.ops.token_mask import add_bits, add_tokens_
 
 
@@ -82,8 +95,13 @@ def ngram_mask_(
         raise ValueError(f"mask {tuple(mask.shape)} is not that of {vocabulary} tokens")
     if texts.shape[1] < n or ids.shape[1] < n - 1:
         return mask
-    if use_triton("ngram_block", lambda: True, mask, ids, texts):
+    in_c_too = lambda: length is None and mask.is_contiguous() and in_memory(mask, ids, texts)  # noqa: E731
+    by = chosen("ngram_block", lambda: True, in_c_too, mask, ids, texts)
+    if by is TRITON:
         _launch(mask, ids, n, texts, vocabulary, 1, packed=True, length=length)
+        return mask
+    if in_c(by):
+        native.add_repeats(by, mask, ids, n, texts, vocabulary)
         return mask
     hit, follower = _hits(ids, n, texts, vocabulary, length)
     return add_tokens_(mask, torch.where(hit, follower, -1), vocabulary)

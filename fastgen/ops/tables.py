@@ -7,13 +7,14 @@ Source: FasterTransformer (one kernel for the tables of a beam search).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from fastgen.ops import native
 from fastgen.ops.cache import reorder_rows_reference
-from fastgen.ops.dispatch import cdiv, constexpr, jit, launch, power_of_two, tl, use_triton
+from fastgen.ops.dispatch import TRITON, cdiv, chosen, constexpr, in_c, in_memory, jit, launch, power_of_two, tl
 
 
 class Table(NamedTuple):
@@ -58,7 +59,12 @@ def extend_rows_(tables: Sequence[Table], parents: Tensor, steps: int | Tensor) 
                 f"parents {tuple(parents.shape)} (B, M) and newest {tuple(table.newest.shape)} (B, M, C) do not fit "
                 f"rows {tuple(table.rows.shape)} (B, M, N)"
             )
-    if not use_triton("tables", lambda: _able(tables), parents, *_tensors(tables, steps)):
+    in_c_too = lambda: _able_in_c(tables, steps, parents)  # noqa: E731
+    by = chosen("tables", lambda: _able(tables), in_c_too, parents, *_tensors(tables, steps))
+    if in_c(by):
+        native.move_rows(by, tables, (), parents, None, cast(int, steps))
+        return
+    if by is not TRITON:
         if parents.device.type == "cpu" and isinstance(steps, int) and all(t.rows.is_contiguous() for t in tables):
             _extend_all(tables, parents, steps)
             return
@@ -106,7 +112,12 @@ def finish_rows_(
                 f"{tuple(table.rows.shape)} {table.rows.dtype} (B, M, N)"
             )
     able = lambda: _able(tables) and all(rows.stride(2) == 1 for rows in finished)  # noqa: E731
-    if not use_triton("tables", able, order, beams, *finished, *_tensors(tables, steps)):
+    in_c_too = lambda: _able_in_c(tables, steps, order, beams, *finished) and able()  # noqa: E731
+    by = chosen("tables", able, in_c_too, order, beams, *finished, *_tensors(tables, steps))
+    if in_c(by):
+        native.move_rows(by, tables, finished, beams, order, cast(int, steps))
+        return
+    if by is not TRITON:
         for rows, table in zip(finished, tables, strict=True):
             _finish(rows, table, order, beams, steps)
         return
@@ -132,6 +143,17 @@ def _check(table: Table, steps: int | Tensor) -> None:
 
 def _able(tables: Sequence[Table]) -> bool:
     return all(table.rows.shape[1] <= 64 and table.rows.stride(2) == 1 for table in tables)
+
+
+def _able_in_c(tables: Sequence[Table], steps: int | Tensor, *others: Tensor) -> bool:
+    """Whether the numbers of all that is moved lie side by side, and what is new is copied as it is, or cut off."""
+    if isinstance(steps, Tensor) or not in_memory(*others):
+        return False
+    for rows, newest, _ in tables:
+        alike = newest.dtype == rows.dtype or (newest.dtype, rows.dtype) == (torch.int64, torch.int32)
+        if not (alike and rows.stride(2) == 1 and in_memory(rows, newest)):
+            return False
+    return True
 
 
 def _tensors(tables: Sequence[Table], steps: int | Tensor) -> list[Tensor | None]:

@@ -7,7 +7,8 @@ memory of fp32 scores, and a token that is banned twice is no different from one
 import torch
 from torch import Tensor
 
-from fastgen.ops.dispatch import cdiv, constexpr, jit, launch, power_of_two, tl, use_triton
+from fastgen.ops import native
+from fastgen.ops.dispatch import TRITON, cdiv, chosen, constexpr, in_c, in_memory, jit, launch, power_of_two, tl
 
 
 def empty_mask(rows: int, vocabulary: int, device: torch.device) -> Tensor:
@@ -48,7 +49,12 @@ def add_tokens_(mask: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     if mask.shape[1] != cdiv(vocabulary, 32):
         raise ValueError(f"mask {tuple(mask.shape)} is not that of {vocabulary} tokens")
     rows, count = mask.shape[0], tokens.shape[1]
-    if not use_triton("token_mask", lambda: count > 0, mask, tokens):
+    in_c_too = lambda: mask.is_contiguous() and in_memory(mask, tokens)  # noqa: E731
+    by = chosen("token_mask", lambda: count > 0, in_c_too, mask, tokens)
+    if in_c(by):
+        native.add_tokens(by, mask, tokens, vocabulary)
+        return mask
+    if by is not TRITON:
         return mask.copy_(add_tokens_reference(mask, tokens, vocabulary))
     block = min(1024, power_of_two(count))
     launch(

@@ -5,7 +5,7 @@ They work on torch's own threads. The libraries are made when fastgen is install
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,12 +35,17 @@ _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "beam_attention": (*[_POINTER] * 5, *[_INTEGER] * 6, _FLOAT, *[_INTEGER] * 12),
     "log_softmax": (*[_POINTER] * 2, *[_INTEGER] * 3),
-    "k_best": (*[_POINTER] * 5, *[_INTEGER] * 6),
+    "k_best": (*[_POINTER] * 7, *[_INTEGER] * 7),
     "product": (*[_POINTER] * 5, *[_INTEGER] * 5),
     "step": (_POINTER, _POINTER),
     "choose": (*[_POINTER] * 14, *[_INTEGER] * 4, *[_FLOAT] * 3),
+    "move_rows": (*[_POINTER] * 3, *[_INTEGER] * 6),
+    "move_sentences": (*[_POINTER] * 3, *[_INTEGER] * 5),
+    "embed": (*[_POINTER] * 5, *[_INTEGER] * 6, _FLOAT),
+    "add_tokens": (*[_POINTER] * 2, *[_INTEGER] * 5),
+    "add_repeats": (*[_POINTER] * 3, *[_INTEGER] * 9),
 }
-_RETURNS_NOTHING = ("log_softmax", "product")
+_RETURNS_NOTHING = ("log_softmax", "product", "move_sentences", "add_tokens", "add_repeats")
 
 BEHIND: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 """What may come behind a product, as product.h counts it."""
@@ -60,6 +65,11 @@ class Library(NamedTuple):
     product: Callable[..., None]
     step: Callable[..., int]
     choose: Callable[..., int]
+    move_rows: Callable[..., int]
+    move_sentences: Callable[..., None]
+    embed: Callable[..., int]
+    add_tokens: Callable[..., None]
+    add_repeats: Callable[..., None]
     panel: int
     run: int
     wait: int
@@ -202,18 +212,29 @@ def log_softmax(by: Library, logits: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def k_best(by: Library, log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
-    """Return values (B, k) and indices of the k best of log_probs (B, M, V) + scores (B, M), in fp32.
+def k_best(
+    by: Library, rows: Tensor, scores: Tensor, k: int, normalised: bool, banned: Tensor | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """Return values (B, k) and indices of the k best of log-probabilities (B, M, V) + scores (B, M), in fp32.
 
     None where any two of the k + 1 best of a sentence are equal, or one sum is NaN.
+
+    Args:
+        rows: (B, M, V), log-probabilities, or logits of which they are made, unless `normalised`.
+        banned: (B * M, ceil(V / 32)) int32, a set of tokens of each row that are out (`ops.token_mask`).
     """
-    b, m, v = log_probs.shape
+    b, m, v = rows.shape
     scores = scores.contiguous()
-    values, maxima = scores.new_empty(b, k + 1), scores.new_empty(b * m * -(-v // 64))
-    indices = scores.new_empty(b, k + 1, dtype=torch.int64)
+    room = scores.new_empty(b * m * (-(-v // 64) + 2))
+    values, indices = scores.new_empty(b, k + 1), scores.new_empty(b, k + 1, dtype=torch.int64)
+    maxima = room.data_ptr() + 8 * b * m
+    if banned is not None and banned.stride(1) != 1:
+        banned = banned.contiguous()
     decided = by.k_best(
-        by.run, threads_for(log_probs.numel()), values.data_ptr(), indices.data_ptr(), maxima.data_ptr(),
-        log_probs.data_ptr(), scores.data_ptr(), b, m, v, k + 1, *log_probs.stride()[:2],
+        by.run, threads_for(rows.numel()), values.data_ptr(), indices.data_ptr(), maxima,
+        None if normalised else room.data_ptr(), rows.data_ptr(), scores.data_ptr(),
+        None if banned is None else banned.data_ptr(), b, m, v, k + 1, *rows.stride()[:2],
+        0 if banned is None else banned.stride(0),
     )  # fmt: skip
     return (values[:, :k], indices[:, :k]) if decided else None
 
@@ -290,3 +311,80 @@ def choose(
         power, far,
     )  # fmt: skip
     return made if decided else None
+
+
+def move_rows(
+    by: Library, tables: Sequence[tuple[Tensor, Tensor, int]], finished: Sequence[Tensor], parents: Tensor,
+    order: Tensor | None, steps: int,
+) -> None:  # fmt: skip
+    """Reorder and extend the rows of tables (`ops.tables.Table`); or, where there is an order, choose finished rows.
+
+    Args:
+        tables: rows (B, M, N), newest (B, M or K, C) and prefix; newest of the rows' dtype, or longer integers.
+        finished: with an order, a table of finished rows for each.
+        parents: (B, M), or, with an order, (B, K). order: (B, M) into M finished rows, then K candidates.
+    """
+    (sentences, beams, _), fields, most = tables[0][0].shape, list[int](), 0
+    for i, (rows, newest, prefix) in enumerate(tables):
+        size, columns = rows.element_size(), newest.shape[2]
+        row_b, row_m, _ = rows.stride()
+        chosen = finished[i] if finished else rows
+        chosen_b, chosen_m, _ = chosen.stride()
+        fields += (
+            rows.data_ptr(), newest.data_ptr(), chosen.data_ptr(), size * row_b, size * row_m, size * chosen_b,
+            size * chosen_m, *newest.stride(), prefix, columns, size, newest.element_size(),
+        )  # fmt: skip
+        most = max(most, size * (steps + 1) * columns)
+    given, parents = (_INTEGER * len(fields))(*fields), parents.contiguous()
+    order = None if order is None else order.contiguous()
+    done = by.move_rows(
+        by.run, threads_for(len(tables) * sentences * beams * most // 4), ctypes.addressof(given), parents.data_ptr(),
+        None if order is None else order.data_ptr(), len(tables), sentences, beams, parents.shape[1], steps,
+        beams * most,
+    )  # fmt: skip
+    if not done:
+        raise torch.OutOfMemoryError(f"no memory for {beams} rows of {most} bytes in each thread")
+
+
+def move_sentences(by: Library, buffer: Tensor, to: Tensor, origin: Tensor) -> None:
+    """Copy the sentences `origin` of buffer (B, H, N, D), whose N and D lie side by side, over the sentences `to`."""
+    (_, heads, count, dims), size = buffer.shape, buffer.element_size()
+    to, origin = to.contiguous(), origin.contiguous()
+    by.move_sentences(
+        by.run, threads_for(len(to) * heads * count * dims), buffer.data_ptr(), to.data_ptr(), origin.data_ptr(),
+        len(to), heads, size * count * dims, size * buffer.stride(0), size * buffer.stride(1),
+    )  # fmt: skip
+
+
+def embedding(
+    by: Library, ids: Tensor, tokens: Tensor, scale: float, position: Tensor | None, padding: int, other: Tensor | None
+) -> Tensor | None:
+    """Return (R, C): rows `ids` of tokens (V, C) times scale, plus position (C,), or `other` (C,) where id is padding.
+
+    None where an id is no row.
+    """
+    rows, width = ids.shape[0], tokens.shape[1]
+    out = tokens.new_empty(rows, width)
+    done = by.embed(
+        by.run, 1, out.data_ptr(), ids.data_ptr(), tokens.data_ptr(), None if position is None else position.data_ptr(),
+        None if other is None else other.data_ptr(), rows, width, len(tokens), ids.stride(0), tokens.stride(0), padding, scale,
+    )  # fmt: skip
+    return out if done else None
+
+
+def add_tokens(by: Library, mask: Tensor, tokens: Tensor, vocabulary: int) -> None:
+    """Add tokens (R or 1, N) int64 to the sets of mask (R, W) int32, contiguous (`ops.token_mask`)."""
+    (rows, words), tokens = mask.shape, tokens.contiguous()
+    by.add_tokens(
+        by.run, 1, mask.data_ptr(), tokens.data_ptr(), rows, words, tokens.shape[1], vocabulary,
+        tokens.stride(0) if tokens.shape[0] > 1 else 0,
+    )  # fmt: skip
+
+
+def add_repeats(by: Library, mask: Tensor, ids: Tensor, n: int, texts: Tensor, vocabulary: int) -> None:
+    """Add to the sets of mask (R, W) int32, contiguous, what would repeat n-grams of texts (B, S) behind ids (R, L)."""
+    (rows, words), (ids, texts) = mask.shape, (x if x.stride(1) == 1 else x.contiguous() for x in (ids, texts))
+    by.add_repeats(
+        by.run, threads_for(rows * texts.shape[1]), mask.data_ptr(), ids.data_ptr(), texts.data_ptr(), rows, words, n,
+        ids.shape[1], texts.shape[1], vocabulary, rows // texts.shape[0], ids.stride(0), texts.stride(0),
+    )  # fmt: skip

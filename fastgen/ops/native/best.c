@@ -17,28 +17,38 @@ INLINE vec rest_of(const float *row, int64_t first, int64_t end) {
   return load(held);
 }
 
+/* What is taken from a row's logits for their log-probabilities: the highest, and the logarithm of the sum. */
+typedef struct {
+  float top, log_total;
+} Shift;
+
+static Shift shift_of(const float *in, int64_t V) {
+  const int64_t whole = V / WIDTH * WIDTH, blocks = V / BLOCK * BLOCK;
+  vec most[8], total[8];
+  for (int i = 0; i < 8; i++) most[i] = splat(-INFINITY), total[i] = splat(0.0f);
+  for (int64_t v = 0; v < blocks; v += BLOCK)
+    for (int i = 0; i < 8; i++) most[i] = higher(load(in + v + WIDTH * i), most[i]);
+  for (int64_t v = blocks; v < whole; v += WIDTH) most[0] = higher(load(in + v), most[0]);
+  most[0] = higher(rest_of(in, whole, V), most[0]);
+  for (int i = 1; i < 8; i++) most[0] = higher(most[i], most[0]);
+  const float top = highest(most[0]);
+  for (int64_t v = 0; v < blocks; v += BLOCK)
+    for (int i = 0; i < 8; i++) total[i] += exponential(load(in + v + WIDTH * i) - top);
+  for (int64_t v = blocks; v < whole; v += WIDTH) total[0] += exponential(load(in + v) - top);
+  if (whole < V) total[1] += exponential(rest_of(in, whole, V) - top);
+  for (int i = 1; i < 8; i++) total[0] += total[i];
+  return (Shift){top, logf(sum(total[0]))};
+}
+
 static void normalise(void *given) {
   Softmax *job = given;
-  const int64_t V = job->vocabulary, whole = V / WIDTH * WIDTH, blocks = V / BLOCK * BLOCK;
+  const int64_t V = job->vocabulary, whole = V / WIDTH * WIDTH;
   for (int64_t r; (r = next(&job->next)) < job->rows;) {
     const float *in = job->in + r * job->in_row;
     float *out = job->out + r * V;
-    vec most[8], total[8];
-    for (int i = 0; i < 8; i++) most[i] = splat(-INFINITY), total[i] = splat(0.0f);
-    for (int64_t v = 0; v < blocks; v += BLOCK)
-      for (int i = 0; i < 8; i++) most[i] = higher(load(in + v + WIDTH * i), most[i]);
-    for (int64_t v = blocks; v < whole; v += WIDTH) most[0] = higher(load(in + v), most[0]);
-    most[0] = higher(rest_of(in, whole, V), most[0]);
-    for (int i = 1; i < 8; i++) most[0] = higher(most[i], most[0]);
-    const float top = highest(most[0]);
-    for (int64_t v = 0; v < blocks; v += BLOCK)
-      for (int i = 0; i < 8; i++) total[i] += exponential(load(in + v + WIDTH * i) - top);
-    for (int64_t v = blocks; v < whole; v += WIDTH) total[0] += exponential(load(in + v) - top);
-    if (whole < V) total[1] += exponential(rest_of(in, whole, V) - top);
-    for (int i = 1; i < 8; i++) total[0] += total[i];
-    const float log_total = logf(sum(total[0]));
-    for (int64_t v = 0; v < whole; v += WIDTH) store(out + v, load(in + v) - top - log_total);
-    for (int64_t v = whole; v < V; v++) out[v] = in[v] - top - log_total;
+    const Shift by = shift_of(in, V);
+    for (int64_t v = 0; v < whole; v += WIDTH) store(out + v, load(in + v) - by.top - by.log_total);
+    for (int64_t v = whole; v < V; v++) out[v] = in[v] - by.top - by.log_total;
   }
 }
 
@@ -52,12 +62,29 @@ void log_softmax(parallel run, unsigned threads, float *out, const float *in, in
 typedef struct {
   float *values, *maxima; /* (B, k + 1), and of the blocks of each row, (B, M, blocks) */
   int64_t *indices;
+  Shift *shifts; /* (B, M); NULL where log-probabilities are given */
   const float *in, *scores;
-  int64_t sentences, beams, vocabulary, wanted, in_b, in_m, next;
+  const uint32_t *banned; /* sets of tokens, a bit for each, or NULL */
+  int64_t sentences, beams, vocabulary, wanted, in_b, in_m, banned_row, next;
   int undefined; /* whether a sum is NaN */
 } Best;
 
 static int64_t blocks_of(int64_t vocabulary) { return (vocabulary + BLOCK - 1) / BLOCK; }
+
+static const uint32_t *banned_of(const Best *job, int64_t r) {
+  return job->banned ? job->banned + r * job->banned_row : NULL;
+}
+
+INLINE int is_banned(const uint32_t *banned, int64_t v) { return banned && banned[v / 32] >> v % 32 & 1; }
+
+static int any_banned(const uint32_t *banned, int64_t first, int64_t end) {
+  uint32_t any = 0;
+  for (int64_t word = first / 32; banned && 32 * word < end; word++) any |= banned[word];
+  return any != 0;
+}
+
+/* What a token's number in a row comes to: rounded one after the other, as the toolkits' sums are. */
+INLINE float summed(float x, Shift by, float score) { return x - by.top - by.log_total + score; }
 
 /* The highest sum of each block of tokens, row by row. */
 static void find_maxima(void *given) {
@@ -65,23 +92,32 @@ static void find_maxima(void *given) {
   const int64_t V = job->vocabulary, G = blocks_of(V);
   for (int64_t r; (r = next(&job->next)) < job->sentences * job->beams;) {
     const float *in = job->in + r / job->beams * job->in_b + r % job->beams * job->in_m, score = job->scores[r];
+    const uint32_t *banned = banned_of(job, r);
+    const Shift by = job->shifts ? job->shifts[r] = shift_of(in, V) : (Shift){0.0f, 0.0f};
     float *maxima = job->maxima + r * G;
     vec total = {};
-    for (int64_t g = 0; g < V / BLOCK; g++) {
-      vec most = splat(-INFINITY);
-      for (int i = 0; i < 8; i++) {
-        vec x = load(in + g * BLOCK + WIDTH * i) + score;
-        total += x;
-        most = higher(x, most);
+    float rest = 0.0f;
+    for (int64_t g = 0; g < G; g++) {
+      const int64_t first = g * BLOCK, end = first + BLOCK < V ? first + BLOCK : V;
+      if (end - first == BLOCK) {
+        vec most = splat(-INFINITY);
+        for (int i = 0; i < 8; i++) {
+          vec x = load(in + first + WIDTH * i) - by.top - by.log_total + score;
+          total += x;
+          most = higher(x, most);
+        }
+        maxima[g] = highest(most);
       }
-      maxima[g] = highest(most);
+      if (end - first < BLOCK || any_banned(banned, first, end)) {
+        maxima[g] = -INFINITY;
+        for (int64_t v = first; v < end; v++) {
+          const float x = summed(in[v], by, score);
+          rest += x;
+          if (x > maxima[g] && !is_banned(banned, v)) maxima[g] = x;
+        }
+      }
     }
-    float rest = sum(total), most = -INFINITY;
-    for (int64_t v = V / BLOCK * BLOCK; v < V; v++) {
-      rest += in[v] + score;
-      most = in[v] + score > most ? in[v] + score : most;
-    }
-    if (V % BLOCK) maxima[G - 1] = most;
+    rest += sum(total);
     if (rest != rest) __atomic_store_n(&job->undefined, 1, __ATOMIC_RELAXED);
   }
 }
@@ -110,19 +146,26 @@ static void rank(void *given) {
       if (maxima[g] < least) continue;
       const int64_t m = g / G, first = g % G * BLOCK, end = first + BLOCK < V ? first + BLOCK : V;
       const float *in = job->in + b * job->in_b + m * job->in_m, score = job->scores[b * M + m];
-      for (int64_t v = first; v < end; v++) put(values, indices, K, in[v] + score, m * V + v);
+      const uint32_t *banned = banned_of(job, b * M + m);
+      const Shift by = job->shifts ? job->shifts[b * M + m] : (Shift){0.0f, 0.0f};
+      for (int64_t v = first; v < end; v++)
+        if (!is_banned(banned, v)) put(values, indices, K, summed(in[v], by, score), m * V + v);
     }
   }
 }
 
 /* The K highest of in (B, M, V) + scores (B, M) of each sentence: values (B, K) and indices (B, K) = beam * V + token,
- * -inf and 0 where there are fewer above -inf. maxima: (B, M, blocks of at least 64 tokens).
+ * -inf and 0 where there are fewer above -inf. maxima: (B, M, blocks of at least 64 tokens). shifts: (B, M, 2) where
+ * `in` are logits, of whose log-probabilities this is; NULL else. banned: a row of 32 tokens a word for each row of
+ * `in`, `banned_row` words apart, of tokens that are out; or NULL.
  *
  * Returns 0 where any two of a sentence's values are equal, or a sum is NaN: which stands first is for others to say. */
-int k_best(parallel run, unsigned threads, float *values, int64_t *indices, float *maxima, const float *in,
-           const float *scores, int64_t sentences, int64_t beams, int64_t vocabulary, int64_t wanted, int64_t in_b,
-           int64_t in_m) {
-  Best job = {values, maxima, indices, in, scores, sentences, beams, vocabulary, wanted, in_b, in_m, 0, 0};
+int k_best(parallel run, unsigned threads, float *values, int64_t *indices, float *maxima, float *shifts,
+           const float *in, const float *scores, const uint32_t *banned, int64_t sentences, int64_t beams,
+           int64_t vocabulary, int64_t wanted, int64_t in_b, int64_t in_m, int64_t banned_row) {
+  Best job = {.values = values, .maxima = maxima, .indices = indices, .shifts = (Shift *)shifts, .in = in,
+              .scores = scores, .banned = banned, .sentences = sentences, .beams = beams, .vocabulary = vocabulary,
+              .wanted = wanted, .in_b = in_b, .in_m = in_m, .banned_row = banned_row};
   in_parallel(run, threads, find_maxima, &job);
   if (job.undefined) return 0;
   job.next = 0;

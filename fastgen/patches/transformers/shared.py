@@ -322,6 +322,12 @@ class SharedStepper(Stepper):
         left_off = (not_shared(reason), *self.plan.left_off)
         self.plan = replace(self.plan, shared=False, fused=False, graphs=False, left_off=left_off)
 
+    def keep_arguments(self, rows: Tensor) -> None:
+        if self.joinable:  # the forward will not run again
+            self.kwargs = {}
+        else:
+            super().keep_arguments(rows)
+
     def keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
         if self.cache is None:
             super().keep_cache(sentences, rows)

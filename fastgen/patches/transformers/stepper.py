@@ -72,8 +72,8 @@ class Stepper:
 
     def keep(self, sentences: Tensor) -> None:
         rows = self._rows_of(sentences, torch.arange(self.plan.beams, device=sentences.device))
-        self.kwargs = {name: _select(rows, value) for name, value in self.kwargs.items()}
         self._rows = rows.shape[0]
+        self.keep_arguments(rows)
         self.keep_cache(sentences, rows)
 
     def hand_back(self) -> None:
@@ -92,6 +92,10 @@ class Stepper:
         newest = 1 if self.kwargs["use_cache"] else None
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=newest, **self.kwargs)
         return self.model(**inputs, return_dict=True)
+
+    def keep_arguments(self, rows: Tensor) -> None:
+        """Keep what the model's forward is given of these rows."""
+        self.kwargs = {name: _select(rows, value) for name, value in self.kwargs.items()}
 
     def keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
         """Keep what the cache holds of these sentences, which are `rows` in a cache by rows."""

@@ -1,0 +1,157 @@
+/* What is moved, and not computed: tables of a beam search, keys and values, rows of an embedding, sets of tokens.
+ * Source: ops/tables.py, ops/cache.py, ops/embedding.py, ops/token_mask.py, ops/ngram_block.py. */
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "vector.h"
+
+/* Rows of beams, and what comes next to them. Strides of rows are in bytes, those of what comes next in numbers. */
+typedef struct {
+  char *rows;
+  const char *newest;
+  char *finished; /* rows of another table, or NULL */
+  int64_t row_b, row_m, finished_b, finished_m, newest_b, newest_m, newest_c;
+  int64_t prefix, columns, size, newest_size; /* columns: of one step; sizes: of a number */
+} Table;
+
+typedef struct {
+  const Table *tables;
+  const int64_t *parents, *order; /* (B, M or K): rows that go on; (B, M), of finished rows, then of candidates */
+  char *held;                     /* memory of each thread */
+  int64_t count, sentences, beams, candidates, steps, held_size, next, threads;
+} Rows;
+
+/* One step's newest numbers of a row, in the row's own size: the low bytes of a longer integer. */
+static void write_newest(char *to, const Table *table, int64_t b, int64_t m) {
+  const char *from = table->newest + (b * table->newest_b + m * table->newest_m) * table->newest_size;
+  for (int64_t c = 0; c < table->columns; c++)
+    memcpy(to + c * table->size, from + c * table->newest_c * table->newest_size, table->size);
+}
+
+static void extend(void *given) {
+  Rows *job = given;
+  char *held = job->held + next(&job->threads) * job->held_size;
+  for (int64_t i; (i = next(&job->next)) < job->count * job->sentences;) {
+    const int64_t b = i % job->sentences, M = job->beams;
+    const Table *table = &job->tables[i / job->sentences];
+    const int64_t length = job->steps * table->columns * table->size;
+    char *rows = table->rows + b * table->row_b + table->prefix * table->size;
+    for (int64_t m = 0; m < M; m++)
+      if (job->parents[b * M + m] != m) memcpy(held + m * length, rows + job->parents[b * M + m] * table->row_m, length);
+    for (int64_t m = 0; m < M; m++) {
+      if (job->parents[b * M + m] != m) memcpy(rows + m * table->row_m, held + m * length, length);
+      write_newest(rows + m * table->row_m + length, table, b, m);
+    }
+  }
+}
+
+static void finish(void *given) {
+  Rows *job = given;
+  char *held = job->held + next(&job->threads) * job->held_size;
+  for (int64_t i; (i = next(&job->next)) < job->count * job->sentences;) {
+    const int64_t b = i % job->sentences, M = job->beams;
+    const Table *table = &job->tables[i / job->sentences];
+    const int64_t length = job->steps * table->size, whole = length + table->size, first = table->prefix * table->size;
+    const char *rows = table->rows + b * table->row_b + first;
+    char *finished = table->finished + b * table->finished_b + first;
+    for (int64_t m = 0; m < M; m++) {
+      const int64_t from = job->order[b * M + m];
+      if (from < M) {
+        memcpy(held + m * whole, finished + from * table->finished_m, whole);
+      } else {
+        memcpy(held + m * whole, rows + job->parents[b * job->candidates + from - M] * table->row_m, length);
+        write_newest(held + m * whole + length, table, b, from - M);
+      }
+    }
+    for (int64_t m = 0; m < M; m++) memcpy(finished + m * table->finished_m, held + m * whole, whole);
+  }
+}
+
+/* Rows of each table that go on, and their newest numbers; or, where there is an order, the finished ones anew.
+ * held_size: bytes of M rows of any table. Returns 0 where there was no memory. */
+int move_rows(parallel run, unsigned threads, const Table *tables, const int64_t *parents, const int64_t *order,
+              int64_t count, int64_t sentences, int64_t beams, int64_t candidates, int64_t steps, int64_t held_size) {
+  Rows job = {.tables = tables, .parents = parents, .order = order, .held = malloc(threads * held_size), .count = count,
+              .sentences = sentences, .beams = beams, .candidates = candidates, .steps = steps, .held_size = held_size};
+  if (!job.held) return 0;
+  in_parallel(run, threads, order ? finish : extend, &job);
+  free(job.held);
+  return 1;
+}
+
+typedef struct {
+  char *buffer;
+  const int64_t *to, *origin;
+  int64_t count, heads, size, sentence, head, next;
+} Moves;
+
+static void move(void *given) {
+  Moves *job = given;
+  for (int64_t i; (i = next(&job->next)) < job->count * job->heads;) {
+    char *head = job->buffer + i % job->heads * job->head;
+    memcpy(head + job->to[i / job->heads] * job->sentence, head + job->origin[i / job->heads] * job->sentence,
+           job->size);
+  }
+}
+
+/* Sentences are copied over others, none of which is copied itself; strides and the size of a head in bytes. */
+void move_sentences(parallel run, unsigned threads, char *buffer, const int64_t *to, const int64_t *origin,
+                    int64_t count, int64_t heads, int64_t size, int64_t sentence, int64_t head) {
+  Moves job = {buffer, to, origin, count, heads, size, sentence, head, 0};
+  in_parallel(run, threads, move, &job);
+}
+
+/* Rows of tokens (V, C) times a scale, plus one row for all, or another one for the token `padding`.
+ * Returns 0 where an id is no row. */
+int embed(parallel run, unsigned threads, float *out, const int64_t *ids, const float *tokens, const float *position,
+          const float *other, int64_t rows, int64_t width, int64_t vocabulary, int64_t id_row, int64_t token_row,
+          int64_t padding, float scale) {
+  (void)run, (void)threads; /* too little work for more than one */
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t id = ids[r * id_row];
+    if (id < 0 || id >= vocabulary) return 0;
+    const float *token = tokens + id * token_row, *added = other && id == padding ? other : position;
+    for (int64_t c = 0; c < width; c++) out[r * width + c] = token[c] * scale + (added ? added[c] : 0.0f);
+  }
+  return 1;
+}
+
+static void add(uint32_t *set, int64_t token, int64_t vocabulary) {
+  if (token >= 0 && token < vocabulary) set[token / 32] |= 1u << token % 32;
+}
+
+/* Tokens (R, N), rows `tokens_row` apart, become members of the sets in mask (R, `words`). */
+void add_tokens(parallel run, unsigned threads, uint32_t *mask, const int64_t *tokens, int64_t rows, int64_t words,
+                int64_t count, int64_t vocabulary, int64_t tokens_row) {
+  (void)run, (void)threads; /* too little work for more than one */
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < count; i++) add(mask + r * words, tokens[r * tokens_row + i], vocabulary);
+}
+
+typedef struct {
+  uint32_t *mask;
+  const int64_t *ids, *text;
+  int64_t rows, words, n, length, text_length, vocabulary, rows_per_text, ids_row, text_row, next;
+} Grams;
+
+static void find_grams(void *given) {
+  Grams *job = given;
+  for (int64_t r; (r = next(&job->next)) < job->rows;) {
+    const int64_t before = job->n - 1, *newest = job->ids + r * job->ids_row + job->length - before;
+    const int64_t *text = job->text + r / job->rows_per_text * job->text_row;
+    for (int64_t at = 0; at + before < job->text_length; at++) {
+      int64_t same = 0;
+      while (same < before && text[at + same] == newest[same]) same++;
+      if (same == before) add(job->mask + r * job->words, text[at + before], job->vocabulary);
+    }
+  }
+}
+
+/* What follows the newest n - 1 of ids (R, length) elsewhere in a text becomes a member of the row's set. */
+void add_repeats(parallel run, unsigned threads, uint32_t *mask, const int64_t *ids, const int64_t *text, int64_t rows,
+                 int64_t words, int64_t n, int64_t length, int64_t text_length, int64_t vocabulary,
+                 int64_t rows_per_text, int64_t ids_row, int64_t text_row) {
+  Grams job = {mask, ids, text, rows, words, n, length, text_length, vocabulary, rows_per_text, ids_row, text_row, 0};
+  in_parallel(run, threads, find_grams, &job);
+}
