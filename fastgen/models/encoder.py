@@ -232,6 +232,7 @@ class Encoder:
         embedding: of its tokens; None where somebody else embeds them.
         first: the norm before the first sublayer, where norms come first; None where they come behind.
         facts: what it was made from beside weights, the model's config among it: equal where nothing has changed.
+        together: runs all sublayers at once, as `DecoderStep.together`; None for no such thing.
     """
 
     module: nn.Module
@@ -239,6 +240,7 @@ class Encoder:
     first: NormLike | None
     embedding: Embedding | None
     facts: tuple[object, ...]
+    together: Callable[[Tensor, Tensor, Sentences], Tensor | None] | None = None
 
     @property
     def biased(self) -> bool:
@@ -250,6 +252,8 @@ class Encoder:
         stream = x
         if self.first is not None:
             x = self.first(stream)[0]
+        if self.together is not None and (made := self.together(x, stream, sentences)) is not None:
+            return made
         for index, sublayer in enumerate(self.sublayers):
             if sentences.first is not None and index == len(self.sublayers) - 2:  # attention of the last layer
                 stream, sentences = stream[sentences.first], replace(sentences, narrow=True)

@@ -3,21 +3,33 @@
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from fastgen.models import linear
 from fastgen.models.encoder import Encoder, PositionBias, SentenceAttention
+from fastgen.models.in_c import encoded_together
 from fastgen.models.layouts import Attention, Layout
 from fastgen.models.linear import Linear, Own, Product
 from fastgen.models.memory import memory_of
 from fastgen.models.parts import NotFused, reading
 from fastgen.models.proof import OTHERWISE, outcome
 from fastgen.models.reader import Reader
+from fastgen.ops import native
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 """Not float16, in which the layers of some families clamp what overflows."""
+
+
+_not_written: "WeakSet[nn.Module]" = WeakSet()
+"""Encoders with parts that are not written in C."""
+
+
+def may_run_in_c(module: nn.Module) -> bool:
+    """Whether C runs an encoder's layers, as far as can be said before they are read; it is always the faster way."""
+    return native.library() is not None and linear.reason_off(module) is None and module not in _not_written
 
 
 def encoder_of(module: nn.Module, layout: Layout, longest: int) -> Encoder:
@@ -48,7 +60,10 @@ class _EncoderReader(Reader):
         sublayers, first = self.stack()
         embedding = self.embedding() if self.layout.tokens else None
         self.check_rest()
-        encoder = Encoder(self.decoder, sublayers, first, embedding, tuple(self.facts))
+        at_once = encoded_together(sublayers, first is not None)
+        if at_once is None:
+            _not_written.add(self.decoder)
+        encoder = Encoder(self.decoder, sublayers, first, embedding, tuple(self.facts), at_once)
         if outcome(encoder) is False:
             raise NotFused(OTHERWISE)
         return encoder

@@ -4,15 +4,14 @@ Through the modules that takes up to twice as long, which a short call notices. 
 compared runs it through its own forward, and is compared then (`models.proof`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from fastgen.models.linear import Product
-from fastgen.models.positions import Bias, Rotary, turned_once
-from fastgen.models.step import DecoderStep, SourceAttention, TextAttention
-from fastgen.ops.beam_attention import beam_attention
+from fastgen.models.positions import Bias
+from fastgen.models.step import Context, DecoderStep, SourceAttention, TextAttention
 
 Kept = tuple[Tensor, Tensor]
 """Keys and values (B, Hkv, N, D) of a layer."""
@@ -47,44 +46,64 @@ def room_of(step: DecoderStep, texts: int) -> list[Kept]:
     """Each layer's keys and values of first tokens that have yet to be run."""
     mixes = (sublayer.mix for sublayer in step.sublayers)
     found = ((mix.key_heads, mix.dims) for mix in mixes if isinstance(mix, TextAttention))
-    rooms = (step.embedding.tokens.new_zeros(texts, heads, 1, dims) for heads, dims in found)
-    return [(room, room) for room in rooms]
+    make = step.embedding.tokens.new_zeros
+    return [(make(texts, heads, 1, dims), make(texts, heads, 1, dims)) for heads, dims in found]
 
 
 @dataclass
-class FirstToken:
-    """`Surroundings` of the first token of B texts, which is all that there is to see of them.
+class Room:
+    """Keys and values (B, Hkv, N, D) of a layer where they will lie: `slots` of them are there."""
 
-    Attributes:
-        source: keys and values of each layer.
-        source_mask: additive, (B, 1, 1, S); None where all is seen.
-        keep: gets the keys and values (B, Hkv, 1, D) that each layer makes, by the layer's index.
-    """
+    keys: Tensor
+    values: Tensor
+    slots: int = 0
+    beams: int = 1
+    begun: bool = True
 
-    source: Sequence[Kept]
-    source_mask: Tensor | None
-    keep: Callable[[int, Tensor, Tensor], object]
-    position: int = 0
-    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
+    @property
+    def room(self) -> Kept:
+        return self.keys, self.values
 
-    def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
-        return turned_once(self.rotations, rotary, self.position, x)
+    def make_room(self) -> None:
+        """There is room."""
+
+    def note_step(self) -> None:
+        self.slots += 1
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        self.keys.copy_(keys)
+        self.values.copy_(values)
+        self.note_step()
+
+
+class FirstToken(Context):
+    """What the first token of B texts reads, which is all that there is to see of them."""
+
+    def text_mask_with(self, bias: Bias | None) -> None:
+        """None: one key has all the weight, whatever is added to its score."""
 
     def over_text(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
-        self.keep(layer, key[:, :, None], value[:, :, None])
+        self.text[layer].append(key[:, :, None], value[:, :, None])
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).flatten(1)  # which has all the weight
 
-    def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
-        keys, values = self.source[layer]
-        return beam_attention(query[:, None], keys, values, self.source_mask, scale).flatten(1)
+
+def first_token(text: Sequence[Kept], source: Sequence[Kept], source_mask: Tensor | None) -> FirstToken:
+    """What the first token reads of a source, and where its own keys and values come to lie.
+
+    Args:
+        text: room for each layer's, (B, Hkv, 1, D). source: each layer's.
+        source_mask: additive, (B, 1, 1, S); None where all is seen.
+    """
+    rooms, sources = [Room(*kept) for kept in text], [Room(*kept, slots=kept[0].shape[2]) for kept in source]
+    return FirstToken(len(source[0][0]), 1, 0, 0, rooms, sources, None, source_mask)
 
 
 def all_made(step: DecoderStep, ids: Tensor, states: Tensor, source_mask: Tensor | None) -> list[Tensor]:
     """The logits (B, V) of first tokens ids (B,), and what the layers keep, of the text and of the source, in order."""
-    text: list[Tensor] = []
     source = source_of(step, states)
-    logits = step(ids, FirstToken(source, source_mask, lambda _, *kept: text.extend(kept)))
-    return [logits, *text, *(kept for pair in source for kept in pair)]
+    text = room_of(step, len(states))
+    logits = step(ids, first_token(text, source, source_mask))
+    return [logits, *(kept for pair in (*text, *source) for kept in pair)]

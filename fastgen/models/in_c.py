@@ -1,35 +1,22 @@
-"""The sublayers of a decode step run in C, all at once: on a CPU, in fp32, where `ops.native` has a library.
+"""The sublayers of a decode step, or an encoder's, run in C at once: on a CPU, in fp32, where there is a library of it.
 
 A step of a small model takes some 200 operations of a few microseconds each, and the Python between them; in C it is
-one call. What a sublayer has that is not written in C leaves the whole step to `models.step`, operation by operation.
+one call. Where C cannot run them, `models.step` and `models.encoder` do, operation by operation.
 """
 
-import ctypes
-import itertools
-import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastgen import config
+from fastgen.models.encoder import SentenceAttention, Sentences
 from fastgen.models.joint import Joint
-from fastgen.models.linear import Linear, Product
-from fastgen.models.memory import Memory
-from fastgen.models.norm import Norm, NormLike, unnormed
-from fastgen.models.step import (
-    Context,
-    FeedForward,
-    SourceAttention,
-    Sublayer,
-    Surroundings,
-    TextAttention,
-)
+from fastgen.models.records import Records, Rows, are_written, is_readable
+from fastgen.models.step import Context, FeedForward, Sublayer, Surroundings, TextAttention
 from fastgen.ops import native
 from fastgen.ops.dispatch import chosen, in_c, never, plain
-from fastgen.ops.linear import PanelWeight
 from fastgen.ops.native import step as c
 
 Together = Callable[[Tensor, Tensor, Surroundings], Tensor | None]
@@ -40,104 +27,54 @@ Reference = weakref.ReferenceType[Tensor] | None
 
 
 def together(sublayers: Sequence[Sublayer], norm_first: bool) -> Together | None:
-    """Return what runs these sublayers in C, for as long as a call lasts; None where they have parts not written in C.
+    """Return what runs a step's sublayers in C, for as long as a call lasts; None where they are not written in C.
 
     norm_first: whether norms come before what they belong to.
     """
-    if not sublayers or config.settings().linear == "plain" or not all(map(_is_written, sublayers)):
-        return None
-    return InC(sublayers, norm_first)
+    return InC(Records(sublayers, norm_first)) if are_written(sublayers) else None
 
 
-def _is_written(sublayer: Sublayer) -> bool:
-    mix, norm = sublayer.mix, sublayer.norm
-    if sublayer.own is not None or not (norm is unnormed or _is_norm(norm)):
-        return False
-    return _is_mix_written(mix) and all(isinstance(product, Linear) for product in _products(sublayer))
+def encoded_together(
+    sublayers: Sequence[Sublayer], norm_first: bool
+) -> "Callable[[Tensor, Tensor, Sentences], Tensor | None] | None":
+    """The same of an encoder's sublayers."""
+    return EncoderInC(Records(sublayers, norm_first)) if are_written(sublayers) else None
 
 
-def _is_mix_written(mix: Any) -> bool:
-    if type(mix) is TextAttention:
-        norms = [norm for norm in (mix.query_norm, mix.key_norm) if norm is not None]
-        in_order = len(mix.parts) == 3 or (mix.blocks == 1 and not mix.values_first)
-        plainly = in_order and not mix.spread and mix.softcap is None
-        return plainly and len(norms) != 1 and all(map(_is_norm, norms)) and mix.dims in native.HEAD_DIMS
-    if type(mix) is SourceAttention:
-        return mix.dims in native.HEAD_DIMS
-    return type(mix) is FeedForward
+class EncoderInC:
+    """An encoder's sublayers in C; each group of sentences of one length is a call of its own."""
 
+    def __init__(self, records: Records) -> None:
+        self.records = records
+        self.attending: list[SentenceAttention] = [
+            sublayer.mix for sublayer in records.sublayers if isinstance(sublayer.mix, SentenceAttention)
+        ]
 
-def _is_norm(norm: NormLike) -> TypeGuard[Norm]:
-    held = (norm.weight, norm.bias) if type(norm) is Norm else ()
-    return type(norm) is Norm and all(x is None or (_is_readable(x) and x.is_contiguous()) for x in held)
-
-
-def _is_cut(mix: Any, panel: int) -> bool:
-    """Whether the halves of a wide layer do not begin where a panel does."""
-    return type(mix) is FeedForward and mix.halves and mix.wide.outputs % (2 * panel) != 0
-
-
-def _halves(wide: c.Weight) -> tuple[c.Weight, c.Weight]:
-    """The halves of a layer's outputs as weights of their own."""
-    half, bias = wide.outputs // 2, wide.bias
-    behind = wide.panels + 4 * half * wide.inputs, None if bias is None else bias + 4 * half
-    return c.Weight(wide.panels, bias, half, wide.inputs), c.Weight(*behind, half, wide.inputs)
-
-
-def _is_readable(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.is_cpu
-
-
-def _products(sublayer: Sublayer) -> list[Product]:
-    """All products of a sublayer, that of what it has mixed behind the others."""
-    mix: Any = sublayer.mix
-    if type(mix) is TextAttention:
-        parts = list(mix.parts)
-    elif type(mix) is SourceAttention:
-        parts = [mix.query]
-    else:
-        parts = [mix.wide] if mix.gated is None else [mix.wide, mix.gated]
-    return [*parts, sublayer.out]
-
-
-def _made(sublayer: Sublayer) -> int:
-    """How many numbers of a row the products of what comes in make."""
-    return sum(product.outputs for product in _products(sublayer)[:-1])
-
-
-def _mixed(sublayer: Sublayer) -> int:
-    """How many numbers of a row a sublayer mixes, beside where its products lie."""
-    mix: Any = sublayer.mix
-    return mix.wide.outputs if isinstance(mix, FeedForward) else mix.heads * mix.dims
-
-
-class _Held:
-    """What C has the addresses of: weights and biases of layers, and other tensors, which may change where they are.
-
-    A look at all of them in every step is a good part of a small one, so that there is no loop of Python's here.
-    """
-
-    def __init__(self, modules: Sequence[Any], others: Sequence[Tensor]) -> None:
-        self._homes: list[dict[str, Tensor | None]] = [module._parameters for module in modules for _ in _NAMES]
-        self._names = [name for _ in modules for name in _NAMES]
-        self._found = list(map(dict.get, self._homes, self._names))
-        self._tensors = [*(tensor for tensor in self._found if tensor is not None), *others]
-        self._addresses = list(map(_address, self._tensors))
-        self._weights: list[Any] = self._found[:: len(_NAMES)]  # of which packed copies are read
-        self._versions = list(map(_version, self._weights))
-
-    @property
-    def is_same(self) -> bool:
-        """Whether modules have the parameters that they had, where they were, and weights hold what they held."""
-        return (
-            all(map(operator.is_, map(dict.get, self._homes, self._names), self._found))
-            and list(map(_address, self._tensors)) == self._addresses
-            and list(map(_version, self._weights)) == self._versions
+    def __call__(self, x: Tensor, stream: Tensor, sentences: Sentences) -> Tensor | None:
+        """Return what the sublayers make of x (R, C), or None; neither is overwritten."""
+        records, by = self.records, native.library()
+        if by is None or sentences.first is not None or any(group.padding for group in sentences.groups):
+            return None
+        if records.planned(x):
+            return None
+        able = lambda: plain(x, stream) and records.ready(by, lambda _: 0)  # noqa: E731
+        if not in_c(chosen("encoder", never, able, x)):
+            return None
+        # Somebody else's may be the one that no norm has made anew.
+        x, stream = (x, stream.clone()) if records.norm_first else (x.clone(), stream)
+        calls = [Rows(group.sentences, group.tokens) for group in sentences.groups]
+        seen = (c.Seen * (len(self.attending) * len(calls)))()
+        masks: list[Tensor] = []
+        for i, mix in enumerate(self.attending):
+            if mix.bias is not None:
+                masks.append(mix.bias.table.float())
+                for at in seen[i * len(calls) : (i + 1) * len(calls)]:
+                    at.mask, (_, at.mask_h, at.mask_m, _) = masks[-1].data_ptr(), masks[-1].stride()
+        work = max(call.sentences * call.beams**2 for call in calls) * max(
+            mix.heads * mix.dims for mix in self.attending
         )
-
-
-_NAMES = "weight", "bias"
-_address, _version = Tensor.data_ptr, operator.attrgetter("_version")
+        records.run(by, x, stream, seen, calls, work)
+        return x
 
 
 class _Place(NamedTuple):
@@ -150,60 +87,32 @@ class _Place(NamedTuple):
 
 
 class InC:
-    """Sublayers as C reads them, made when all weights are packed, and again when one is no longer what it was.
+    """A decode step's sublayers in C."""
 
-    Args:
-        sublayers: of parts that are written in C.
-    """
-
-    def __init__(self, sublayers: Sequence[Sublayer], norm_first: bool) -> None:
-        self.sublayers, self.norm_first = sublayers, norm_first
-        mixes: list[tuple[int, Any, int]] = [(i, sublayer.mix, sublayer.layer) for i, sublayer in enumerate(sublayers)]
+    def __init__(self, records: Records) -> None:
+        self.records = records
+        mixes: list[tuple[int, Any, int]] = [(i, each.mix, each.layer) for i, each in enumerate(records.sublayers)]
         self.attending = [
             (i, mix, type(mix) is TextAttention, layer) for i, mix, layer in mixes if type(mix) is not FeedForward
         ]
-        self._records: Any = None
-        self._made_by: native.Library | None = None
-        self._held: _Held | None = None
-        self._others: list[Tensor] = []  # than parameters of layers
-        self._panels: list[PanelWeight] = []  # which the records name
         self._seen: Any = ()  # what each attending sublayer sees of each call
         self._checked: list[Reference] = []  # keys that C can read
         self._placed: list[Reference] = []  # keys whose addresses it has
-        self.products: list[Any] = [product for sublayer in sublayers for product in _products(sublayer)]
-        self.memory: Memory = self.products[0].memory
-        self._work = sum(p.outputs * p.inputs for p in self.products) // len(self.products)  # of a product of one row
         self._attention = 0  # multiplications of the largest attention in a step
-        self._sizes = max(map(_made, sublayers)), max(map(_mixed, sublayers))
 
     def __call__(self, x: Tensor, stream: Tensor, context: Surroundings) -> Tensor | None:
         parts, by = _parts(context), native.library()
-        if parts is None or by is None:
-            return None
-        (rows, width), (wide, mixed) = x.shape, self._sizes
-        work = rows * width, rows * width, rows * wide, rows * mixed
-        if self.memory.planned:  # nothing is computed, but what it would take is counted
-            self.memory.take(x, sum(work))
+        if parts is None or by is None or self.records.planned(x):
             return None
         places = self._places(parts)
-        able = lambda: plain(x, stream) and self._covers(places) and self._ready(by, parts[0])  # noqa: E731
+        heads = lambda layer: parts[0].source[layer].keys.shape[1]  # noqa: E731
+        able = lambda: plain(x, stream) and self._covers(places) and self.records.ready(by, heads)  # noqa: E731
         if not in_c(chosen("decoder_step", never, able, x)):
             return None
-        scratch = self.memory.take(x, sum(work))
-        sum_at, spare_at, wide_at, mixed_at = _addresses(scratch, work)
-        if self.norm_first:
-            sum_at = stream.data_ptr()
         held = [*self._turn(context, x), *self._open(parts, places)]
-        calls = _calls(parts)
-        step = c.Step(
-            ctypes.addressof(self._records), ctypes.addressof(self._seen), ctypes.addressof(calls), len(self.sublayers),
-            len(parts), rows, width, self.norm_first, x.data_ptr(), sum_at, spare_at, wide_at, mixed_at,
-        )  # fmt: skip
-        threads = native.threads_for(max(rows * self._work, self._attention))
-        done = c.run(by, threads, step)
-        del held, scratch  # what C has read
-        if not done:
-            raise torch.OutOfMemoryError(f"no memory for the scores of {rows} rows in each of {threads} threads")
+        calls = [Rows(part.sentences, _beams(part)) for part in parts]
+        self.records.run(by, x, stream, self._seen, calls, self._attention)
+        del held  # what C has read
         return x
 
     def _places(self, parts: Sequence[Context]) -> list[_Place]:
@@ -236,66 +145,12 @@ class InC:
                 and (not of_text or heads == mix.key_heads)
                 and keys.shape[3] == values.shape[3] == mix.dims
                 and keys.stride(3) == values.stride(3) == 1
-                and _is_readable(keys)
-                and _is_readable(values)
+                and is_readable(keys)
+                and is_readable(values)
             ):
                 return False
             self._checked[i] = weakref.ref(keys)
         return True
-
-    def _ready(self, by: native.Library, part: Context) -> bool:
-        """Whether there are records for this library, of weights as they are now."""
-        if self._records is not None and self._made_by is by and self._held is not None and self._held.is_same:
-            return True
-        self._records = None
-        if any(_is_cut(sublayer.mix, by.panel) for sublayer in self.sublayers):
-            return False
-        modules = [product.module for product in self.products]
-        panels = [each for product in self.products if (each := product.in_panels()) is not None]  # all count as used
-        biases = [module.bias for module in modules]
-        readable = all(x is None or (_is_readable(x) and x.is_contiguous()) for x in biases)
-        if not (len(panels) == len(modules) and readable and all(map(_is_written, self.sublayers))):
-            return False
-        self._others = []
-        self._panels, self._made_by = panels, by
-        weights = [c.Weight(w.panels.data_ptr(), None if b is None else b.data_ptr(), w.outputs, w.panels.shape[1])
-                   for w, b in zip(panels, biases, strict=True)]  # fmt: skip
-        left = iter(weights)
-        self._records = (c.Sublayer * len(self.sublayers))(*(self._record(s, part, left) for s in self.sublayers))
-        self._held = _Held(modules, self._others)
-        return True
-
-    def _record(self, sublayer: Sublayer, part: Context, weights: Iterator[c.Weight]) -> c.Sublayer:
-        mix: Any = sublayer.mix
-        parts = [next(weights) for _ in _products(sublayer)[1:]]
-        record = c.Sublayer(parts=len(parts), part=tuple(parts), out=next(weights), norm=self._norm(sublayer.norm))
-        record.parallel = sublayer.parallel
-        if type(mix) is FeedForward:
-            record.kind, record.behind = c.FEED_FORWARD, native.BEHIND[mix.activation]
-            if mix.halves:
-                record.parts, record.part = 2, _halves(parts[0])
-            return record
-        record.heads, record.dims, record.scale = mix.heads, mix.dims, mix.scale
-        if type(mix) is TextAttention:
-            record.kind, record.key_heads, record.neighbours = c.TEXT, mix.key_heads, mix.neighbours
-            record.query_norm, record.key_norm = self._norm(mix.query_norm), self._norm(mix.key_norm)
-            record.whole_norms = mix.whole_norms
-        else:
-            record.kind, record.key_heads = c.SOURCE, part.source[sublayer.layer].keys.shape[1]
-        return record
-
-    def _norm(self, norm: NormLike | None) -> c.Norm:
-        if not isinstance(norm, Norm):
-            return c.Norm(kind=c.UNNORMED)
-        kind = c.RMS_NORM if norm.rms else c.LAYER_NORM
-        return c.Norm(self._at(norm.weight), self._at(norm.bias), norm.eps, norm.offset, kind)
-
-    def _at(self, tensor: Tensor | None) -> int | None:
-        """A tensor's address, which is looked at again in every step."""
-        if tensor is None:
-            return None
-        self._others.append(tensor)
-        return tensor.data_ptr()
 
     def _turn(self, context: Surroundings, x: Tensor) -> list[Tensor]:
         """Note by what queries and keys are turned in this step; returns what has to stay until it has been."""
@@ -303,7 +158,7 @@ class InC:
         for index, mix, of_text, _ in self.attending:
             if of_text and mix.rotary is not None:
                 cosine, sine = (part.contiguous() for part in context.rotation(mix.rotary, x))
-                record = self._records[index]
+                record = self.records.made[index]
                 record.cosine, record.sine = cosine.data_ptr(), sine.data_ptr()
                 record.turned = cosine.shape[-1]
                 record.turn_row = 0 if cosine.shape[0] == 1 else record.turned
@@ -349,7 +204,7 @@ def _is(known: Reference, tensor: Tensor) -> bool:
 
 def _parts(context: Surroundings) -> Sequence[Context] | None:
     """The contexts of all calls in a step; None for surroundings of another kind."""
-    return [context] if type(context) is Context else context.parts if type(context) is Joint else None
+    return [context] if isinstance(context, Context) else context.parts if type(context) is Joint else None
 
 
 def _beams(part: Context) -> int:
@@ -365,21 +220,6 @@ def _open(part: Context) -> int:
         slot = placed.slots
         placed.note_step()
     return slot
-
-
-def _calls(parts: Sequence[Context]) -> Any:
-    """The rows of each call, one behind the other."""
-    calls, first = (c.Rows * len(parts))(), 0
-    for call, part in zip(calls, parts, strict=True):
-        call.first_row, call.sentences, call.beams = first, part.sentences, _beams(part)
-        first += call.sentences * call.beams
-    return calls
-
-
-def _addresses(room: Tensor, sizes: Sequence[int]) -> list[int]:
-    """Where pieces of so many numbers begin."""
-    starts = itertools.accumulate(sizes, initial=0)
-    return [room.data_ptr() + 4 * start for start, _ in zip(starts, sizes, strict=False)]
 
 
 def _is_mask(mask: Tensor) -> bool:

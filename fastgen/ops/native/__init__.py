@@ -367,7 +367,8 @@ def embedding(
     out = tokens.new_empty(rows, width)
     done = by.embed(
         by.run, 1, out.data_ptr(), ids.data_ptr(), tokens.data_ptr(), None if position is None else position.data_ptr(),
-        None if other is None else other.data_ptr(), rows, width, len(tokens), ids.stride(0), tokens.stride(0), padding, scale,
+        None if other is None else other.data_ptr(), rows, width, len(tokens), ids.stride(0), tokens.stride(0), padding,
+        scale,
     )  # fmt: skip
     return out if done else None
 

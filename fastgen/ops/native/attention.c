@@ -9,7 +9,7 @@
 
 #include "attention.h"
 
-enum { ROWS = 128, TOGETHER = 4, AHEAD = 16, MOST = 128 / WIDTH };
+enum { TOGETHER = 4, AHEAD = 16, MOST = 128 / WIDTH };
 
 /* What a thread works with. */
 typedef struct {
@@ -25,7 +25,7 @@ static void place_rows(const Attention *job, Space *at, int64_t b, int64_t head)
   for (int64_t r = 0; r < at->rows; r++) {
     int64_t m = r % job->beams, h = head * job->groups + r / job->beams;
     at->query[r] = job->query + b * job->query_b + m * job->query_m + h * job->query_h;
-    at->out[r] = job->out + ((b * job->beams + m) * job->key_heads * job->groups + h) * job->dims;
+    at->out[r] = job->out + b * job->out_b + (m * job->key_heads * job->groups + h) * job->dims;
     at->mask[r] = job->mask + b * job->mask_b + m * job->mask_m + h * job->mask_h;
   }
 }
@@ -239,7 +239,7 @@ int beam_attention(parallel run, unsigned threads, float *out, const float *quer
                    int64_t values_n, int64_t mask_b, int64_t mask_h, int64_t mask_m) {
   Attention job = {.out = out, .query = query, .mask = mask, .keys = (float *)keys, .values = (float *)values,
                    .sentences = sentences, .beams = beams, .key_heads = key_heads, .groups = groups, .count = count,
-                   .dims = dims, .scale = scale, .query_b = query_b, .query_m = query_m, .query_h = query_h,
+                   .dims = dims, .scale = scale, .out_b = beams * key_heads * groups * dims, .query_b = query_b, .query_m = query_m, .query_h = query_h,
                    .keys_b = keys_b, .keys_h = keys_h, .keys_n = keys_n, .values_b = values_b, .values_h = values_h,
                    .values_n = values_n, .mask_b = mask_b, .mask_h = mask_h, .mask_m = mask_m};
   prepare_attention(&job, threads);

@@ -128,6 +128,12 @@ static void add_head_norm(Program *to, const Step *step, const Sublayer *of, con
   to->phases[to->count++] = (Phase){.work = normalise_rows, .job.norming = job};
 }
 
+/* Rows of a sentence that attend at once: all beams, or some of more tokens. */
+static int64_t at_once(const Sublayer *of, const Rows *call) {
+  const int64_t most = ROWS / (of->heads / of->key_heads);
+  return call->beams < most ? call->beams : most;
+}
+
 static void add_attention(Program *to, const Step *step, const Sublayer *of, const Seen *seen, int64_t row,
                           unsigned threads) {
   const int64_t of_queries = of->heads * of->dims, of_keys = of->key_heads * of->dims;
@@ -142,19 +148,32 @@ static void add_attention(Program *to, const Step *step, const Sublayer *of, con
   for (int64_t i = 0; i < step->call_count; i++) {
     const Rows *call = &step->calls[i];
     const Seen *at = &seen[i];
-    const float *query = step->wide + call->first_row * row;
+    float *query = step->wide + call->first_row * row;
     Attention job = {
         .out = step->mixed + call->first_row * of_queries, .query = query, .mask = at->mask, .keys = at->keys,
         .values = at->values, .weights = at->weights, .sentences = call->sentences, .beams = call->beams,
         .key_heads = of->key_heads, .groups = of->heads / of->key_heads, .count = at->count, .dims = of->dims,
-        .slot = at->slot, .scale = of->scale, .query_b = call->beams * row, .query_m = row, .query_h = of->dims,
-        .keys_b = at->keys_b, .keys_h = at->keys_h, .keys_n = at->keys_n, .values_b = at->values_b,
-        .values_h = at->values_h, .values_n = at->values_n, .mask_b = at->mask_b, .mask_h = at->mask_h,
-        .mask_m = at->mask_m, .new_row = row};
-    if (of->kind == TEXT) job.new_keys = query + of_queries, job.new_values = query + of_queries + of_keys;
-    prepare_attention(&job, threads);
-    to->phases[to->count++] = (Phase){.work = work_on_attention, .job.attention = job,
-                                      .together = i + 1 < step->call_count};
+        .slot = at->slot, .scale = of->scale, .out_b = call->beams * of_queries, .query_b = call->beams * row,
+        .query_m = row, .query_h = of->dims, .keys_b = at->keys_b, .keys_h = at->keys_h, .keys_n = at->keys_n,
+        .values_b = at->values_b, .values_h = at->values_h, .values_n = at->values_n, .mask_b = at->mask_b,
+        .mask_h = at->mask_h, .mask_m = at->mask_m, .new_row = row};
+    if (!at->keys) {
+      job.keys = query + of_queries, job.values = query + of_queries + of_keys, job.count = call->beams;
+      job.keys_b = job.values_b = call->beams * row, job.keys_n = job.values_n = row;
+      job.keys_h = job.values_h = of->dims;
+    } else if (of->kind == TEXT) {
+      job.new_keys = query + of_queries, job.new_values = query + of_queries + of_keys;
+    }
+    for (int64_t first = 0; first < call->beams; first += at_once(of, call)) {
+      Attention part = job;
+      const int64_t left = call->beams - first;
+      part.beams = left < at_once(of, call) ? left : at_once(of, call);
+      part.query += first * row, part.out += first * of_queries;
+      if (job.mask) part.mask += first * job.mask_m;
+      prepare_attention(&part, threads);
+      const int last = i + 1 == step->call_count && first + part.beams == call->beams;
+      to->phases[to->count++] = (Phase){.work = work_on_attention, .job.attention = part, .together = !last};
+    }
   }
 }
 
@@ -205,8 +224,14 @@ int64_t step_size(void) { return sizeof(Step) + sizeof(Sublayer) + sizeof(Seen) 
 /* Runs all sublayers; what the head reads comes out in x. Returns 0 where there was no memory. */
 int step(parallel run, unsigned threads, barrier wait, const Step *step) {
   /* Of a sublayer: three products of x, two norms of heads, a turn, attention of each call, the projection, the norm. */
-  Program program = {.phases = malloc(sizeof(Phase) * step->sublayer_count * (8 + step->call_count)),
-                     .wait = threads > 1 ? wait : NULL};
+  int64_t most = 0;
+  for (int64_t s = 0; s < step->sublayer_count; s++) {
+    const Sublayer *of = &step->sublayers[s];
+    most += 8;
+    for (int64_t i = 0; i < step->call_count && of->kind != FEED_FORWARD; i++)
+      most += step->calls[i].beams / at_once(of, &step->calls[i]) + 1;
+  }
+  Program program = {.phases = malloc(sizeof(Phase) * most), .wait = threads > 1 ? wait : NULL};
   if (!program.phases) return 0;
   list_phases(&program, step, threads);
   in_parallel(run, threads, work_on_phases, &program);

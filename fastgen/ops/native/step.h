@@ -1,4 +1,4 @@
-/* A decode step of a decoder: what it is given. ops/native/step.py has the same structures. */
+/* A decode step of a decoder, or an encoder's layers: what is given. ops/native/step.py has the same structures. */
 
 #ifndef STEP_H
 #define STEP_H
@@ -34,14 +34,14 @@ typedef struct {
   int64_t turned, turn_row, neighbours;
 } Sublayer;
 
-/* What a sublayer attends to, of the sentences of one call. */
+/* What a sublayer attends to, of the sentences of one call; without keys, to the call's own rows. */
 typedef struct {
   float *keys, *values, *weights;
   const float *mask;
   int64_t count, slot, keys_b, keys_h, keys_n, values_b, values_h, values_n, mask_b, mask_h, mask_m;
 } Seen;
 
-/* The rows of one call: of its beams, sentence by sentence. */
+/* The rows of one call: of its beams, or tokens, sentence by sentence. */
 typedef struct {
   int64_t first_row, sentences, beams;
 } Rows;

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fastgen.models import linear
 from fastgen.models.encoder import Encoder, Sentences, arranged, pays, weights_of, whole
 from fastgen.models.encoder_layouts import ENCODERS
-from fastgen.models.encoder_reader import encoder_of
+from fastgen.models.encoder_reader import encoder_of, may_run_in_c
 from fastgen.models.parts import NotFused
 from fastgen.models.proof import OTHERWISE, outcome, trial, verdict
 from fastgen.patches.fairseq.attention import Attending, current_step
@@ -91,11 +91,14 @@ def _from_weights(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | N
     visible = net_input["src_tokens"].ne(encoder.padding_idx)
     lengths: list[int] = visible.sum(1).tolist()
     count, length, width = len(encoder.layers), visible.shape[1], weights_of(encoder.layers[0].embed_dim)
-    if not pays(lengths, length, "none", width, count, linear.reason_off(encoder) is None):
+    saves, bare = pays(lengths, length, "none", width, count, linear.reason_off(encoder) is None), _bare(encoder)
+    if not (saves or may_run_in_c(bare)):
         return None
     if not all(lengths):
         raise NotFused("a sentence of padding alone")
-    layers = replace(encoder_of(_bare(encoder), ENCODERS["fairseq"], length), module=encoder)
+    layers = replace(encoder_of(bare, ENCODERS["fairseq"], length), module=encoder)
+    if not saves and layers.together is None:
+        return None
     proven = outcome(layers)
     if proven is None:
         own = _by_modules(encoder, net_input)

@@ -93,10 +93,7 @@ class SharedStepper(Stepper):
         if not self._is_first_token(cache, step, given):
             return False
         states: Tensor = given["encoder_outputs"][0]
-        for layer, kept in enumerate(first_token.source_of(step, states)):
-            cache.keep_source(layer, *kept)
-        for layer, kept in enumerate(first_token.room_of(step, len(states))):
-            cache.keep_text(layer, *kept)
+        _make_room(cache, step, states)
         cache.begin_decoding()
         self.fused = FusedDecoder(step, self.model, cache, self.kwargs)
         return True
@@ -126,10 +123,9 @@ class SharedStepper(Stepper):
             return self.model._prefill(ids, self.config, kwargs, is_first_iteration=True)
         states, mask = kwargs["encoder_outputs"][0], source_mask(self.model, kwargs, step.dtype)
         if self.first_proven:
-            for layer, kept in enumerate(first_token.source_of(step, states)):
-                cache.keep_source(layer, *kept)
-            source = [(layer.keys, layer.values) for layer in cache.source]
-            logits = step(ids[:, 0], first_token.FirstToken(source, mask, cache.keep_text))
+            _make_room(cache, step, states)
+            text, source = ([(layer.keys, layer.values) for layer in of] for of in (cache.text, cache.source))
+            logits = step(ids[:, 0], first_token.first_token(text, source, mask))
             return Seq2SeqLMOutput(logits=cast(Any, logits[:, None]), past_key_values=cast(Any, cache.past_key_values))
         outputs: Any = self.model._prefill(ids, self.config, kwargs, is_first_iteration=True)
         if self.first_proven is None:
@@ -340,6 +336,14 @@ class SharedStepper(Stepper):
         if self.cache is None:
             return super()._kv_bytes()
         return self.cache.peak_nbytes, self.cache.stock_nbytes
+
+
+def _make_room(cache: SharedCache, step: DecoderStep, states: Tensor) -> None:
+    """Hold the keys and values of an encoder's output (B, S, C), and have room for those of the text's first token."""
+    for layer, kept in enumerate(first_token.source_of(step, states)):
+        cache.keep_source(layer, *kept)
+    for layer, kept in enumerate(first_token.room_of(step, len(states))):
+        cache.keep_text(layer, *kept)
 
 
 def _every(m: int, value: Any) -> Any:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from fastgen.models.encoder import Encoder, Sentences, arranged, pays, weights_of
+from fastgen.models.encoder import Encoder, Sentences, pays, weights_of
 from fastgen.models.encoder_layouts import ENCODERS
-from fastgen.models.encoder_reader import encoder_of
+from fastgen.models.encoder_reader import encoder_of, may_run_in_c
 from fastgen.models.parts import NotFused, is_toolkits, part_or_none
 from fastgen.models.proof import outcome
 from fastgen.ops.dispatch import uncounted
 from fastgen.patches import _engine
-from fastgen.patches.transformers.encoder import LITTLE, Slower, check, lengths_of, prove
+from fastgen.patches.transformers.encoder import LITTLE, Slower, check, lengths_of, prove, sentences_of
 from fastgen.patches.transformers.said import said
 
 NAME = "transformers.source"
@@ -70,13 +70,16 @@ class _Source:
         ids, mask = kwargs.pop("input_ids", None), kwargs.pop("attention_mask", None)
         given = kwargs | {"input_ids": ids, "attention_mask": mask}
         visible = None if mask is None else mask.bool()
-        if ids is None or visible is None or visible.shape != ids.shape or bool(visible.all()):
-            return self.encoder(**given)  # there is no padding to leave out
+        if ids is None or (visible is not None and visible.shape != ids.shape):
+            return self.encoder(**given)
+        padded = visible is not None and not bool(visible.all())
+        if not (padded or may_run_in_c(self.encoder)):
+            return self.encoder(**given)
         try:
             check(self.encoder, ids, (), {name: value for name, value in kwargs.items() if name not in _WITHOUT_EFFECT})
-            found = _encode(self.encoder, ids, visible)
+            found = _encode(self.encoder, ids, visible if padded else None)
         except (NotFused, Slower) as reason:
-            if not uncounted.get():
+            if padded and not uncounted.get():
                 _engine.left_alone(NAME, f"padding is encoded: {reason}")
             return self.encoder(**given)
         if not uncounted.get():
@@ -84,31 +87,39 @@ class _Source:
         return BaseModelOutput(last_hidden_state=found)  # pyright: ignore[reportArgumentType]
 
 
-def _encode(module: Any, ids: Tensor, visible: Tensor) -> Tensor:
-    """Return (B, S, C) for token ids (B, S), with zeros where they are padding.
+def _encode(module: Any, ids: Tensor, visible: Tensor | None) -> Tensor:
+    """Return (B, S, C) for token ids (B, S), with zeros where they are padding; visible: where not, None for nowhere.
 
     Raises:
         NotFused: the layers cannot be run so.
         Slower: it would not be faster.
     """
     layout, length = ENCODERS[module.config.model_type], ids.shape[1]
-    lengths = lengths_of(visible)
+    lengths = [length] * len(ids) if visible is None else lengths_of(visible)
     if not all(lengths):
         raise NotFused("a sentence of padding alone")
     layers = getattr(module, layout.layers)
     weights = weights_of(getattr(module, layout.tokens).weight.shape[1]) // 2  # products are the fast ones already
-    if not pays(lengths, length, "none", weights, len(layers), routed=False):
+    saves = pays(lengths, length, "none", weights, len(layers), routed=False)
+    if not (saves or may_run_in_c(module)):
         raise Slower(LITTLE)
     encoder = encoder_of(module, layout, length)
-    if encoder.biased and int((visible[:, 1:] & ~visible[:, :-1]).sum() + visible[:, 0].sum()) != len(lengths):
+    if not saves and encoder.together is None:
+        raise Slower(LITTLE)
+    if visible is not None and encoder.biased and _is_parted(visible):
         raise NotFused("padding between tokens")
     if outcome(encoder) is None:
-        one = slice(0, 1)
-        own = module(input_ids=ids[one], attention_mask=visible[one]).last_hidden_state
-        sentences = arranged(visible[one], "none")
-        prove(encoder, _rows(encoder, ids[one], sentences), sentences.chosen(own))
-    sentences = arranged(visible, "none")
+        one, seen = ids[:1], None if visible is None else visible[:1]
+        own = module(input_ids=one, attention_mask=seen).last_hidden_state
+        sentences = sentences_of(seen, (1, length), "none")
+        prove(encoder, _rows(encoder, one, sentences), sentences.chosen(own))
+    sentences = sentences_of(visible, (len(ids), length), "none")
     return sentences.restored(_rows(encoder, ids, sentences))
+
+
+def _is_parted(visible: Tensor) -> bool:
+    """Whether a sentence has padding between its tokens."""
+    return int((visible[:, 1:] & ~visible[:, :-1]).sum() + visible[:, 0].sum()) != len(visible)
 
 
 def _rows(encoder: Encoder, ids: Tensor, sentences: Sentences) -> Tensor:
