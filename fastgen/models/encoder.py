@@ -200,7 +200,7 @@ class PositionBias:
 
     @functools.cached_property
     def table(self) -> Tensor:
-        return self.make()
+        return self.make().contiguous()
 
 
 @dataclass(frozen=True)
