@@ -1,4 +1,4 @@
-"""Encoders, and the first token of texts that have a source, run in C: as their modules and as operation by operation."""
+"""Encoders, and the first token of texts with a source, run in C: as their modules, and as operation by operation."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +18,7 @@ from tests import zoo
 from tests.parity import assert_same
 from tests.test_in_c import _wide  # noqa: F401  a fixture
 from tests.test_native import variant  # noqa: F401  a fixture
+
 
 @pytest.fixture(autouse=True)
 def _no_gradients() -> Iterator[None]:

@@ -325,11 +325,11 @@ def test_linear_layers(linear_mode: Any, request: pytest.FixtureRequest) -> None
     model = tf.GPT2LMHeadModel(
         tf.GPT2Config(vocab_size=512, n_embd=256, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
     ).eval()
-    from fastgen.models import linear, routes
+    from fastgen.models import packed, routes
     from fastgen.ops import native
 
     kwargs = zoo.batch(model, 4, 6, "none") | {"max_new_tokens": 4, "num_beams": 2, "pad_token_id": 0}
-    linear.release()
+    packed.release()
     linear_mode("packed")
     explained = _explain(model, kwargs).linears
     assert explained.packed
@@ -338,7 +338,7 @@ def test_linear_layers(linear_mode: Any, request: pytest.FixtureRequest) -> None
         assert explained.routed == routed
         assert fastgen.explain(model, **kwargs).linears == explained, "while another call runs"
     model.generate(**kwargs)
-    assert 0 < linear.packed_bytes() <= explained.packed_bytes * 1.1 + 4096, "a packed layout may pad a little"
+    assert 0 < packed.packed_bytes() <= explained.packed_bytes * 1.1 + 4096, "a packed layout may pad a little"
     assert (" in C, packed copies of" in str(explained)) == (native.library() is not None)
     request.getfixturevalue("by_torch_alone")
     few = _explain(model, {"input_ids": kwargs["input_ids"][:1, :1], "max_new_tokens": 4, "pad_token_id": 0}).linears
@@ -347,7 +347,7 @@ def test_linear_layers(linear_mode: Any, request: pytest.FixtureRequest) -> None
     assert not _explain(model, kwargs).linears.packed
     linear_mode("off")
     assert _explain(model, kwargs).linears.reason == "FASTGEN_LINEAR=off"
-    linear.release()
+    packed.release()
     linear_mode("auto")
     assert _explain(zoo.build("gpt2"), kwargs).linears.reason == "weights are float64, not float32"
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
-from fastgen.models import linear
+from fastgen.models import packed
 from fastgen.models.in_c import InC
 from fastgen.models.layouts import LAYOUTS
 from fastgen.ops import native
@@ -64,10 +64,10 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             monkeypatch.setitem(sizes, name, value)
     for family, make in OWN.items():
         monkeypatch.setitem(zoo.FAMILIES, family, make)
-    monkeypatch.setattr(linear, "OFTEN", 1)
+    monkeypatch.setattr(packed, "OFTEN", 1)
     calls.clear()
     yield
-    linear.release()
+    packed.release()
 
 
 def _steps() -> int:
@@ -151,7 +151,7 @@ def test_weights_may_change_between_steps(variant: str) -> None:  # noqa: F811
 
 def test_memory_that_is_not_there_is_asked_for_seldom(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     model, asked = zoo.build("marian", torch.float32), list[Tensor]()
-    monkeypatch.setattr(linear, "_affordable", lambda weight: bool(asked.append(weight)))
+    monkeypatch.setattr(packed, "_affordable", lambda weight: bool(asked.append(weight)))
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": 2, "max_new_tokens": 30, "min_new_tokens": 30}
     assert assert_same(model, kwargs).error is None
     assert _steps() == 0
@@ -219,14 +219,17 @@ def test_left_to_torch(variant: str, setting: Callable[[str, str], None]) -> Non
     assert _steps() > 0
 
 
-def test_without_memory(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+@pytest.mark.parametrize(("sublayers", "most"), [(6, 6), (4, 7)])  # of the decoder, and of the encoder
+def test_without_memory(variant: str, sublayers: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The batch is split, and the result is the same."""
     model = zoo.build("marian", torch.float32)
-    kwargs = zoo.batch(model, 4, 7) | {"num_beams": 3, "max_new_tokens": 8}
-    wanted, run, refused = model.generate(**kwargs), c.run, list[int]()
+    kwargs = zoo.batch(model, 4, 7, "none") | {"num_beams": 3, "max_new_tokens": 8}
+    for _ in range(2):
+        wanted = model.generate(**kwargs)
+    run, refused = c.run, list[int]()
 
     def failing(by: native.Library, threads: int, step: c.Step) -> bool:
-        if step.rows > 6:
+        if step.sublayer_count == sublayers and step.rows > most:
             refused.append(step.rows)
             return False
         return run(by, threads, step)
@@ -234,7 +237,7 @@ def test_without_memory(variant: str, monkeypatch: pytest.MonkeyPatch) -> None: 
     monkeypatch.setattr(c, "run", failing)
     assert torch.equal(model.generate(**kwargs), wanted)
     assert refused
-    assert refused[0] == 12
+    assert refused[0] == {6: 12, 4: 28}[sublayers]
 
 
 def test_structures(variant: str) -> None:  # noqa: F811

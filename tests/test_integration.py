@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import config
-from fastgen.models import linear, routes
+from fastgen.models import packed, routes
 from fastgen.ops import linear as linear_ops
 from fastgen.patches import _engine
 from fastgen.patches.transformers import attention
@@ -223,7 +223,7 @@ def test_peft_with_packed_weights() -> None:
     wrapped = _lora(_large())
     inputs = _inputs(wrapped)
     adapted = _check(wrapped, **inputs, **BEAMS)
-    assert linear.packed_bytes() > 0
+    assert packed.packed_bytes() > 0
     wrapped.merge_adapter()  # in place, and back
     assert torch.equal(_check(wrapped, **inputs, **BEAMS), adapted)
     wrapped.unmerge_adapter()
@@ -240,7 +240,7 @@ def test_weights_written_through_data(change: str) -> None:
     model = _large()
     inputs = _inputs(model)
     before = _check(model, **inputs, **BEAMS)
-    assert linear.packed_bytes() > 0
+    assert packed.packed_bytes() > 0
     generator = torch.Generator().manual_seed(5)
     for name, module in model.named_modules():
         if type(module) is not nn.Linear:

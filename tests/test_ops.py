@@ -272,6 +272,7 @@ def test_kbest_errors(log_probs: tuple[int, ...], scores: tuple[int, ...], shown
         best_of_log_probs(torch.zeros(log_probs), torch.zeros(scores), 2)
 
 
+@pytest.mark.usefixtures("by_torch_alone")  # C writes no log-probabilities
 @pytest.mark.parametrize("edited", [False, True])
 @pytest.mark.parametrize("v", [257, *VOCABULARIES])
 def test_kbest_in_given_memory(v: int, edited: bool) -> None:

@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
 from fastgen import config
-from fastgen.models import activation, routes
+from fastgen.models import activation, packed, routes
 from fastgen.models import linear as linears
 from fastgen.models import memory as memory_module
 from fastgen.models import norm as norms
@@ -66,10 +66,10 @@ def net(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         if not linear_ops._mkl_agrees():
             pytest.skip("this torch has no MKL linear operators")
         monkeypatch.setattr(processor, "on_intel", lambda: True)
-    linears.release()
+    packed.release()
     yield Net().eval()
     assert not routes._routes
-    linears.release()
+    packed.release()
 
 
 X = _randn(16, 320, seed=9)
@@ -106,11 +106,11 @@ def test_routes(net: Net) -> None:
         assert count == 4
         assert _routed(net) == ["first", "small", "conv", "last"]
         _run(net)
-        assert linears.packed_bytes() == 4 * (320 * 640 + 320 * 640)  # the tied weight once, the small one not at all
+        assert packed.packed_bytes() == 4 * (320 * 640 + 320 * 640)  # the tied weight once, the small one not at all
     assert {name: dict(module.__dict__) for name, module in net.named_modules()} == at_rest
     _check_routes(net)
-    linears.release()
-    assert linears.packed_bytes() == 0
+    packed.release()
+    assert packed.packed_bytes() == 0
     _check_routes(net)
 
 
@@ -223,7 +223,7 @@ def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_routes_by_setting(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "settings", lambda: SimpleNamespace(linear="plain", ops="auto"))
     _check_routes(net)
-    assert linears.packed_bytes() == 0
+    assert packed.packed_bytes() == 0
 
 
 @needs_onednn
@@ -288,7 +288,7 @@ def test_a_weight_is_packed_once(net: Net) -> None:
             for kind in (None, "gelu", "silu"):
                 wanted = expected if kind is None else linear_ops.activation_reference(expected, kind)
                 torch.testing.assert_close(layer.apply(x, kind), wanted, atol=1e-5, rtol=1e-4)
-            copy = linears._entry(net.first.weight).copy
+            copy = packed.packed_of(net.first.weight).copy
             assert copy is None or isinstance(copy, linear_ops.MklWeight) == mkl
             copies |= set() if copy is None else {id(copy)}
     assert len(copies) == 1
@@ -301,7 +301,7 @@ def test_routes_with_a_bias_of_another_shape(net: Net, bias: Tensor) -> None:
     net.first.bias = nn.Parameter(bias)
     x = _randn(32, 320, seed=0)
     with torch.no_grad(), routes.routed(net):
-        for _ in range(2 * linears.OFTEN):
+        for _ in range(2 * packed.OFTEN):
             torch.testing.assert_close(net.first(x), F.linear(x, net.first.weight, bias))
 
 
@@ -310,7 +310,7 @@ def test_routes_with_a_bias_of_another_shape(net: Net, bias: Tensor) -> None:
 def test_routes_of_inputs_that_do_not_fit(net: Net, inputs: int) -> None:
     """The layer's own error, before anything is read."""
     with torch.no_grad(), routes.routed(net):
-        for _ in range(linears.OFTEN):
+        for _ in range(packed.OFTEN):
             net.first(_randn(400, 320, seed=0))
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             net.first(_randn(400, inputs, seed=0))
@@ -353,10 +353,10 @@ def test_rows_of_a_call() -> None:
 @pytest.mark.parametrize("change", [lambda net: net.to(torch.bfloat16), lambda net: net.to("meta")])
 def test_routes_forget_weights_that_have_left(net: Net, change: Callable[[nn.Module], Any]) -> None:
     _routed_run(net)
-    assert linears.packed_bytes()
+    assert packed.packed_bytes()
     change(net)
     with routes.routed(net):
-        assert not linears.packed_bytes()
+        assert not packed.packed_bytes()
 
 
 @needs_onednn
@@ -438,13 +438,13 @@ def test_a_copy_is_no_part_of_the_route(net: Net) -> None:
 def test_routes_keep_no_model_alive(net: Net) -> None:
     other = Net().eval()
     _routed_run(other)
-    held = linears.packed_bytes()
+    held = packed.packed_bytes()
     gone = weakref.ref(other)
     del other
     gc.collect()
     assert gone() is None
     assert held > 0
-    assert linears.packed_bytes() == 0
+    assert packed.packed_bytes() == 0
 
 
 # Activation functions

@@ -16,9 +16,9 @@ from fastgen.decoding.cache import Ancestry
 from fastgen.decoding.leaving import Wanted, closed_up, may_leave
 from fastgen.decoding.rules import Merged, TransformersRule
 from fastgen.decoding.stop import Stop
-from fastgen.decoding.text import Edit, Text, edited, sparse
+from fastgen.decoding.text import Edit, Text, edited, only_ban, sparse
 from fastgen.models.memory import Memory
-from fastgen.ops.kbest import best_of_log_probs, kbest
+from fastgen.ops.kbest import best_of_log_probs, fused, kbest
 from fastgen.ops.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
 
@@ -226,9 +226,12 @@ class BeamSearch:
         draw: `torch.multinomial` or alike.
         """
         b, m = self.scores.shape
-        if not self.trace.wanted and not self.sample and not self.exact:
-            rows = logits.view(b, m, -1)
-            edits = sparse(self.edits, text, rows, self.rule.candidates)
+        rows = logits.view(b, m, -1)
+        if (
+            not (self.trace.wanted or self.sample or self.exact)
+            and fused(rows, self.rule.candidates, only_ban(self.edits, text))
+        ):  # fmt: skip
+            edits = sparse(self.edits, text, logits.shape[1])
             if edits is not None:  # the log-probabilities are never written
                 best = kbest(rows, self.scores, self.rule.candidates, edits)
                 return best.values, best.indices // logits.shape[-1], best.indices % logits.shape[-1]

@@ -80,11 +80,8 @@ class Search(Protocol):
         """Choose for R rows, or for B: then the first beam of each sentence is the only one."""
         ...
 
-    def of_logits(self, logits: Tensor, text: Text, scores: Tensor, beams: int) -> Candidates | None:
-        """Choose by logits (B, N, V) alone, of texts with N beams per sentence and running scores (B, N).
-
-        None where log-probabilities are to be written: never where kernels run.
-        """
+    def of_logits(self, logits: Tensor, text: Text, scores: Tensor, beams: int) -> Candidates:
+        """Choose by logits (B, N, V) alone, of texts with N beams per sentence and running scores (B, N)."""
         ...
 
     def phase(self, step: int) -> Hashable | None:

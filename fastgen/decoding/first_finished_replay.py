@@ -121,7 +121,6 @@ class ReplayedFirstFinished(FirstFinished):
         if self.step:
             scores = self._rows[1].index_select(2, before)[:, :, 0]
         found = self.search.of_logits(rows, text, scores, self.beams)
-        assert found is not None  # as kernels run here
         if self.attention is not None and attention is not None:
             self.attention.write(attention, step)
         ends = self._ends(found)

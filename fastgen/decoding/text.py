@@ -7,7 +7,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from fastgen.ops.kbest import Changes, SparseEdits, fused
+from fastgen.ops.kbest import Changes, SparseEdits
 from fastgen.ops.ngram_block import ngram_block_, ngram_mask_
 from fastgen.ops.sample import nucleus
 from fastgen.ops.token_mask import add_tokens_, empty_mask, packed, unpacked
@@ -352,11 +352,13 @@ class Call:
         return self.function(text.ids.contiguous(), scores)
 
 
-def sparse(edits: Sequence[Edit], text: Text, logits: Tensor, k: int) -> SparseEdits | None:
-    """Return what the edits do in this step to few tokens, for `kbest` to find the k best of logits (B, M, V) at once.
+def only_ban(edits: Sequence[Edit], text: Text) -> bool:
+    """Whether the edits do nothing in this step but to ban tokens."""
+    return all(isinstance(edit, NGramBlock | Ban | Only) or edit.idle(text) for edit in edits)
 
-    None when they do anything else, or where it would write log-probabilities all the same.
-    """
+
+def sparse(edits: Sequence[Edit], text: Text, vocabulary: int) -> SparseEdits | None:
+    """Return what the edits do in this step to few tokens, or None when they do anything else."""
     active = [edit for edit in edits if not edit.idle(text)]
     bans = [edit for edit in active if isinstance(edit, NGramBlock | Ban | Only)]
     changing = [edit for edit in active if isinstance(edit, Shift | SequenceShift | Penalty)]
@@ -365,9 +367,7 @@ def sparse(edits: Sequence[Edit], text: Text, logits: Tensor, k: int) -> SparseE
         return None
     if forcing and active[-1] is not forcing[0]:  # what comes later may ban or change the forced token
         return None
-    if not fused(logits, k, changing=bool(changing or forcing)):
-        return None
-    rows, vocabulary, device = text.ids.shape[0], logits.shape[2], text.ids.device
+    rows, device = text.ids.shape[0], text.ids.device
     for force in forcing:
         force.tokens = force.tokens.to(device)
     mask = empty_mask(rows, vocabulary, device) if bans else None

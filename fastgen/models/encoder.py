@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from fastgen.models.linear import Product
 from fastgen.models.norm import NormLike
+from fastgen.models.proof import outcome_in_c, verdict_in_c
 from fastgen.models.step import Embedding, Sublayer
 from fastgen.ops.linear import saved_share
 
@@ -252,8 +253,15 @@ class Encoder:
         stream = x
         if self.first is not None:
             x = self.first(stream)[0]
-        if self.together is not None and (made := self.together(x, stream, sentences)) is not None:
+        made = None if self.together is None or outcome_in_c(self) is False else self.together(x, stream, sentences)
+        if made is not None and outcome_in_c(self):
             return made
+        own = self._one_by_one(x, stream, sentences)
+        if made is not None:
+            verdict_in_c(self, made, own)
+        return own
+
+    def _one_by_one(self, x: Tensor, stream: Tensor, sentences: Sentences) -> Tensor:
         for index, sublayer in enumerate(self.sublayers):
             if sentences.first is not None and index == len(self.sublayers) - 2:  # attention of the last layer
                 stream, sentences = stream[sentences.first], replace(sentences, narrow=True)

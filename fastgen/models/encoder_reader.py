@@ -8,7 +8,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from fastgen.models import linear
+from fastgen.models import linear, packed
 from fastgen.models.encoder import Encoder, PositionBias, SentenceAttention
 from fastgen.models.in_c import encoded_together
 from fastgen.models.layouts import Attention, Layout
@@ -83,7 +83,7 @@ class _EncoderReader(Reader):
     def product(self, module: Any) -> Product:
         found = super().product(module)
         if type(found) is Own and self.routes and linear.is_plain(module):
-            linear.check(module)
+            packed.check(module)
             return Linear(module, transposed=False, memory=self.memory)
         return found
 

@@ -60,8 +60,7 @@ class EncoderInC:
         able = lambda: plain(x, stream) and records.ready(by, lambda _: 0)  # noqa: E731
         if not in_c(chosen("encoder", never, able, x)):
             return None
-        # Somebody else's may be the one that no norm has made anew.
-        x, stream = (x, stream.clone()) if records.norm_first else (x.clone(), stream)
+        x, stream = x.clone(), stream.clone() if records.norm_first else stream
         calls = [Rows(group.sentences, group.tokens) for group in sentences.groups]
         seen = (c.Seen * (len(self.attending) * len(calls)))()
         masks: list[Tensor] = []

@@ -1,24 +1,20 @@
-"""Linear layers of a live model through `ops.linear`: which ones, and the packed copies of their weights.
+"""Linear layers of a live model through `ops.linear`: which ones, and by what.
 
 Layers that are quantised, parametrised, hooked, or already overridden keep their own forward. `models.routes` puts the
 forwards in place.
 """
 
 import functools
-import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastgen import config
 from fastgen.models.instance import Routed, untouched
 from fastgen.models.memory import Memory
+from fastgen.models.packed import Packed, packed_of
 from fastgen.ops import linear as ops
 from fastgen.ops.activation import FUNCTIONS, activation_
 
@@ -30,57 +26,6 @@ It saves launches. On a CPU it gains nothing (4 to 128 rows, 256 x 256 three tim
 
 LARGE = 16 * 2**20
 """Bytes of an output from which on it lies in memory that is used again (`models.memory`)."""
-
-OFTEN = 3
-"""Uses of a weight from which on a copy pays: a proof alone uses one twice."""
-
-AGAIN = 1000
-"""Uses after which a copy is thought of again for which there was no memory."""
-
-_lock = threading.RLock()
-_packed: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
-
-
-@dataclass
-class _Packed:
-    """A packed copy of a weight and what tells whether the weight is still the one it was made from.
-
-    probe: every stride-th element, compared at the start of each call to notice writes through `.data`, which no
-        version shows.
-    """
-
-    address: int
-    version: int
-    stride: int
-    probe: Tensor
-    uses: int = 0
-    copy: ops.Packed | None = None
-
-    def is_stale(self, weight: Tensor) -> bool:
-        return self.address != weight.data_ptr() or self.version != weight._version
-
-    def probe_differs(self, weight: Tensor) -> bool:
-        return not torch.equal(self.probe, _sample(weight, self.stride))
-
-
-def _sample(weight: Tensor, stride: int) -> Tensor:
-    return weight.detach().reshape(-1)[::stride]  # no copy but of weights that change within a call
-
-
-def _stride(rows: int, columns: int) -> int:
-    """The largest stride, about, that comes to every row and to every column of a contiguous matrix."""
-    # No longer than a row, so that none is left out; K of them in succession are at K columns if K has no factor of it.
-    return next((s for s in range(min(rows, columns) - 1, 1, -1) if math.gcd(s, columns) == 1), 1)
-
-
-def _entry(weight: Tensor) -> _Packed:
-    entry = _packed.get(weight)
-    if entry is None or entry.is_stale(weight):
-        stride = _stride(*weight.shape)
-        entry = _Packed(weight.data_ptr(), weight._version, stride, _sample(weight, stride).clone())
-        with _lock:
-            _packed[weight] = entry
-    return entry
 
 
 class _Useful(NamedTuple):
@@ -139,7 +84,7 @@ class Linear(Routed):
         self.transposed = transposed
         self.handed_on: Callable[[Tensor], Tensor] | None = None
         self.mode = config.settings().linear
-        self.entry: _Packed | None = None
+        self.entry: Packed | None = None
         self.outputs, self.inputs = _sizes(module)
         useful = _useful(self.outputs, self.inputs, ops.packer())
         self.useful, self.useful_plain = useful.elements, useful.plain
@@ -204,22 +149,9 @@ class Linear(Routed):
             return None
         entry = self.entry
         if entry is None or entry.is_stale(weight):
-            entry = self.entry = _entry(weight)
-        if entry.copy is None:
-            entry.uses += 1
-            if entry.uses >= OFTEN:
-                if self._may_pack(weight):
-                    entry.copy = ops.pack(plain, rows, activation)
-                else:
-                    entry.uses = OFTEN - AGAIN
-        return (
-            entry.copy
-            if entry.copy is not None and ops.suits(entry.copy, self.outputs, self.inputs, activation)
-            else None
-        )
-
-    def _may_pack(self, weight: Tensor) -> bool:
-        return self.mode == "packed" or (self.mode != "plain" and _affordable(weight))
+            entry = self.entry = packed_of(weight)
+        copy = entry.copied(weight, plain, rows, activation, always=self.mode == "packed")
+        return copy if copy is not None and ops.suits(copy, self.outputs, self.inputs, activation) else None
 
 
 class Own:
@@ -317,16 +249,6 @@ def _finished(y: Tensor, activation: str | None, residual: Tensor | None) -> Ten
     return y if residual is None else y.add_(residual)
 
 
-def _affordable(weight: Tensor) -> bool:
-    """Whether packed copies, with one of this weight, take no more memory than they leave free."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return True  # not Linux: the system does not say
-    free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return packed_bytes() + 2 * ops.bytes_to_pack(*weight.shape) <= free
-
-
 def bytes_to_pack(module: nn.Module) -> int:
     """Bytes of a packed copy of a layer's weight."""
     return ops.bytes_to_pack(*_sizes(module))
@@ -386,30 +308,3 @@ def reason_off(model: nn.Module) -> str | None:
     if not ops.available():
         return "this torch has no linear operators of oneDNN or MKL"
     return None
-
-
-def check(module: nn.Module) -> None:
-    """Drop the packed copy of a layer's weight where the weight is no longer what it was."""
-    weight: Any = module.weight
-    entry = _packed.get(weight)
-    if entry is not None and entry.copy is not None and (entry.is_stale(weight) or entry.probe_differs(weight)):
-        del _packed[weight]
-
-
-def forget(model: nn.Module) -> None:
-    """Drop the packed copies of a model's weights, which have left the CPU or fp32 since."""
-    with _lock:
-        for weight in model.parameters() if _packed else ():
-            _packed.pop(weight, None)
-
-
-def packed_bytes() -> int:
-    """Bytes that packed copies of weights hold now."""
-    with _lock:
-        return sum(ops.packed_bytes(entry.copy) for entry in _packed.values() if entry.copy is not None)
-
-
-def release() -> None:
-    """Drop every packed copy; the next calls make them again."""
-    with _lock:
-        _packed.clear()

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fastgen.models import memory
+from fastgen.models import memory, packed
 
 _T = TypeVar("_T")
 
@@ -61,9 +61,13 @@ def trial(step: Callable[[], Tensor], text: Sequence[Written]) -> Tensor | None:
 
 
 def made(what: "Callable[[], _T]") -> "_T | None":
-    """Compute something; None where that fails, but for want of memory."""
+    """Compute something; None where that fails, but for want of memory.
+
+    Weights are packed for it, where they would be in the steps to come: what runs then is what is compared.
+    """
     try:
-        return what()
+        with packed.packing_at_once():
+            return what()
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         if memory.is_out_of_memory(error):
             raise
@@ -106,6 +110,18 @@ def _known(outcomes: "_Outcomes", step: Proven) -> bool | None:
     return same if facts == step.facts else None
 
 
+def outcome_in_c(step: Proven) -> bool | None:
+    """Whether C has put out for an encoder what its operations do one by one, as `outcome`."""
+    return _known(_outcomes_in_c, step)
+
+
+def verdict_in_c(step: Proven, found: Tensor, own: Tensor) -> None:
+    """Compare what C puts out for an encoder with what its operations do one by one, once for all."""
+    same = agree(found, own)
+    if same is not None:
+        _outcomes_in_c[step.module] = step.facts, same
+
+
 def by_modules(reason: object) -> str:
     """How a plan says that decode steps are not made from the weights."""
     return f"decode steps run through the model's own modules: {reason}"
@@ -118,3 +134,6 @@ _outcomes: _Outcomes = WeakKeyDictionary()
 
 _first_outcomes: _Outcomes = WeakKeyDictionary()
 """The same of a text's first token."""
+
+_outcomes_in_c: _Outcomes = WeakKeyDictionary()
+"""Encoders whose layers C has run: their facts, and whether that agreed with their operations one by one."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fastgen import config
-from fastgen.models import activation, bias, linear, norm
+from fastgen.models import activation, bias, linear, norm, packed
 from fastgen.models.families import Family
 from fastgen.models.instance import install, modules_of, restore
 from fastgen.models.memory import memory_of
@@ -62,11 +62,11 @@ def _forwards(model: nn.Module, family: Family | None, rows: int | None) -> dict
     if norm.applies(model):
         forwards.update({forward.module: forward for forward in norm.norms(modules)})
     if linear.reason_off(model) is not None:
-        linear.forget(model)
+        packed.forget(model)
         return forwards
     memory = memory_of(model)
     for layer, transposed in linear.layers(modules, rows):
-        linear.check(layer)
+        packed.check(layer)
         forwards[layer] = linear.Linear(layer, transposed, memory)
     if family is None or not any(isinstance(forward, linear.Linear) for forward in forwards.values()):
         return forwards

@@ -189,14 +189,14 @@ def kbest(
     return KBest(*_ranked(by, log_probs, scores, k), sums)
 
 
-def fused(logits: Tensor, k: int, changing: bool) -> bool:
+def fused(logits: Tensor, k: int, bans_alone: bool) -> bool:
     """Whether `kbest` finds the k best of logits (B, M, V) without log-probabilities being written.
 
-    changing: whether edits do more than to ban tokens.
+    bans_alone: whether edits, if there are any, do nothing but to ban tokens.
     """
     if runs_kernels(logits):
         return True
-    return not changing and native.library() is not None and _covered_in_c(logits, logits, k)
+    return bans_alone and native.library() is not None and _covered_in_c(logits, logits, k)
 
 
 def best_of_log_probs(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from fastgen.decoding.cohorts import run
 from fastgen.decoding.first_finished import FirstFinished, Hypothesis, Prediction
 from fastgen.decoding.first_finished_replay import ReplayedFirstFinished
 from fastgen.decoding.plan import Plan, Unsupported
-from fastgen.models import graph, linear, memory
+from fastgen.models import graph, memory, packed
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
 from fastgen.patches.fairseq import bild
@@ -26,7 +26,7 @@ from fastgen.patches.fairseq.lengths import longest_of, source_lengths
 from fastgen.patches.fairseq.search import Beam, Toolkits
 from fastgen.patches.fairseq.stepper import Member, Stepper
 
-_engine.on_release(linear.release)
+_engine.on_release(packed.release)
 _engine.on_release(memory.release)
 _engine.on_release(graph.release)
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.first_finished import Candidates, FirstFinished, Prediction, best, best_of_logits, count_of
-from fastgen.decoding.text import Ban, Edit, NGramBlock, Only, Shift, Text, edited, phases, sparse
+from fastgen.decoding.text import Ban, Edit, NGramBlock, Only, Shift, Text, edited, only_ban, phases, sparse
+from fastgen.ops.kbest import fused
 
 
 class Beam:
@@ -44,19 +45,19 @@ class Beam:
     def __call__(self, prediction: Prediction, state: FirstFinished) -> Candidates:
         count, logits = len(state.running), prediction.logits
         if logits is not None and not self._in_prefix(state.step):
-            rows = logits.view(count, -1, logits.shape[1])
-            found = self.of_logits(rows, _text(state, logits), state.running_scores(rows.shape[1]), state.beams)
-            if found is not None:
-                return found
+            rows, text = logits.view(count, -1, logits.shape[1]), _text(state, logits)
+            if fused(rows, count_of(rows, state.beams), only_ban(self.edits, text)):
+                return self.of_logits(rows, text, state.running_scores(rows.shape[1]), state.beams)
         log_probs = self.edited(prediction.log_probs(), state)
         if state.step == 0 and log_probs.shape[0] != count:
             log_probs = log_probs[:: state.beams]  # all beams are the same yet
         rows = log_probs.view(count, -1, log_probs.shape[1])
         return best(rows, state.running_scores(rows.shape[1]), state.beams)
 
-    def of_logits(self, logits: Tensor, text: Text, scores: Tensor, beams: int) -> Candidates | None:
-        edits = sparse(self.edits, text, logits, count_of(logits, beams))
-        return None if edits is None else best_of_logits(logits, scores, beams, edits)
+    def of_logits(self, logits: Tensor, text: Text, scores: Tensor, beams: int) -> Candidates:
+        edits = sparse(self.edits, text, logits.shape[2])
+        assert edits is not None  # all are of few tokens, and one of them changes scores
+        return best_of_logits(logits, scores, beams, edits)
 
     def phase(self, step: int) -> tuple[int, ...] | None:
         return None if self._in_prefix(step) else phases(self.edits, step + 1)
