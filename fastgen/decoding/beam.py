@@ -18,7 +18,7 @@ from fastgen.decoding.rules import Merged, TransformersRule
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Edit, Text, edited, only_ban, sparse
 from fastgen.models.memory import Memory
-from fastgen.ops.kbest import best_of_log_probs, fused, kbest
+from fastgen.ops.kbest import NO_EDITS, best_of_log_probs, fused, kbest
 from fastgen.ops.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
 
@@ -231,7 +231,8 @@ class BeamSearch:
             not (self.trace.wanted or self.sample or self.exact)
             and fused(rows, self.rule.candidates, only_ban(self.edits, text))
         ):  # fmt: skip
-            edits = sparse(self.edits, text, logits.shape[1])
+            planned = self.memory.planned  # then there are no values, and sets of tokens take next to nothing
+            edits = NO_EDITS if planned else sparse(self.edits, text, logits.shape[1])
             if edits is not None:  # the log-probabilities are never written
                 best = kbest(rows, self.scores, self.rule.candidates, edits)
                 return best.values, best.indices // logits.shape[-1], best.indices % logits.shape[-1]

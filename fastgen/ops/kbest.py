@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen.ops import kbest_kernels as kernels
 from fastgen.ops import native
-from fastgen.ops.dispatch import TRITON, cdiv, chosen, in_c, plain, runs_kernels, use_triton
+from fastgen.ops.dispatch import TRITON, cdiv, chosen, in_c, plain, runs_kernels, uncounted, use_triton
 from fastgen.ops.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.token_mask import unpacked
 
@@ -177,6 +177,8 @@ def kbest(
         raise ValueError(f"{found} must be {tuple(logits.shape)} in {scores.dtype}, contiguous")
     able = lambda: _covered(logits, scores, k, 0 if changes is None else changes.tokens.shape[1])  # noqa: E731
     in_c_too = lambda: _covered_in_c(logits, scores, k)  # noqa: E731
+    if uncounted.get() and fused(logits, k, changes is None and forced is None):  # there are no values
+        return KBest(scores.new_empty(b, k), scores.new_empty(b, k, dtype=torch.int64), None)
     by = chosen("kbest", able, in_c_too, logits, scores, bias, banned, forced)
     if by is TRITON:
         best = kernels.run(logits, scores, k, bias, temperature, changes, banned, forced, without_nan=without_nan)
@@ -196,7 +198,7 @@ def fused(logits: Tensor, k: int, bans_alone: bool) -> bool:
     """
     if runs_kernels(logits):
         return True
-    return bans_alone and native.library() is not None and _covered_in_c(logits, logits, k)
+    return bans_alone and native.library() is not None and (uncounted.get() or _covered_in_c(logits, logits, k))
 
 
 def best_of_log_probs(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
