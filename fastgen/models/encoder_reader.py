@@ -32,17 +32,18 @@ def may_run_in_c(module: nn.Module) -> bool:
     return native.library() is not None and linear.reason_off(module) is None and module not in _not_written
 
 
-def encoder_of(module: nn.Module, layout: Layout, longest: int) -> Encoder:
+def encoder_of(module: nn.Module, layout: Layout, longest: int, of: nn.Module | None = None) -> Encoder:
     """Build the layers of an encoder in evaluation mode.
 
     Args:
         longest: positions of a sentence at most.
+        of: the encoder that `module` stands for; None for itself.
 
     Raises:
         NotFused: where anything is not as the layout says.
     """
     with reading("encoder"):
-        return _EncoderReader(module, layout, longest).encoder()
+        return _EncoderReader(module, layout, longest).encoder(of or module)
 
 
 class _EncoderReader(Reader):
@@ -56,14 +57,14 @@ class _EncoderReader(Reader):
         self.memory = memory_of(module)
         self.table: PositionBias | None = None
 
-    def encoder(self) -> Encoder:
+    def encoder(self, of: nn.Module) -> Encoder:
         sublayers, first = self.stack()
         embedding = self.embedding() if self.layout.tokens else None
         self.check_rest()
         at_once = encoded_together(sublayers, first is not None)
         if at_once is None:
-            _not_written.add(self.decoder)
-        encoder = Encoder(self.decoder, sublayers, first, embedding, tuple(self.facts), at_once)
+            _not_written.add(of)
+        encoder = Encoder(of, sublayers, first, embedding, tuple(self.facts), at_once)
         if outcome(encoder) is False:
             raise NotFused(OTHERWISE)
         return encoder

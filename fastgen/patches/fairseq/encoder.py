@@ -5,7 +5,6 @@ faster ones, that is the slower way.
 """
 
 import copy
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -91,12 +90,12 @@ def _from_weights(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | N
     visible = net_input["src_tokens"].ne(encoder.padding_idx)
     lengths: list[int] = visible.sum(1).tolist()
     count, length, width = len(encoder.layers), visible.shape[1], weights_of(encoder.layers[0].embed_dim)
-    saves, bare = pays(lengths, length, "none", width, count, linear.reason_off(encoder) is None), _bare(encoder)
-    if not (saves or may_run_in_c(bare)):
+    saves = pays(lengths, length, "none", width, count, linear.reason_off(encoder) is None)
+    if not (saves or may_run_in_c(encoder)):
         return None
     if not all(lengths):
         raise NotFused("a sentence of padding alone")
-    layers = replace(encoder_of(bare, ENCODERS["fairseq"], length), module=encoder)
+    layers = encoder_of(_bare(encoder), ENCODERS["fairseq"], length, of=encoder)
     if not saves and layers.together is None:
         return None
     proven = outcome(layers)
