@@ -281,6 +281,10 @@ class BeamSearch:
             leaving = [leaves or not self.wanted(i) for leaves, i in zip(leaving, numbers, strict=True)]
         return [place for place, leaves in enumerate(leaving) if leaves]
 
+    def drop(self, model: Stepper, improvable: list[bool], done: list[bool]) -> None:
+        """Let the sentences leave that have finished, as `read` says of each."""
+        self._drop(model, self._leaving(improvable, done))
+
     def _drop(self, model: Stepper, leaving: list[int]) -> bool:
         """Let sentences leave, when enough of them have gathered to pay for moving the others."""
         if not (self.may_drop and may_leave(len(leaving), self.present, self.captured)):

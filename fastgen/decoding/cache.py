@@ -34,7 +34,7 @@ class Ancestry:
 
     `visible` is additive, (B, M, T*M) in float32: 0 at the slots of a beam's own ancestors, -inf elsewhere. Beams soon
     have all but their last tokens in common, so that most slots are no beam's any more: where they have been swept
-    there are fewer.
+    there are fewer. `own`: the same (M, M) of the slots of one token.
     """
 
     def __init__(self, sentences: int, beams: int, longest: int, device: torch.device) -> None:
@@ -42,8 +42,9 @@ class Ancestry:
         self.steps = self.filled = 0  # tokens of a beam; slots of all
         self.times: Tensor | None = None  # (B, F) int64, behind a sweep: the step that each slot is of
         self._open = False  # whether the slots of the next token are open already
-        self._own = torch.full((beams, beams), -torch.inf, dtype=torch.float32, device=device).fill_diagonal_(0.0)
+        self.own = torch.full((beams, beams), -torch.inf, dtype=torch.float32, device=device).fill_diagonal_(0.0)
         self._visible = torch.empty(sentences, beams, 0, dtype=torch.float32, device=device)
+        self._whole: Tensor | None = None  # what `_visible` is the end of
 
     @property
     def visible(self) -> Tensor:
@@ -53,6 +54,11 @@ class Ancestry:
     def room(self) -> Tensor:
         """`visible` with what lies behind it, (B, M, F), up to where it will have to move."""
         return self._visible
+
+    @property
+    def steps_left(self) -> int:
+        """For how many steps there is room."""
+        return (self._visible.shape[2] - self.filled) // self.beams
 
     def make_room(self) -> None:
         """Make room for one more token of every beam."""
@@ -65,14 +71,43 @@ class Ancestry:
 
     def begin_step(self) -> None:
         """Open the slots of one more token: each beam sees its own."""
+        self.have_open()
+        self._open = False
+        self._note_times(1)
+        self.note_step()
+
+    def have_open(self) -> None:
+        """See to it that the slots of one more token are open, though not counted."""
         rows, own, _ = self.next_slots()
         if not self._open:
             rows[:, :, self.filled : self.filled + self.beams] = own
-        self._open = False
+        self._open = True
+
+    def behind(self, prefix: int, mask: Tensor | None) -> Tensor:
+        """`room` with what beams see of the tokens before it, (B, M, prefix + F), of which `room` is a view from now on.
+
+        mask: (B, .., prefix) additive, alike in each call; None where all are seen.
+        """
+        whole = self._whole
+        if whole is None or self._visible.data_ptr() != whole[:, :, prefix:].data_ptr():
+            sentences, beams, slots = self._visible.shape
+            whole = self._visible.new_zeros(sentences, beams, prefix + slots)
+            if mask is not None:
+                whole[:, :, :prefix] = mask.view(sentences, 1, prefix)
+            whole[:, :, prefix : prefix + self.filled + self.beams] = self._visible[:, :, : self.filled + self.beams]
+            self._whole, self._visible = whole, whole[:, :, prefix:]
+        return whole
+
+    def note_steps(self, steps: int, is_open: bool) -> None:
+        """So many steps have been made, with all that `reorder` does behind them; is_open: as `have_open` leaves it."""
+        self._note_times(steps)
+        self.steps, self.filled = self.steps + steps, self.filled + steps * self.beams
+        self._open = is_open
+
+    def _note_times(self, steps: int) -> None:
         if self.times is not None:
-            now = self.times.new_full((self.times.shape[0], self.beams), self.steps)
-            self.times = torch.cat([self.times, now], 1)
-        self.note_step()
+            now = torch.arange(self.steps, self.steps + steps, device=self.times.device).repeat_interleave(self.beams)
+            self.times = torch.cat([self.times, now.expand(self.times.shape[0], -1)], 1)
 
     def note_step(self) -> None:
         """The slots of one more token are open."""
@@ -81,7 +116,7 @@ class Ancestry:
     def next_slots(self) -> Table:
         """`room` as a table that gets the slots of one more token, with room for them."""
         self.make_room()
-        return Table(self._visible, self._own.expand(self._visible.shape[0], -1, -1))
+        return Table(self._visible, self.own.expand(self._visible.shape[0], -1, -1))
 
     def reorder(self, parents: Tensor) -> None:
         """Let beam m continue beam parents[b, m]; parents: (B, M) int64."""
@@ -102,7 +137,7 @@ class Ancestry:
         sentence has more: to be told to every `LayerKV` of the text. None where all stay. On a CPU only: elsewhere
         the look at the device may cost more than it saves.
         """
-        if self.beams == 1 or self._own.device.type != "cpu" or self.steps == 0 or self.steps % SWEEP:
+        if self.beams == 1 or self.own.device.type != "cpu" or self.steps == 0 or self.steps % SWEEP:
             return None
         seen = self.visible.eq(0).any(1)
         longest = int(seen.sum(1).max()) if seen.numel() else 0
@@ -124,7 +159,7 @@ class Ancestry:
 
     def keep(self, sentences: Tensor) -> None:
         """Keep these sentences (int64 indices) and forget the others."""
-        self._visible = self._visible.index_select(0, sentences)
+        self._visible, self._whole = self._visible.index_select(0, sentences), None
         self.times = None if self.times is None else self.times.index_select(0, sentences)
 
 
@@ -234,9 +269,9 @@ class LayerKV:
             keys, values = (buffer.new_empty(*buffer.shape[:2], 0, buffer.shape[3]) for buffer in self.room)
             self._grow(keys, values, tokens)
 
-    def note_step(self) -> None:
-        """One token of every beam has been written."""
-        self.steps, self.filled = self.steps + 1, self.filled + self.beams
+    def note_step(self, steps: int = 1) -> None:
+        """One token of every beam has been written, or more."""
+        self.steps, self.filled = self.steps + steps, self.filled + steps * self.beams
 
     def reach(self, steps: int) -> None:
         """Make room for `steps` tokens of texts with one beam, zeros until they are written, and count so many."""

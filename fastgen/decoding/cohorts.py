@@ -9,11 +9,15 @@ Sources: Hoang et al. 2018 (Amun), section 2.1 (rows that are freed are taken by
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from fastgen.decoding import ahead, beam_ahead, sample_ahead
+from fastgen.decoding.beam import BeamSearch
+from fastgen.decoding.sample import Sampling
 from fastgen.decoding.text import Text
 from fastgen.models.joint import Joint
 from fastgen.models.step import Context, DecoderStep
@@ -78,15 +82,31 @@ def _never() -> bool:
     return False
 
 
+def _several(search: Any, model: Any) -> Callable[[], Tensor | bool | None] | None:
+    """What makes steps in a row in C, as `beam_ahead.advance` says, where a search and a model's steps can be made so."""
+    if not hasattr(model, "begin_steps"):
+        return None
+    for kind, how in ((BeamSearch, beam_ahead), (Sampling, sample_ahead)):
+        if type(search) is kind and how.covers(search):
+            return partial(how.advance, search, ahead.Steps(search.stop, search.edits), model)
+    return None
+
+
 def run(search: Search[_Made], model: Stepper[_Made], made: _Made, pause: Callable[[], bool] = _never) -> bool:
     """Decode to the end, or until `pause` says so behind a step; return whether it is the end.
 
     made: what the model says of the first tokens; not kept beyond the first choice.
     """
+    several = _several(search, model)
     while search.advance(model, made):
         if pause():
             return False
-        made = model.step(search.text.ids)
+        found: Any = True
+        while found is True and several is not None:
+            found = several()
+        if found is False:
+            break
+        made = found if isinstance(found, Tensor) else model.step(search.text.ids)
     return True
 
 

@@ -18,4 +18,9 @@ def may_leave(leaving: int, count: int, captured: bool = False) -> bool:
 
     captured: whether decode steps are captured too, as they are anew for fewer rows.
     """
-    return leaving > 0 and leaving * (4 if captured else 8) >= count
+    return leaving >= fewest_leaving(count, captured)
+
+
+def fewest_leaving(count: int, captured: bool = False) -> int:
+    """How many of `count` sentences leave together at least."""
+    return max(1, -(-count // (4 if captured else 8)))

@@ -89,13 +89,13 @@ class TransformersRule:
         by = chosen("choice", never, lambda: plain(values, finished[0]), values)
         if not in_c(by):
             return None
-        power, far = new_tokens**self.length_penalty, (self._far or new_tokens) ** self.length_penalty
+        power, far = new_tokens**self.length_penalty, (self.far or new_tokens) ** self.length_penalty
         return native.choose(
             by, values, beam, token, hits, *finished, improvable, self.never, power, far, self.early_stopping is True
         )
 
     @property
-    def _far(self) -> int | None:
+    def far(self) -> int | None:
         """The length by which running beams are judged, if it is not their own."""
         from_afar = self.early_stopping == "never" and self.length_penalty > 0.0
         return self.max_length - self.prompt_length if from_afar else None
@@ -111,7 +111,7 @@ class TransformersRule:
 
     def improvable(self, best: Tensor, merged: Merged, new_tokens: int | Tensor) -> Tensor:
         """Whether the best running beam (B,) could still beat the worst finished hypothesis."""
-        possible = self._per_length(best[:, None], self._far or new_tokens)
+        possible = self._per_length(best[:, None], self.far or new_tokens)
         worst = torch.where(merged.done, merged.scores.min(1, keepdim=True)[0], self.never)
         return (possible > worst).any(1)
 

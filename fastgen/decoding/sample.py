@@ -63,13 +63,7 @@ class Sampling:
         tokens = self._choose(logits, self.text)
         if self.pad is not None:
             tokens = torch.where(self.running, tokens, self.pad)
-        self.ids = torch.cat([self.ids, tokens[:, None]], 1)
-        if self.rows is not None and self.pad is not None:
-            column = self.pad.expand(self.outcome.shape[0]).clone()
-            column[self.rows] = tokens
-            self.outcome = torch.cat([self.outcome, column[:, None]], 1)
-        else:
-            self.outcome = self.ids
+        self.extend(tokens[:, None])
         ended = self.stop(tokens, self.ids.shape[1], lambda: self.ids, self._scores_so_far())
         self.running = self.running & ~ended
         if self.on_tokens is not None:
@@ -80,6 +74,20 @@ class Sampling:
         if self.may_drop and may_leave(alive.count(False), len(alive), self.captured):
             self._leave(model, alive)
         return True
+
+    def extend(self, tokens: Tensor) -> None:
+        """Add tokens (R, N) to the rows; those that have left are padded."""
+        self.ids = torch.cat([self.ids, tokens], 1)
+        if self.rows is not None and self.pad is not None:
+            columns = self.pad.expand(self.outcome.shape[0], tokens.shape[1]).clone()
+            columns[self.rows] = tokens
+            self.outcome = torch.cat([self.outcome, columns], 1)
+        else:
+            self.outcome = self.ids
+
+    def leave(self, model: Any, running: Tensor) -> None:
+        """Let the rows go on that are running, and no others."""
+        self._leave(model, self._alive(running))
 
     def _alive(self, running: Tensor) -> list[bool]:
         """Which of the present rows run on, of those that somebody waits for."""

@@ -14,12 +14,14 @@ class Stop:
     Args:
         eos: token ids (E,) that end a row, or None.
         at_length: functions of the length that end all rows at once (a maximal length, a time limit).
+        longest: the length at which all rows end, where `at_length` says nothing else; None where it may.
         others: functions of (ids (N, L), scores so far) -> bool (N,), or one for all rows, such as a user's criteria.
     """
 
     eos: Tensor | None = None
     at_length: Sequence[Callable[[int], bool]] = ()
     others: Sequence[Callable[[Tensor, object], Tensor]] = field(default_factory=tuple)
+    longest: int | None = None
 
     def __call__(self, tokens: Tensor, length: int, ids: Callable[[], Tensor], scores: object) -> Tensor:
         """Return for each new token, any shape, whether its row ends; `length` counts the new token.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastgen.models.encoder import SentenceAttention, Sentences
 from fastgen.models.joint import Joint
+from fastgen.models.positions import turned_once
 from fastgen.models.records import Records, Rows, are_written, is_readable
 from fastgen.models.step import Context, FeedForward, Sublayer, Surroundings, TextAttention
 from fastgen.ops import native
@@ -94,7 +95,7 @@ class InC:
         self.attending = [
             (i, mix, type(mix) is TextAttention, layer) for i, mix, layer in mixes if type(mix) is not FeedForward
         ]
-        self._seen: Any = ()  # what each attending sublayer sees of each call
+        self.seen: Any = ()  # what each attending sublayer sees of each call
         self._checked: list[Reference] = []  # keys that C can read
         self._placed: list[Reference] = []  # keys whose addresses it has
         self._attention = 0  # multiplications of the largest attention in a step
@@ -110,9 +111,44 @@ class InC:
             return None
         held = [*self._turn(context, x), *self._open(parts, places)]
         calls = [Rows(part.sentences, _beams(part)) for part in parts]
-        self.records.run(by, x, stream, self._seen, calls, self._attention)
+        self.records.run(by, x, stream, self.seen, calls, self._attention)
         del held  # what C has read
         return x
+
+    def several(
+        self, by: native.Library, context: Context, mask: Tensor | None, steps: int
+    ) -> list[Tensor | None] | None:
+        """Have so many steps of one call ready, of which none is open; return what C reads for it, None if it cannot.
+
+        mask: (B, M, N) additive, of the keys of the text in all of them.
+        """
+        places = self._places([context])
+        heads = lambda layer: context.source[layer].keys.shape[1]  # noqa: E731
+        if not (self._covers(places) and self.records.ready(by, heads)):
+            return None
+        held: list[Tensor | None] = [*self._turn_several(context, steps)]
+        for i, (_, of_text, part, layer) in enumerate(places):
+            at, read = self.seen[i], mask if of_text else part.source_mask
+            self._point(i, layer)
+            at.count, at.weights, at.mask = layer.slots, None, None
+            if read is not None:
+                read = (read[:, None] if of_text else read).float()
+                read = read if read.stride(3) == 1 else read.contiguous()
+                held.append(read)
+                at.mask = read.data_ptr()
+                at.mask_b, at.mask_h, at.mask_m = (
+                    step if size > 1 else 0 for step, size in zip(read.stride()[:3], read.shape, strict=False)
+                )
+        return held
+
+    def _point(self, i: int, layer: Any) -> None:
+        """Say where keys and values of a layer lie."""
+        at, (keys, values) = self.seen[i], layer.room
+        if not _is(self._placed[i], keys):
+            at.keys, at.values = keys.data_ptr(), values.data_ptr()
+            at.keys_b, at.keys_h, at.keys_n, _ = keys.stride()
+            at.values_b, at.values_h, at.values_n, _ = values.stride()
+            self._placed[i] = weakref.ref(keys)
 
     def _places(self, parts: Sequence[Context]) -> list[_Place]:
         """Of each attending sublayer, one for each call."""
@@ -126,7 +162,7 @@ class InC:
         """Whether what there is to attend to lies where C can read it."""
         if len(self._checked) != len(places):
             count = len(places)
-            self._seen, self._checked, self._placed = (c.Seen * count)(), [None] * count, [None] * count
+            self.seen, self._checked, self._placed = (c.Seen * count)(), [None] * count, [None] * count
         for i, (mix, of_text, part, layer) in enumerate(places):
             mask = part.text_mask if of_text else part.source_mask
             if not (mask is None or _is_mask(mask)):
@@ -153,14 +189,29 @@ class InC:
 
     def _turn(self, context: Surroundings, x: Tensor) -> list[Tensor]:
         """Note by what queries and keys are turned in this step; returns what has to stay until it has been."""
+        return self._turned(lambda rotary: context.rotation(rotary, x), lambda cosine: cosine.shape[0] > 1)
+
+    def _turn_several(self, context: Context, steps: int) -> list[Tensor]:
+        """The same of several steps, those of the second one behind those of the first."""
+        position, known = context.position, dict[int, tuple[Tensor, Tensor]]()
+        apart = isinstance(position, Tensor)  # rows of a step may differ
+        first = position[None] if isinstance(position, Tensor) else torch.full((1, 1), position)
+        positions = (first + torch.arange(steps)[:, None]).flatten()
+        like = torch.empty(0)
+        return self._turned(lambda rotary: turned_once(known, rotary, positions, like), lambda _: apart)
+
+    def _turned(
+        self, rotation: Callable[[Any], tuple[Tensor, Tensor]], apart: Callable[[Tensor], bool]
+    ) -> list[Tensor]:
+        """rotation: gives cosines and sines. apart: says of cosines whether each row of a step has its own."""
         held: list[Tensor] = []
         for index, mix, of_text, _ in self.attending:
             if of_text and mix.rotary is not None:
-                cosine, sine = (part.contiguous() for part in context.rotation(mix.rotary, x))
+                cosine, sine = (part.contiguous() for part in rotation(mix.rotary))
                 record = self.records.made[index]
                 record.cosine, record.sine = cosine.data_ptr(), sine.data_ptr()
                 record.turned = cosine.shape[-1]
-                record.turn_row = 0 if cosine.shape[0] == 1 else record.turned
+                record.turn_row = record.turned if apart(cosine) else 0
                 held += (cosine, sine)
         return held
 
@@ -170,13 +221,8 @@ class InC:
         masks: dict[int, tuple[Tensor, list[int]]] = {}
         self._attention = 0
         for i, (mix, of_text, part, layer) in enumerate(places):
-            at = self._seen[i]
-            keys, values = layer.room
-            if not _is(self._placed[i], keys):
-                at.keys, at.values = keys.data_ptr(), values.data_ptr()
-                at.keys_b, at.keys_h, at.keys_n, _ = keys.stride()
-                at.values_b, at.values_h, at.values_n, _ = values.stride()
-                self._placed[i] = weakref.ref(keys)
+            at = self.seen[i]
+            self._point(i, layer)
             at.count = count = layer.slots
             at.slot = slots[id(part)]
             self._attention = max(self._attention, part.sentences * _beams(part) * mix.heads * mix.dims * count)

@@ -30,7 +30,7 @@ def are_written(sublayers: Sequence[Sublayer]) -> bool:
 
 def _is_written(sublayer: Sublayer) -> bool:
     mix, norm = sublayer.mix, sublayer.norm
-    if sublayer.own is not None or not (norm is unnormed or _is_norm(norm)):
+    if sublayer.own is not None or not (norm is unnormed or is_norm(norm)):
         return False
     return _is_mix_written(mix) and all(isinstance(product, Linear) for product in _products(sublayer))
 
@@ -40,13 +40,14 @@ def _is_mix_written(mix: Any) -> bool:
         norms = [norm for norm in (mix.query_norm, mix.key_norm) if norm is not None]
         in_order = len(mix.parts) == 3 or (mix.blocks == 1 and not mix.values_first)
         plainly = in_order and not mix.spread and mix.softcap is None
-        return plainly and len(norms) != 1 and all(map(_is_norm, norms)) and mix.dims in native.HEAD_DIMS
+        return plainly and len(norms) != 1 and all(map(is_norm, norms)) and mix.dims in native.HEAD_DIMS
     if type(mix) in (SourceAttention, SentenceAttention):
         return mix.dims in native.HEAD_DIMS
     return type(mix) is FeedForward
 
 
-def _is_norm(norm: NormLike) -> TypeGuard[Norm]:
+def is_norm(norm: NormLike) -> TypeGuard[Norm]:
+    """Whether a norm is one that C can read."""
     held = (norm.weight, norm.bias) if type(norm) is Norm else ()
     return type(norm) is Norm and all(x is None or (is_readable(x) and x.is_contiguous()) for x in held)
 
@@ -61,6 +62,14 @@ def _halves(wide: c.Weight) -> tuple[c.Weight, c.Weight]:
     half, bias = wide.outputs // 2, wide.bias
     behind = wide.panels + 4 * half * wide.inputs, None if bias is None else bias + 4 * half
     return c.Weight(wide.panels, bias, half, wide.inputs), c.Weight(*behind, half, wide.inputs)
+
+
+def norm_of(norm: NormLike | None, at: Callable[[Tensor | None], int | None]) -> c.Norm:
+    """A norm as C reads it, or none; at: gives a tensor's address."""
+    if not isinstance(norm, Norm):
+        return c.Norm(kind=c.UNNORMED)
+    kind = c.RMS_NORM if norm.rms else c.LAYER_NORM
+    return c.Norm(at(norm.weight), at(norm.bias), norm.eps, norm.offset, kind)
 
 
 def is_readable(x: Tensor) -> bool:
@@ -142,7 +151,7 @@ class Records:
         self._panels: list[PanelWeight] = []  # which the records name
         self.products: list[Any] = [product for sublayer in sublayers for product in _products(sublayer)]
         self.memory: Memory = self.products[0].memory
-        self._work = sum(p.outputs * p.inputs for p in self.products) // len(self.products)  # of a product of one row
+        self.work = sum(p.outputs * p.inputs for p in self.products) // len(self.products)  # of a product of one row
         self._sizes = max(map(_made, sublayers)), max(map(_mixed, sublayers))
 
     def ready(self, by: native.Library, source_heads: Callable[[int], int]) -> bool:
@@ -194,10 +203,7 @@ class Records:
         return record
 
     def _norm(self, norm: NormLike | None) -> c.Norm:
-        if not isinstance(norm, Norm):
-            return c.Norm(kind=c.UNNORMED)
-        kind = c.RMS_NORM if norm.rms else c.LAYER_NORM
-        return c.Norm(self._at(norm.weight), self._at(norm.bias), norm.eps, norm.offset, kind)
+        return norm_of(norm, self._at)
 
     def _at(self, tensor: Tensor | None) -> int | None:
         """A tensor's address, which is looked at again in every step."""
@@ -224,6 +230,14 @@ class Records:
 
         seen: what each attending sublayer sees of each call. attention: multiplications of the largest one.
         """
+        step, held = self.given(x, stream, seen, calls)
+        threads = native.threads_for(max(x.shape[0] * self.work, attention))
+        if not c.run(by, threads, step):
+            raise torch.OutOfMemoryError(f"no memory for the scores of {len(x)} rows in each of {threads} threads")
+        del held  # what C has read
+
+    def given(self, x: Tensor, stream: Tensor, seen: Any, calls: Sequence[Rows]) -> tuple[c.Step, list[Any]]:
+        """What C reads, of the same arguments as `run`, and what has to be held for it."""
         room = self._room(x)
         scratch = self.memory.take(x, sum(room))
         sum_at, spare_at, wide_at, mixed_at = _addresses(scratch, room)
@@ -234,9 +248,7 @@ class Records:
             ctypes.addressof(self.made), ctypes.addressof(seen), ctypes.addressof(rows), len(self.sublayers),
             len(calls), *x.shape, self.norm_first, x.data_ptr(), sum_at, spare_at, wide_at, mixed_at,
         )  # fmt: skip
-        threads = native.threads_for(max(x.shape[0] * self._work, attention))
-        if not c.run(by, threads, step):
-            raise torch.OutOfMemoryError(f"no memory for the scores of {len(x)} rows in each of {threads} threads")
+        return step, [scratch, rows]
 
 
 def _placed(calls: Sequence[Rows]) -> Iterator[tuple[int, int, int]]:

@@ -38,8 +38,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "k_best": (*[_POINTER] * 7, *[_INTEGER] * 7),
     "product": (*[_POINTER] * 5, *[_INTEGER] * 5),
     "step": (_POINTER, _POINTER),
+    "search_beams": (*[_POINTER] * 4,),
+    "search_greedily": (*[_POINTER] * 5, _INTEGER),
     "choose": (*[_POINTER] * 14, *[_INTEGER] * 4, *[_FLOAT] * 3),
-    "move_rows": (*[_POINTER] * 3, *[_INTEGER] * 6),
+    "move_rows": (*[_POINTER] * 3, *[_INTEGER] * 5),
     "move_sentences": (*[_POINTER] * 3, *[_INTEGER] * 5),
     "embed": (*[_POINTER] * 5, *[_INTEGER] * 6, _FLOAT),
     "add_tokens": (*[_POINTER] * 2, *[_INTEGER] * 5),
@@ -64,6 +66,8 @@ class Library(NamedTuple):
     k_best: Callable[..., int]
     product: Callable[..., None]
     step: Callable[..., int]
+    search_beams: Callable[..., int]
+    search_greedily: Callable[..., int]
     choose: Callable[..., int]
     move_rows: Callable[..., int]
     move_sentences: Callable[..., None]
@@ -332,15 +336,14 @@ def move_rows(
         chosen_b, chosen_m, _ = chosen.stride()
         fields += (
             rows.data_ptr(), newest.data_ptr(), chosen.data_ptr(), size * row_b, size * row_m, size * chosen_b,
-            size * chosen_m, *newest.stride(), prefix, columns, size, newest.element_size(),
+            size * chosen_m, *newest.stride(), prefix, steps * columns, columns, size, newest.element_size(),
         )  # fmt: skip
         most = max(most, size * (steps + 1) * columns)
     given, parents = (_INTEGER * len(fields))(*fields), parents.contiguous()
     order = None if order is None else order.contiguous()
     done = by.move_rows(
         by.run, threads_for(len(tables) * sentences * beams * most // 4), ctypes.addressof(given), parents.data_ptr(),
-        None if order is None else order.data_ptr(), len(tables), sentences, beams, parents.shape[1], steps,
-        beams * most,
+        None if order is None else order.data_ptr(), len(tables), sentences, beams, parents.shape[1], beams * most,
     )  # fmt: skip
     if not done:
         raise torch.OutOfMemoryError(f"no memory for {beams} rows of {most} bytes in each thread")

@@ -1,6 +1,6 @@
 /* Log-probabilities, and the k best of them over beams and vocabulary, in fp32. Source: ops/kbest.py. */
 
-#include "vector.h"
+#include "choice.h"
 
 enum { BLOCK = 8 * WIDTH };
 

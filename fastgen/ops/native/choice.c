@@ -1,6 +1,6 @@
 /* What becomes of the candidates of a step of beam search. Source: decoding/rules.py, whose rules these are. */
 
-#include "vector.h"
+#include "choice.h"
 
 typedef struct {
   const float *values, *finished;                  /* of candidates (B, K), descending, and of finished ones (B, M) */

@@ -8,11 +8,11 @@
 #include "product.h"
 
 #if WIDTH == 16
-enum { WIDE = 4 };
+enum { WIDE = 4, AHEAD = 8 };
 #else
-enum { WIDE = 2 };
+enum { WIDE = 2, AHEAD = 64 }; /* inputs whose numbers are fetched before they are needed: some KiB of a panel */
 #endif
-enum { PANEL = WIDE * WIDTH, TALL = 6, DEPTH = 512, BLOCKS = 16, AHEAD = 8 };
+enum { PANEL = WIDE * WIDTH, TALL = 6, DEPTH = 512, BLOCKS = 16 };
 
 int panel(void) { return PANEL; }
 

@@ -19,5 +19,7 @@ typedef struct {
 
 void prepare_product(Product *job, unsigned threads);
 void work_on_product(void *job);
+void product(parallel run, unsigned threads, float *out, const float *x, const float *panels, const float *bias,
+             const float *residual, int64_t rows, int64_t outputs, int64_t inputs, int64_t x_row, int64_t behind);
 
 #endif

@@ -9,8 +9,6 @@
 #include "attention.h"
 #include "product.h"
 
-typedef void (*barrier)(void);
-
 /* out = norm(in), for as many pieces, side by side, of each row. */
 typedef struct {
   float *out;
@@ -23,7 +21,7 @@ typedef struct {
 typedef struct {
   float *x;
   const Sublayer *of;
-  int64_t rows, row, heads, next;
+  int64_t rows, row, heads, first, next;
 } Turning;
 
 typedef struct {
@@ -43,7 +41,12 @@ typedef struct {
   barrier wait;
 } Program;
 
-static void normalise(float *out, const float *in, const Norm *norm, int64_t C) {
+/* A row of so many numbers; out may be in. */
+void normalise(float *out, const float *in, const Norm *norm, int64_t C) {
+  if (norm->kind == UNNORMED) {
+    if (out != in) memcpy(out, in, sizeof(float) * C);
+    return;
+  }
   const int64_t whole = C / WIDTH * WIDTH;
   float mean = 0.0f, square = 0.0f;
   vec total = {};
@@ -76,10 +79,7 @@ static void normalise_rows(void *given) {
   for (int64_t r; (r = next(&job->next)) < job->rows;)
     for (int64_t i = 0; i < job->pieces; i++) {
       const int64_t at = r * job->row + i * job->width;
-      if (job->norm->kind != UNNORMED)
-        normalise(job->out + at, job->in + at, job->norm, job->width);
-      else if (job->out != job->in)
-        memcpy(job->out + at, job->in + at, sizeof(float) * job->width);
+      normalise(job->out + at, job->in + at, job->norm, job->width);
     }
 }
 
@@ -88,7 +88,8 @@ static void turn_rows(void *given) {
   const Sublayer *of = job->of;
   const int64_t half = of->turned / 2, step = of->neighbours ? 2 : 1, apart = of->neighbours ? 1 : half;
   for (int64_t r; (r = next(&job->next)) < job->rows;) {
-    const float *cosine = of->cosine + r * of->turn_row, *sine = of->sine + r * of->turn_row;
+    const int64_t at = job->first + r * of->turn_row;
+    const float *cosine = of->cosine + at, *sine = of->sine + at;
     for (int64_t h = 0; h < job->heads; h++) {
       float *x = job->x + r * job->row + h * of->dims;
       for (int64_t i = 0; i < half; i++) {
@@ -135,7 +136,7 @@ static int64_t at_once(const Sublayer *of, const Rows *call) {
 }
 
 static void add_attention(Program *to, const Step *step, const Sublayer *of, const Seen *seen, int64_t row,
-                          unsigned threads) {
+                          unsigned threads, int64_t number) {
   const int64_t of_queries = of->heads * of->dims, of_keys = of->key_heads * of->dims;
   if (of->query_norm.kind != UNNORMED) {
     add_head_norm(to, step, of, &of->query_norm, step->wide, row, of->heads);
@@ -144,7 +145,8 @@ static void add_attention(Program *to, const Step *step, const Sublayer *of, con
   if (of->cosine)
     to->phases[to->count++] = (Phase){
         .work = turn_rows, .job.turning = {.x = step->wide, .of = of, .rows = step->rows, .row = row,
-                                           .heads = of->heads + of->key_heads}};
+                                           .heads = of->heads + of->key_heads,
+                                           .first = number * of->turned * (of->turn_row ? step->rows : 1)}};
   for (int64_t i = 0; i < step->call_count; i++) {
     const Rows *call = &step->calls[i];
     const Seen *at = &seen[i];
@@ -177,7 +179,7 @@ static void add_attention(Program *to, const Step *step, const Sublayer *of, con
   }
 }
 
-static void list_phases(Program *to, const Step *step, unsigned threads) {
+static void list_phases(Program *to, const Step *step, unsigned threads, int64_t number) {
   const Seen *seen = step->seen;
   float *stream = step->stream, *spare = step->spare;
   for (int64_t i = 0; i < step->sublayer_count; i++) {
@@ -195,7 +197,7 @@ static void list_phases(Program *to, const Step *step, unsigned threads) {
         mixed = step->mixed;
       }
     } else {
-      add_attention(to, step, of, seen, add_parts(to, step, of, step->x, threads), threads);
+      add_attention(to, step, of, seen, add_parts(to, step, of, step->x, threads), threads, number);
       seen += step->call_count;
     }
     Product out = of_weight(&of->out, mixed, spare, step->rows, step->width);
@@ -221,8 +223,9 @@ static void work_on_phases(void *given) {
 /* Of all structures that a step is given, for a caller who has declared them, too. */
 int64_t step_size(void) { return sizeof(Step) + sizeof(Sublayer) + sizeof(Seen) + sizeof(Rows); }
 
-/* Runs all sublayers; what the head reads comes out in x. Returns 0 where there was no memory. */
-int step(parallel run, unsigned threads, barrier wait, const Step *step) {
+/* Runs all sublayers; what the head reads comes out in x. number: of the step, where cosines and sines of
+ * several lie one behind the other. Returns 0 where there was no memory. */
+int step_at(parallel run, unsigned threads, barrier wait, const Step *step, int64_t number) {
   /* Of a sublayer: three products of x, two norms of heads, a turn, attention of each call, the projection, the norm. */
   int64_t most = 0;
   for (int64_t s = 0; s < step->sublayer_count; s++) {
@@ -233,7 +236,7 @@ int step(parallel run, unsigned threads, barrier wait, const Step *step) {
   }
   Program program = {.phases = malloc(sizeof(Phase) * most), .wait = threads > 1 ? wait : NULL};
   if (!program.phases) return 0;
-  list_phases(&program, step, threads);
+  list_phases(&program, step, threads, number);
   in_parallel(run, threads, work_on_phases, &program);
   int done = 1;
   for (int64_t i = 0; i < program.count; i++)
@@ -241,3 +244,5 @@ int step(parallel run, unsigned threads, barrier wait, const Step *step) {
   free(program.phases);
   return done;
 }
+
+int step(parallel run, unsigned threads, barrier wait, const Step *step) { return step_at(run, threads, wait, step, 0); }

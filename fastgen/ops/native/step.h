@@ -5,6 +5,8 @@
 
 #include "vector.h"
 
+typedef void (*barrier)(void);
+
 enum { TEXT, SOURCE, FEED_FORWARD }; /* kinds of sublayers */
 enum { UNNORMED, LAYER_NORM, RMS_NORM };
 
@@ -54,5 +56,8 @@ typedef struct {
   float *x, *stream;          /* (R, C) each: what the next sublayer reads, and the sum; the same at first unless norm_first */
   float *spare, *wide, *mixed;/* room for (R, C), and for what products of x, and what is mixed, take at most */
 } Step;
+
+void normalise(float *out, const float *in, const Norm *norm, int64_t width);
+int step_at(parallel run, unsigned threads, barrier wait, const Step *step, int64_t number);
 
 #endif

@@ -11,34 +11,34 @@ from fastgen.ops.native import Library
 TEXT, SOURCE, FEED_FORWARD = range(3)
 UNNORMED, LAYER_NORM, RMS_NORM = range(3)
 
-_POINTER, _INTEGER, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+POINTER, INTEGER, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _Fields = list[tuple[str, Any]]
 
 
-def _of(kind: Any, names: str) -> _Fields:
+def of(kind: Any, names: str) -> _Fields:
     return [(name, kind) for name in names.split()]
 
 
 class Weight(ctypes.Structure):
     """A packed weight and its bias."""
 
-    _fields_: ClassVar = [*_of(_POINTER, "panels bias"), *_of(_INTEGER, "outputs inputs")]
+    _fields_: ClassVar = [*of(POINTER, "panels bias"), *of(INTEGER, "outputs inputs")]
 
 
 class Norm(ctypes.Structure):
     """A norm of rows, or none."""
 
-    _fields_: ClassVar = [*_of(_POINTER, "weight bias"), *_of(_DOUBLE, "eps offset"), ("kind", _INTEGER)]
+    _fields_: ClassVar = [*of(POINTER, "weight bias"), *of(DOUBLE, "eps offset"), ("kind", INTEGER)]
 
 
 class Sublayer(ctypes.Structure):
     """Products of what comes in, attention or an activation function, a product with the sum, and the norm behind."""
 
     _fields_: ClassVar = [
-        *_of(_INTEGER, "kind parts"), ("part", Weight * 3), ("out", Weight),
-        *_of(Norm, "norm query_norm key_norm"), *_of(_INTEGER, "parallel heads key_heads dims whole_norms"),
-        ("scale", _DOUBLE), ("behind", _INTEGER),
-        *_of(_POINTER, "cosine sine"), *_of(_INTEGER, "turned turn_row neighbours"),
+        *of(INTEGER, "kind parts"), ("part", Weight * 3), ("out", Weight),
+        *of(Norm, "norm query_norm key_norm"), *of(INTEGER, "parallel heads key_heads dims whole_norms"),
+        ("scale", DOUBLE), ("behind", INTEGER),
+        *of(POINTER, "cosine sine"), *of(INTEGER, "turned turn_row neighbours"),
     ]  # fmt: skip
 
 
@@ -46,23 +46,23 @@ class Seen(ctypes.Structure):
     """What a sublayer attends to, of the sentences of one call."""
 
     _fields_: ClassVar = [
-        *_of(_POINTER, "keys values weights mask"),
-        *_of(_INTEGER, "count slot keys_b keys_h keys_n values_b values_h values_n mask_b mask_h mask_m"),
+        *of(POINTER, "keys values weights mask"),
+        *of(INTEGER, "count slot keys_b keys_h keys_n values_b values_h values_n mask_b mask_h mask_m"),
     ]
 
 
 class Rows(ctypes.Structure):
     """The rows of one call."""
 
-    _fields_: ClassVar = _of(_INTEGER, "first_row sentences beams")
+    _fields_: ClassVar = of(INTEGER, "first_row sentences beams")
 
 
 class Step(ctypes.Structure):
     """All sublayers, and what they work on."""
 
     _fields_: ClassVar = [
-        *_of(_POINTER, "sublayers seen calls"), *_of(_INTEGER, "sublayer_count call_count rows width norm_first"),
-        *_of(_POINTER, "x stream spare wide mixed"),
+        *of(POINTER, "sublayers seen calls"), *of(INTEGER, "sublayer_count call_count rows width norm_first"),
+        *of(POINTER, "x stream spare wide mixed"),
     ]  # fmt: skip
 
 

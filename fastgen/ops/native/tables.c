@@ -4,23 +4,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "vector.h"
-
-/* Rows of beams, and what comes next to them. Strides of rows are in bytes, those of what comes next in numbers. */
-typedef struct {
-  char *rows;
-  const char *newest;
-  char *finished; /* rows of another table, or NULL */
-  int64_t row_b, row_m, finished_b, finished_m, newest_b, newest_m, newest_c;
-  int64_t prefix, columns, size, newest_size; /* columns: of one step; sizes: of a number */
-} Table;
+#include "tables.h"
 
 typedef struct {
   const Table *tables;
   const int64_t *parents, *order; /* (B, M or K): rows that go on; (B, M), of finished rows, then of candidates */
   char *held;                     /* memory of each thread */
-  int64_t count, sentences, beams, candidates, steps, held_size, next, threads;
-} Rows;
+  int64_t count, sentences, beams, candidates, held_size, next, threads;
+} Moving;
 
 /* One step's newest numbers of a row, in the row's own size: the low bytes of a longer integer. */
 static void write_newest(char *to, const Table *table, int64_t b, int64_t m) {
@@ -30,12 +21,12 @@ static void write_newest(char *to, const Table *table, int64_t b, int64_t m) {
 }
 
 static void extend(void *given) {
-  Rows *job = given;
+  Moving *job = given;
   char *held = job->held + next(&job->threads) * job->held_size;
   for (int64_t i; (i = next(&job->next)) < job->count * job->sentences;) {
     const int64_t b = i % job->sentences, M = job->beams;
     const Table *table = &job->tables[i / job->sentences];
-    const int64_t length = job->steps * table->columns * table->size;
+    const int64_t length = table->filled * table->size;
     char *rows = table->rows + b * table->row_b + table->prefix * table->size;
     for (int64_t m = 0; m < M; m++)
       if (job->parents[b * M + m] != m) memcpy(held + m * length, rows + job->parents[b * M + m] * table->row_m, length);
@@ -47,12 +38,12 @@ static void extend(void *given) {
 }
 
 static void finish(void *given) {
-  Rows *job = given;
+  Moving *job = given;
   char *held = job->held + next(&job->threads) * job->held_size;
   for (int64_t i; (i = next(&job->next)) < job->count * job->sentences;) {
     const int64_t b = i % job->sentences, M = job->beams;
     const Table *table = &job->tables[i / job->sentences];
-    const int64_t length = job->steps * table->size, whole = length + table->size, first = table->prefix * table->size;
+    const int64_t length = table->filled * table->size, whole = length + table->size, first = table->prefix * table->size;
     const char *rows = table->rows + b * table->row_b + first;
     char *finished = table->finished + b * table->finished_b + first;
     for (int64_t m = 0; m < M; m++) {
@@ -71,9 +62,9 @@ static void finish(void *given) {
 /* Rows of each table that go on, and their newest numbers; or, where there is an order, the finished ones anew.
  * held_size: bytes of M rows of any table. Returns 0 where there was no memory. */
 int move_rows(parallel run, unsigned threads, const Table *tables, const int64_t *parents, const int64_t *order,
-              int64_t count, int64_t sentences, int64_t beams, int64_t candidates, int64_t steps, int64_t held_size) {
-  Rows job = {.tables = tables, .parents = parents, .order = order, .held = malloc(threads * held_size), .count = count,
-              .sentences = sentences, .beams = beams, .candidates = candidates, .steps = steps, .held_size = held_size};
+              int64_t count, int64_t sentences, int64_t beams, int64_t candidates, int64_t held_size) {
+  Moving job = {.tables = tables, .parents = parents, .order = order, .held = malloc(threads * held_size), .count = count,
+              .sentences = sentences, .beams = beams, .candidates = candidates, .held_size = held_size};
   if (!job.held) return 0;
   in_parallel(run, threads, order ? finish : extend, &job);
   free(job.held);

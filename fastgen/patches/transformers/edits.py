@@ -154,17 +154,20 @@ def stop_of(criteria: Sequence[Any]) -> Stop:
     eos: list[Tensor] = []
     at_length: list[Callable[[int], bool]] = []
     others: list[Callable[[Tensor, object], Tensor]] = []
+    lengths: list[float] = []
     for criterion in criteria:
         kind = kind_of(criterion)
         if kind is sc.EosTokenCriteria:
             eos.append(criterion.eos_token_id)
         elif kind is sc.MaxLengthCriteria:
             at_length.append(_reaches(criterion))
+            lengths.append(criterion.max_length)
         elif kind is sc.MaxTimeCriteria:
             at_length.append(_expires(criterion))
         else:
             others.append(criterion)
-    return Stop(torch.cat(eos) if eos else None, at_length, others)
+    longest = math.ceil(min(min(lengths), _NO_END)) if len(lengths) == len(at_length) > 0 else None
+    return Stop(torch.cat(eos) if eos else None, at_length, others, longest)
 
 
 _COUNTS = ("num_beams", "num_beam_groups", "num_return_sequences", "top_k")

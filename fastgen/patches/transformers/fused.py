@@ -11,7 +11,7 @@ from transformers import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen import config
-from fastgen.models import graph
+from fastgen.models import graph, whole
 from fastgen.models.layouts import layout_of
 from fastgen.models.parts import NotFused, is_toolkits
 from fastgen.models.proof import outcome
@@ -180,6 +180,30 @@ class FusedDecoder:
             cache.sentences, self.prefix + steps + 1, self.prefix, position, cache.text, cache.source,
             self._text_mask(visible, whole), self.source_mask,
         )  # fmt: skip
+
+    @property
+    def several(self) -> bool:
+        """Whether C may make several steps in a row, choices and all."""
+        return self.ready and self.replay is None and not self.seeing and whole.is_written(self.step)
+
+    def prepared(self, steps: int) -> whole.Prepared | None:
+        """Have at most so many steps ready, for which the cache has room; None where C cannot run."""
+        cache, ancestry, text = self.cache, self.cache.ancestry, self.cache.text[0]
+        mask = None
+        if ancestry is not None:
+            mask, own = ancestry.behind(self.prefix, self.prefix_mask), ancestry.own
+        else:
+            own = torch.zeros(1, 1)
+            if self.prefix_mask is not None:
+                mask = torch.nn.functional.pad(self.prefix_mask[:, 0], (0, text.steps + steps))
+        position = self.first + text.steps
+        if isinstance(self.first, Tensor):
+            position = cast(Tensor, position).repeat_interleave(cache.beams)
+        context = Context(
+            cache.sentences, self.prefix + text.steps + 1, self.prefix, position, cache.text, cache.source, None,
+            self.source_mask,
+        )  # fmt: skip
+        return whole.prepared(self.step, context, mask, own, steps)
 
     def extend(self, spans: Sequence[Span], step: DecoderStep | None = None) -> Tensor:
         """Return logits (N, V) fp32 of what follows the tokens of spans, with one beam per sentence.

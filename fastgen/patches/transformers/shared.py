@@ -17,6 +17,7 @@ from fastgen.models.parts import NotFused
 from fastgen.models.proof import by_modules, first_outcome, first_verdict, made, outcome, trial, verdict
 from fastgen.models.replay import not_captured
 from fastgen.models.step import Context, DecoderStep
+from fastgen.models.whole import Prepared
 from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import SharedCache
 from fastgen.patches.transformers.captured import CapturedModules
@@ -169,6 +170,18 @@ class SharedStepper(Stepper):
         self._note_step(ids)
         self.cache.begin_step()
         return self.fused(ids)
+
+    def begin_steps(self, most: int) -> Prepared | None:
+        """Have at most so many steps ready that C makes in a row; None where they have to be made one at a time."""
+        if self.cache is None or self.fused is None or not self.fused.several or is_given(self.cache.stock):
+            return None
+        return self.fused.prepared(self.cache.begin_steps(most))
+
+    def end_steps(self, run: int, began: Sequence[float], is_open: bool) -> None:
+        """So many have been made, which began then; is_open: whether slots of the next tokens are open."""
+        assert self.cache is not None
+        self._began += [(self.cache.rows, second) for second in began]
+        self.cache.end_steps(run, is_open)
 
     def report(self) -> CallReport:
         replay = self.captured if self.fused is None else self.fused.replay

@@ -1,0 +1,141 @@
+"""Steps of a search that C makes in a row, choices and all: as many as nobody has to look at.
+
+Between two steps C decides all that is plain: which candidates go on, what has finished, what may not come next. Where
+values are equal, where sentences are to leave, where a buffer is full, Python goes on with the same state.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.stop import Stop
+from fastgen.decoding.text import Ban, Edit, NGramBlock, Text
+from fastgen.models.whole import Prepared
+from fastgen.ops.native import search as c
+from fastgen.ops.token_mask import add_tokens_, empty_mask
+
+MOST = 64
+"""Steps in a row at most, for which a search is asked what may come next."""
+
+
+class Ahead(Protocol):
+    """A stepper whose model's steps C can make."""
+
+    def begin_steps(self, most: int) -> Prepared | None:
+        """Have at most so many steps ready; None where they have to be made one at a time."""
+        ...
+
+    def end_steps(self, run: int, began: Sequence[float], is_open: bool) -> None:
+        """So many steps have been made, which began then; is_open: whether the slots of the next are open."""
+        ...
+
+
+def able(stop: Stop, edits: Sequence[Edit]) -> bool:
+    """Whether C knows when texts end, and what may not come next."""
+    return not stop.others and stop.longest is not None and all(map(_may_pass, edits))
+
+
+def _may_pass(edit: Edit) -> bool:
+    """Whether an edit is one that C makes, or that may do nothing at some lengths."""
+    if isinstance(edit, NGramBlock):
+        return edit.source is None and edit.shortest <= edit.n
+    return isinstance(edit, Ban) or getattr(edit, "active", None) is not None
+
+
+class Steps:
+    """What C needs to know of a search beside its texts, as long as one lasts."""
+
+    def __init__(self, stop: Stop, edits: Sequence[Edit]) -> None:
+        self.stop, self.edits = stop, edits
+        self.ngrams = torch.tensor([e.n for e in edits if isinstance(e, NGramBlock)], dtype=torch.int64)
+        self.ends = torch.empty(0, dtype=torch.int64) if stop.eos is None else stop.eos.to(torch.int64).cpu()
+        self._sets: dict[tuple[tuple[bool, ...], int], Tensor] = {}
+        self._others = [e for e in edits if not isinstance(e, NGramBlock | Ban)]
+        self._bans = [e for e in edits if isinstance(e, Ban)]
+
+    def alike(self, text: Text) -> int:
+        """For how many steps the same may not come next, up to `MOST`; 0 where something else is edited."""
+        now = self._active(text.length)
+        for steps in range(MOST):
+            length = text.length + steps
+            if self._active(length) != now or not all(e.idle(_at(text, length)) for e in self._others):
+                return steps
+            if self.stop.longest is not None and length + 1 >= self.stop.longest:
+                return steps + 1
+        return MOST
+
+    def texts(self, text: Text, ids: Tensor, rows: int, prepared: Prepared, leave: int) -> tuple[c.Texts, list[Any]]:
+        """What C reads of texts ids (B, M, L), or (R, L), and what has to be held for it."""
+        vocabulary, longest = prepared.logits.shape[1], self.stop.longest
+        assert longest is not None
+        banned = self._banned(text, vocabulary)
+        sets = None if banned is None and not len(self.ngrams) else empty_mask(rows, vocabulary, ids.device)
+        texts = c.Texts(
+            ids=ids.data_ptr(), ids_b=ids.stride(0), ids_m=ids.stride(1) if ids.dim() == 3 else 0, length=text.length,
+            prompt=text.prompt_length, ends_at=longest, ends=self.ends.data_ptr(), ngrams=self.ngrams.data_ptr(),
+            end_count=len(self.ends), ngram_count=len(self.ngrams),
+            banned=None if banned is None else banned.data_ptr(), sets=None if sets is None else sets.data_ptr(),
+            leave=leave, steps=prepared.steps,
+        )  # fmt: skip
+        return texts, [banned, sets, ids]
+
+    def note(self, length: int, made: int) -> None:
+        """Ask whether texts end at the lengths that they have come to: a limit may warn."""
+        for reached in range(length + 1, length + made + 1):
+            self.stop.ends_all(reached)
+
+    def _active(self, length: int) -> tuple[bool, ...]:
+        return tuple(ban.active(length) for ban in self._bans)
+
+    def _banned(self, text: Text, vocabulary: int) -> Tensor | None:
+        """The set of tokens that may not come next in any text; None for none."""
+        key = self._active(text.length), vocabulary
+        if not any(key[0]):
+            return None
+        if key not in self._sets:
+            made = empty_mask(1, vocabulary, torch.device("cpu"))
+            for ban, active in zip(self._bans, key[0], strict=True):
+                if active:
+                    add_tokens_(made, ban.tokens[None], vocabulary)
+            self._sets[key] = made
+        return self._sets[key]
+
+
+def _at(text: Text, length: int) -> Text:
+    return Text(text.ids, text.prompt_length, length)
+
+
+class Outcome(NamedTuple):
+    """What steps in C have come to.
+
+    Attributes:
+        status: why there are no more, as `ops.native.search` has it. made: tokens chosen in each text.
+    """
+
+    status: int
+    made: int
+
+    @property
+    def alone(self) -> bool:
+        """Whether the next step has to be made by itself: a token is no row of the embedding, which torch says."""
+        return self.status == c.NO_ROW and self.made == 0
+
+
+def run(
+    model: Ahead, prepared: Prepared, texts: c.Texts, search: Callable[[int], int], is_open: Callable[[], bool]
+) -> Outcome:
+    """Make steps, and tell the model of them.
+
+    Args:
+        search: makes them with so many threads, and says why there are no more. is_open: of `Ahead.end_steps`, then.
+    Raises:
+        OutOfMemoryError: there was no memory.
+    """
+    status = search(torch.get_num_threads())
+    if status == c.NO_MEMORY:
+        raise torch.OutOfMemoryError(f"no memory for {prepared.steps} decode steps of {len(prepared.logits)} rows in C")
+    began: list[float] = cast(Any, prepared.began).tolist()
+    model.end_steps(texts.run, began[: texts.run], is_open())
+    return Outcome(status, texts.made)

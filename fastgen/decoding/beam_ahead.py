@@ -1,0 +1,70 @@
+"""Steps of a beam search that C makes in a row (`decoding.ahead`)."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding import ahead
+from fastgen.decoding.beam import BeamSearch
+from fastgen.decoding.leaving import fewest_leaving
+from fastgen.ops.kbest import MOST_IN_C
+from fastgen.ops.native import search as c
+
+
+def covers(search: BeamSearch) -> bool:
+    """Whether C makes the choices of a search, and nobody listens to them."""
+    return (
+        type(search) is BeamSearch
+        and not (search.sample or search.exact or search.trace.wanted)
+        and search.wanted is search.on_step is None
+        and search.ids.is_cpu
+        and search.rule.beams > 1
+        and search.rule.candidates < MOST_IN_C
+        and ahead.able(search.stop, search.edits)
+    )
+
+
+def advance(search: BeamSearch, steps: ahead.Steps, model: ahead.Ahead) -> Tensor | bool | None:
+    """Make steps as long as nobody has to look; return whether the search goes on.
+
+    Where what comes next is for others to choose: its logits (R, V). Where the next step has to be made alone: None.
+    """
+    text, rule = search.text, search.rule
+    alike = steps.alike(text)
+    prepared = model.begin_steps(alike) if alike else None
+    if prepared is None or prepared.mask is None or rule.candidates >= prepared.logits.shape[1]:
+        return None
+    (b, m), mask, finished = search.scores.shape, prepared.mask, search.finished
+    search.scores, search.improvable = search.scores.contiguous(), search.improvable.contiguous()
+    finished.scores, finished.done = finished.scores.contiguous(), finished.done.contiguous()
+    flags = torch.empty(4, b, dtype=torch.bool)
+    leave = fewest_leaving(b, search.captured) if search.may_drop else 0
+    texts, held = steps.texts(text, search.ids, b * m, prepared, leave)
+    beams = c.Beams(
+        origins=search.beams.data_ptr(), origins_b=search.beams.stride(0), origins_m=search.beams.stride(1),
+        finished_ids=finished.ids.data_ptr(), finished_ids_b=finished.ids.stride(0),
+        finished_ids_m=finished.ids.stride(1), finished_origins=finished.beams.data_ptr(),
+        finished_origins_b=finished.beams.stride(0), finished_origins_m=finished.beams.stride(1),
+        scores=search.scores.data_ptr(), finished_scores=finished.scores.data_ptr(),
+        finished_done=finished.done.data_ptr(), improvable=search.improvable.data_ptr(), flags=flags.data_ptr(),
+        sentences=search.sentences.data_ptr(), mask=mask.data_ptr(), mask_b=mask.stride(0), mask_m=mask.stride(1),
+        own=prepared.own.data_ptr(), prefix=prepared.prefix, filled=prepared.filled,
+        room=mask.shape[2] - prepared.prefix, open=m, candidates=rule.candidates,
+        stops_early=rule.early_stopping is True, far=rule.far or 0, never=rule.never, penalty=rule.length_penalty,
+    )  # fmt: skip
+    outcome = ahead.run(
+        model, prepared, texts, lambda threads: c.search_beams(prepared.by, threads, prepared.decoder, texts, beams),
+        lambda: beams.open > 0,
+    )  # fmt: skip
+    del held
+    steps.note(search.length, outcome.made)
+    search.length += outcome.made
+    if outcome.status == c.UNDECIDED:
+        return prepared.logits
+    if outcome.alone:
+        return None
+    if outcome.status == c.LEAVING:
+        _, improvable, done, _ = cast("list[list[bool]]", cast(Any, flags).tolist())
+        search.drop(cast(Any, model), improvable, done)
+    return outcome.status != c.OVER

@@ -1,0 +1,53 @@
+"""Steps of a greedy search that C makes in a row (`decoding.ahead`)."""
+
+from torch import Tensor
+
+from fastgen.decoding import ahead
+from fastgen.decoding.leaving import fewest_leaving
+from fastgen.decoding.sample import Sampling
+from fastgen.ops.native import search as c
+
+
+def covers(search: Sampling) -> bool:
+    """Whether C makes the choices of a search, and nobody listens to them."""
+    return (
+        type(search) is Sampling
+        and not (search.sample or search.trace.wanted or search.trace.chosen is not None)
+        and search.wanted is search.on_tokens is None
+        and search.ids.is_cpu
+        and (search.pad is None or int(search.pad) >= 0)
+        and ahead.able(search.stop, search.edits)
+    )
+
+
+def advance(search: Sampling, steps: ahead.Steps, model: ahead.Ahead) -> Tensor | bool | None:
+    """Make steps as long as nobody has to look; returns what `beam_ahead.advance` does."""
+    text, (rows, length) = search.text, search.ids.shape
+    alike = steps.alike(text)
+    prepared = model.begin_steps(alike) if alike else None
+    if prepared is None:
+        return None
+    ids = search.ids.new_empty(rows, length + prepared.steps)
+    ids[:, :length] = search.ids
+    running, room = search.running.contiguous().clone(), ids.new_empty(rows)
+    leave = fewest_leaving(rows, search.captured) if search.may_drop else 0
+    texts, held = steps.texts(text, ids, rows, prepared, leave)
+    pad = -1 if search.pad is None else int(search.pad)
+    outcome = ahead.run(
+        model, prepared, texts,
+        lambda threads: c.search_greedily(
+            prepared.by, threads, prepared.decoder, texts, running.data_ptr(), room.data_ptr(), pad
+        ),
+        lambda: False,
+    )  # fmt: skip
+    del held
+    steps.note(length, outcome.made)
+    search.extend(ids[:, length : length + outcome.made])
+    search.running = running
+    if outcome.status == c.UNDECIDED:
+        return prepared.logits
+    if outcome.alone:
+        return None
+    if outcome.status == c.LEAVING:
+        search.leave(model, running)
+    return outcome.status != c.OVER

@@ -1,0 +1,125 @@
+"""Several decode steps in a row in C, from token ids to logits, for a search that chooses in C too.
+
+Python between two steps is a good part of a small model's step: where nobody looks on, it comes back when there is
+something to decide. Source: Wang et al. 2021 (LightSeq), section 2.1.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastgen.models.in_c import InC
+from fastgen.models.linear import Linear
+from fastgen.models.norm import Norm, NormLike, unnormed
+from fastgen.models.records import Rows, is_norm, norm_of
+from fastgen.models.step import Context, DecoderStep, TextAttention
+from fastgen.ops import native
+from fastgen.ops.dispatch import chosen, in_c, never, plain
+from fastgen.ops.native import search as c
+
+
+class Prepared(NamedTuple):
+    """Steps of one call that C can make.
+
+    Attributes:
+        by: the library. decoder: what it reads. steps: how many it can make at most.
+        logits: (R, V) fp32, of the newest step. began: (steps,) fp64, seconds, when each step began.
+        mask: (B, M, N) additive, what each beam sees of the text; None for all. own: (M, M), of the newest slots.
+        prefix: keys of a prompt. filled: slots behind them.
+        held: what `decoder` has the addresses of.
+    """
+
+    by: native.Library
+    decoder: c.Decoder
+    steps: int
+    logits: Tensor
+    began: Tensor
+    mask: Tensor | None
+    own: Tensor
+    prefix: int
+    filled: int
+    held: Sequence[Any]
+
+
+def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tensor, steps: int) -> Prepared | None:
+    """Have at most `steps` steps of a decoder that `is_written` ready, none of which is open; None where C cannot run.
+
+    Args:
+        mask: (B, M, N) additive, of the text's keys behind all those steps, prefix included; None where all are seen.
+        own: (M, M), what beams see of each other's newest slots.
+    """
+    inner, embedding = step.together, step.embedding
+    assert isinstance(inner, InC)
+    beams, tokens = context.text[0].beams, embedding.tokens.data
+    rows, width = context.sentences * beams, tokens.shape[1]
+    head: Any = step.head
+    if embedding.positions is not None:
+        steps = min(steps, _rows_left(embedding.positions, embedding.first, context.position))
+    panels = head.in_panels() if steps > 0 else None
+    if panels is None:
+        return None
+    biases = head.module.bias, step.bias
+    positions = None if embedding.positions is None else embedding.positions.data
+    read = [each if each is None else each.data for each in (tokens, positions, *biases)]
+    by = native.library()
+    able = lambda: plain(*read) and all(x is None or x.stride(-1) == 1 for x in read)  # noqa: E731
+    if by is None or inner.records.memory.planned or not in_c(chosen("search", never, able, tokens)):
+        return None
+    seen = inner.several(by, context, mask, steps)
+    if seen is None:
+        return None
+    held: list[Any] = [*read, *seen, panels]
+    x = inner.records.memory.take(tokens, 2, rows, width)
+    logits = inner.records.memory.take(tokens, rows, panels.outputs)
+    given, others = inner.records.given(x[0], x[1], inner.seen, [Rows(context.sentences, beams)])
+    began = torch.empty(steps + 1, dtype=torch.float64)
+    bias = next((each for each in read[2:] if each is not None), None)
+    decoder = c.Decoder(
+        step=ctypes.addressof(given), seen=ctypes.addressof(inner.seen), tokens=tokens.data_ptr(),
+        vocabulary=len(tokens), token_row=tokens.stride(0), padding=-1, scale=embedding.scale,
+        embedded=_norm(embedding.norm, held), first=_norm(step.first, held), norm_tokens=embedding.norm_tokens,
+        work=inner.records.work, head_scale=step.scale, logits=logits.data_ptr(), began=began.data_ptr(),
+    )  # fmt: skip
+    address = None if bias is None else bias.data_ptr()
+    decoder.head = c.Weight(panels.panels.data_ptr(), address, panels.outputs, panels.panels.shape[1])
+    if positions is not None:
+        at = torch.as_tensor(embedding.first + context.position).expand(rows).contiguous()
+        held.append(at)
+        decoder.positions, decoder.position_row, decoder.position = (
+            positions.data_ptr(), positions.stride(0), at.data_ptr(),
+        )  # fmt: skip
+        if embedding.padding is not None:
+            decoder.padding = embedding.padding
+            decoder.padding_row = -1 if embedding.padding_row is None else embedding.padding_row
+    text: Any = context.text[0]
+    held += (x, given, others)
+    return Prepared(by, decoder, steps, logits, began, mask, own, text.prefix, text.filled, held)
+
+
+def is_written(step: DecoderStep) -> bool:
+    """Whether a decoder's steps are written in C from token ids to logits."""
+    norms = [step.embedding.norm, step.first]
+    return (
+        type(step) is DecoderStep
+        and isinstance(step.together, InC)
+        and all(norm is None or norm is unnormed or is_norm(norm) for norm in norms)
+        and isinstance(step.head, Linear)
+        and step.softcap is None
+        and (step.bias is None or step.head.module.bias is None)
+        and not any(isinstance(s.mix, TextAttention) and s.mix.bias is not None for s in step.sublayers)
+    )
+
+
+def _rows_left(positions: Tensor, first: int, position: int | Tensor) -> int:
+    """For how many steps there is a row of positions."""
+    newest = int(position.max()) if isinstance(position, Tensor) else position
+    return len(positions) - first - newest
+
+
+def _norm(norm: NormLike | None, held: list[Any]) -> c.Norm:
+    if isinstance(norm, Norm):
+        held.append(norm)
+    return norm_of(norm, lambda tensor: None if tensor is None else tensor.data_ptr())

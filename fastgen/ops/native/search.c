@@ -1,0 +1,300 @@
+/* Whole steps of a search, from the newest tokens to the choice of the next, as many as nobody has to look at.
+ *
+ * Each is made of what a step by itself is made of: `embed`, `step`, `product`, `k_best`, `choose`, `move_rows`. What is
+ * left is what lies between them. Source: decoding/beam.py, decoding/sample.py. */
+
+#include "search.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "choice.h"
+#include "product.h"
+#include "tables.h"
+
+enum { THREAD_WORK = 32 * 1024 }; /* as ops/native/__init__.py has it */
+
+static unsigned threads_for(const Decoder *model, int64_t work) {
+  const int64_t threads = work / THREAD_WORK;
+  return threads < 1 ? 1 : threads < model->threads ? (unsigned)threads : (unsigned)model->threads;
+}
+
+static double seconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec + 1e-9 * now.tv_nsec;
+}
+
+/* What the first sublayer reads, and the stream: the rows of texts' newest tokens. 0 where a token has none. */
+static int read_tokens(const Decoder *model, const Texts *texts, int64_t beams) {
+  const Step *step = model->step;
+  const int64_t C = step->width, V = model->vocabulary, R = step->rows;
+  const int between = model->norm_tokens && model->embedded.kind != UNNORMED;
+  float *sum = step->norm_first ? step->stream : step->x;
+  for (int64_t r = 0; r < R; r++) {
+    const int64_t *id = texts->ids + r / beams * texts->ids_b + r % beams * texts->ids_m + texts->length - 1;
+    const float *position = NULL, *other = NULL;
+    if (model->positions) {
+      const int64_t at = model->position[r], before = model->padding_row < 0 ? at - 1 : model->padding_row;
+      position = model->positions + at * model->position_row;
+      if (model->padding >= 0) other = model->positions + before * model->position_row;
+      if (other && *id == model->padding) position = other;
+    }
+    float *out = sum + r * C;
+    if (!embed(NULL, 1, out, id, model->tokens, between ? NULL : position, NULL, 1, C, V, 1, model->token_row, -1,
+               (float)model->scale))
+      return 0;
+    normalise(out, out, &model->embedded, C);
+    if (between && position)
+      for (int64_t c = 0; c < C; c++) out[c] += position[c];
+    if (step->norm_first) normalise(step->x + r * C, out, &model->first, C);
+  }
+  return 1;
+}
+
+/* The logits of texts' newest tokens, whose keys and values take the next slots; or why there are none. */
+static int make_logits(parallel run, barrier wait, Decoder *model, Texts *texts, int64_t beams) {
+  const Step *step = model->step;
+  const Rows *call = &step->calls[0];
+  int64_t most = step->rows * model->work, at = 0;
+  model->began[texts->run] = seconds();
+  if (!read_tokens(model, texts, beams)) return NO_ROW;
+  for (int64_t i = 0; i < step->sublayer_count; i++) {
+    const Sublayer *of = &step->sublayers[i];
+    if (of->kind == FEED_FORWARD) continue;
+    Seen *seen = &model->seen[at++];
+    if (of->kind == TEXT) seen->slot = seen->count, seen->count += beams;
+    const int64_t work = call->sentences * beams * of->heads * of->dims * seen->count;
+    if (work > most) most = work;
+  }
+  if (!step_at(run, threads_for(model, most), wait, step, texts->run)) return NO_MEMORY;
+  const int64_t C = step->width, V = model->head.outputs;
+  if (model->head_scale != 1.0)
+    for (int64_t i = 0; i < step->rows * C; i++) step->x[i] *= (float)model->head_scale;
+  product(run, threads_for(model, step->rows * C * V), model->logits, step->x, model->head.panels, model->head.bias,
+          NULL, step->rows, V, C, C, NOTHING);
+  if (model->positions)
+    for (int64_t r = 0; r < step->rows; r++) model->position[r]++;
+  texts->run++;
+  return GOES_ON;
+}
+
+/* The sets of tokens that may not come next; NULL where there are none. */
+static const uint32_t *ban(parallel run, const Decoder *model, const Texts *texts, int64_t beams) {
+  const int64_t V = model->head.outputs, words = (V + 31) / 32, R = model->step->rows;
+  if (!texts->sets) return NULL;
+  for (int64_t r = 0; r < R; r++)
+    if (texts->banned)
+      memcpy(texts->sets + r * words, texts->banned, 4 * words);
+    else
+      memset(texts->sets + r * words, 0, 4 * words);
+  for (int64_t i = 0; i < texts->ngram_count; i++)
+    if (texts->length >= texts->ngrams[i])
+      for (int64_t b = 0; b < R / beams; b++)
+        add_repeats(run, threads_for(model, beams * texts->length), texts->sets + b * beams * words,
+                    texts->ids + b * texts->ids_b, texts->ids + b * texts->ids_b, beams, words, texts->ngrams[i],
+                    texts->length, texts->length, V, 1, texts->ids_m, texts->ids_m);
+  return texts->sets;
+}
+
+static int ends(const Texts *texts, int64_t token) {
+  int found = texts->length + 1 >= texts->ends_at;
+  for (int64_t i = 0; i < texts->end_count; i++) found |= token == texts->ends[i];
+  return found;
+}
+
+/* What a step of beam search works with, in one piece of memory. */
+typedef struct {
+  int64_t *indices, *beam, *token, *origin, *parents, *tokens, *order, *from; /* (B, K + 1), (B, K) x 3, (B, M) x 4 */
+  float *values, *candidates, *running, *merged, *maxima, *shifts;
+  uint8_t *hits, *merged_done, *flags;
+} Room;
+
+static void *make_room(Room *room, int64_t B, int64_t M, int64_t K, int64_t V) {
+  const int64_t longs = B * (K + 1) + 3 * B * K + 4 * B * M, blocks = (V + 63) / 64;
+  const int64_t floats = B * (K + 1) + B * K + 2 * B * M + 2 * B * M + B * M * blocks;
+  char *held = malloc(8 * longs + 4 * floats + B * K + B * M + 4 * B);
+  if (!held) return NULL;
+  int64_t *at = (int64_t *)held;
+  room->indices = at, at += B * (K + 1);
+  room->beam = at, at += B * K;
+  room->token = at, at += B * K;
+  room->origin = at, at += B * K;
+  room->parents = at, at += B * M;
+  room->tokens = at, at += B * M;
+  room->order = at, at += B * M;
+  room->from = at, at += B * M;
+  float *number = (float *)at;
+  room->values = number, number += B * (K + 1);
+  room->candidates = number, number += B * K;
+  room->running = number, number += B * M;
+  room->merged = number, number += B * M;
+  room->shifts = number, number += 2 * B * M;
+  room->maxima = number, number += B * M * blocks;
+  uint8_t *byte = (uint8_t *)number;
+  room->hits = byte, byte += B * K;
+  room->merged_done = byte, byte += B * M;
+  room->flags = byte;
+  return held;
+}
+
+static Table table_of(void *rows, int64_t size, int64_t row_b, int64_t row_m, int64_t prefix, int64_t filled) {
+  return (Table){.rows = rows, .row_b = size * row_b, .row_m = size * row_m, .prefix = prefix, .filled = filled,
+                 .columns = 1, .size = size, .newest_size = 8, .newest_m = 1, .newest_c = 1};
+}
+
+/* The tables of tokens and of where they came from, and what comes next to them, `each` of a sentence. */
+static void list_tables(Table *tables, const Texts *texts, const Beams *job, const int64_t *tokens,
+                        const int64_t *origins, int64_t each) {
+  const int64_t filled = texts->length - texts->prompt;
+  tables[0] = table_of(texts->ids, 8, texts->ids_b, texts->ids_m, texts->prompt, filled);
+  tables[1] = table_of(job->origins, 4, job->origins_b, job->origins_m, 0, filled);
+  tables[0].newest = (const char *)tokens, tables[1].newest = (const char *)origins;
+  tables[0].newest_b = tables[1].newest_b = each;
+  tables[0].finished = (char *)job->finished_ids, tables[1].finished = (char *)job->finished_origins;
+  tables[0].finished_b = 8 * job->finished_ids_b, tables[0].finished_m = 8 * job->finished_ids_m;
+  tables[1].finished_b = 4 * job->finished_origins_b, tables[1].finished_m = 4 * job->finished_origins_m;
+}
+
+/* What each beam sees, as it goes on from another, and the slots of the newest tokens, where there is room for them. */
+static int descend(parallel run, const Decoder *model, Beams *job, const Room *room, int64_t B, int64_t M) {
+  Table seen = table_of(job->mask, 4, job->mask_b, job->mask_m, job->prefix, job->filled);
+  job->open = job->filled + M <= job->room ? M : 0;
+  seen.newest = (const char *)job->own, seen.newest_size = 4, seen.newest_m = M, seen.columns = job->open;
+  const int64_t bytes = 4 * M * (job->filled + M);
+  return move_rows(run, threads_for(model, B * bytes / 4), &seen, room->parents, NULL, 1, B, M, M, bytes);
+}
+
+/* What becomes of the logits: the texts, their scores and what has finished move on, or nothing does. */
+static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams *job, Room *room, int64_t B, int64_t M) {
+  const int64_t K = job->candidates, V = model->head.outputs, new_tokens = texts->length - texts->prompt + 1;
+  const unsigned threads = threads_for(model, B * M * V);
+  const uint32_t *banned = ban(run, model, texts, M);
+  if (!k_best(run, threads, room->values, room->indices, room->maxima, room->shifts, model->logits, job->scores, banned,
+              B, M, V, K + 1, M * V, V, (V + 31) / 32))
+    return UNDECIDED;
+  for (int64_t i = 0; i < B * K; i++) {
+    const int64_t b = i / K, index = room->indices[b * (K + 1) + i % K];
+    room->candidates[i] = room->values[b * (K + 1) + i % K];
+    room->beam[i] = index / V, room->token[i] = index % V;
+    room->origin[i] = room->beam[i] + job->sentences[b] * M;
+    room->hits[i] = (uint8_t)ends(texts, room->token[i]);
+  }
+  const float power = (float)pow((double)new_tokens, job->penalty);
+  const float far = job->far ? (float)pow((double)job->far, job->penalty) : power;
+  if (!choose(run, 1, room->candidates, room->beam, room->token, room->hits, job->finished_scores, job->finished_done,
+              job->improvable, room->parents, room->tokens, room->order, room->running, room->merged, room->merged_done,
+              room->flags, B, M, K, job->stops_early, (float)job->never, power, far))
+    return UNDECIDED;
+  int changed = 0;
+  for (int64_t b = 0; b < B; b++) changed |= room->flags[b];
+  Table tables[2];
+  const int64_t bytes = 8 * M * new_tokens;
+  const unsigned movers = threads_for(model, 2 * B * bytes / 4);
+  if (changed) {
+    list_tables(tables, texts, job, room->token, room->origin, K);
+    if (!move_rows(run, movers, tables, room->beam, room->order, 2, B, M, K, bytes)) return NO_MEMORY;
+  }
+  for (int64_t i = 0; i < B * M; i++) room->from[i] = room->parents[i] + job->sentences[i / M] * M;
+  list_tables(tables, texts, job, room->tokens, room->from, M);
+  if (!move_rows(run, movers, tables, room->parents, NULL, 2, B, M, M, bytes)) return NO_MEMORY;
+  memcpy(job->scores, room->running, 4 * B * M);
+  memcpy(job->finished_scores, room->merged, 4 * B * M);
+  memcpy(job->finished_done, room->merged_done, B * M);
+  memcpy(job->improvable, room->flags + B, B);
+  memcpy(job->flags, room->flags, 4 * B);
+  texts->length++, texts->made++;
+  int64_t leaving = 0;
+  for (int64_t b = 0; b < B; b++)
+    leaving += room->flags[2 * B + b] && (!room->flags[B + b] || job->stops_early);
+  if (room->flags[3 * B] || leaving == B) return OVER;
+  if (!descend(run, model, job, room, B, M)) return NO_MEMORY;
+  return texts->leave && leaving >= texts->leave ? LEAVING : GOES_ON;
+}
+
+/* Of all structures that a search is given, for a caller who has declared them, too. */
+int64_t search_size(void) { return sizeof(Decoder) + sizeof(Texts) + sizeof(Beams); }
+
+/* Steps of a beam search, each of which runs the decoder and chooses. Returns why there are no more. */
+int search_beams(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts, Beams *job) {
+  const int64_t B = model->step->calls[0].sentences, M = model->step->calls[0].beams;
+  Room room;
+  void *held = make_room(&room, B, M, job->candidates, model->head.outputs);
+  int found = held ? GOES_ON : NO_MEMORY;
+  model->threads = threads;
+  while (found == GOES_ON && texts->made < texts->steps) {
+    found = make_logits(run, wait, model, texts, M);
+    if (found != GOES_ON) break;
+    job->filled += M, job->open = 0; /* the slots that this step has filled */
+    found = choose_beams(run, model, texts, job, &room, B, M);
+  }
+  free(held);
+  return found;
+}
+
+/* The first of the highest of a row's logits that is not banned; -1 where one is no number, or none is left. */
+static int64_t highest_of(const float *logits, int64_t V, const uint32_t *banned) {
+  int64_t best = -1;
+  float most = -INFINITY, total = 0.0f;
+  for (int64_t first = 0; first < V; first += 32) {
+    const int64_t end = first + 32 < V ? first + 32 : V;
+    vec top = splat(-INFINITY), sum_of = {};
+    float here = -INFINITY;
+    const uint32_t out = banned ? banned[first / 32] : 0;
+    if (end - first == 32 && !out) {
+      for (int64_t v = first; v < end; v += WIDTH) top = higher(load(logits + v), top), sum_of += load(logits + v);
+      here = highest(top), total += 0.0f * sum(sum_of);
+    } else {
+      for (int64_t v = first; v < end; v++) {
+        total += 0.0f * logits[v];
+        if (!(out >> (v - first) & 1) && logits[v] > here) here = logits[v];
+      }
+    }
+    if (!(here > most)) continue;
+    most = here;
+    for (best = first; logits[best] != here || out >> (best - first) & 1;) best++;
+  }
+  return total == 0.0f ? best : -1;
+}
+
+typedef struct {
+  const float *logits;
+  const uint32_t *banned;
+  int64_t *tokens, rows, vocabulary, next;
+} Greatest;
+
+static void find_greatest(void *given) {
+  Greatest *job = given;
+  const int64_t V = job->vocabulary, words = (V + 31) / 32;
+  for (int64_t r; (r = next(&job->next)) < job->rows;)
+    job->tokens[r] = highest_of(job->logits + r * V, V, job->banned ? job->banned + r * words : NULL);
+}
+
+/* Steps of a greedy search. running: (R,), texts that have not ended; the others go on with `pad`, or with their own
+ * tokens where that is negative. tokens: room for (R,). Returns why there are no more. */
+int search_greedily(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts, uint8_t *running,
+                    int64_t *tokens, int64_t pad) {
+  const int64_t R = model->step->rows;
+  model->threads = threads;
+  while (texts->made < texts->steps) {
+    int found = make_logits(run, wait, model, texts, 1);
+    if (found != GOES_ON) return found;
+    Greatest job = {.logits = model->logits, .banned = ban(run, model, texts, 1), .tokens = tokens, .rows = R,
+                    .vocabulary = model->head.outputs};
+    in_parallel(run, threads_for(model, R * job.vocabulary), find_greatest, &job);
+    for (int64_t r = 0; r < R; r++)
+      if (tokens[r] < 0) return UNDECIDED;
+    int64_t ended = 0;
+    for (int64_t r = 0; r < R; r++) {
+      const int64_t token = running[r] || pad < 0 ? tokens[r] : pad;
+      texts->ids[r * texts->ids_b + texts->length] = token;
+      running[r] = running[r] && !ends(texts, token);
+      ended += !running[r];
+    }
+    texts->length++, texts->made++;
+    if (ended == R) return OVER;
+    if (texts->leave && ended >= texts->leave) return LEAVING;
+  }
+  return GOES_ON;
+}

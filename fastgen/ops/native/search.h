@@ -1,0 +1,57 @@
+/* Whole steps of a search: what is given. ops/native/search.py has the same structures. */
+
+#ifndef SEARCH_H
+#define SEARCH_H
+
+#include "step.h"
+
+/* Why no further step is made: as many as were asked for; the search is over; enough sentences have finished; which
+ * token comes next is for others to say, by the logits; a token is no row of the embedding; there is no memory. */
+enum { GOES_ON, OVER, LEAVING, UNDECIDED, NO_ROW, NO_MEMORY };
+
+/* A decoder from token ids to logits. */
+typedef struct {
+  const Step *step;                 /* whose `x` and `stream` are filled here */
+  Seen *seen;                       /* of the step, one call; keys of the text become more */
+  const float *tokens, *positions;  /* (V, C), `token_row` apart; (P, C), `position_row` apart, or NULL */
+  int64_t *position;                /* (R,), the rows of positions that the next tokens have */
+  int64_t vocabulary, token_row, position_row, padding, padding_row; /* padding_row: -1 for the row before */
+  double scale;                     /* of tokens */
+  Norm embedded, first;             /* of tokens and positions, or of tokens alone; before the first sublayer */
+  int64_t norm_tokens, work;        /* work: multiplications of one row in a product, about */
+  Weight head;
+  double head_scale;
+  float *logits;                    /* (R, V) */
+  int64_t threads;                  /* at most */
+  double *began;                    /* (steps,), seconds, when each step began */
+} Decoder;
+
+/* The texts of a search, and what may not come next. */
+typedef struct {
+  int64_t *ids;                     /* (B, M, L), rows as far apart as said */
+  int64_t ids_b, ids_m, length, prompt, ends_at; /* ends_at: the length at which all texts end */
+  const int64_t *ends, *ngrams;     /* tokens that end a text; lengths of n-grams that may not come again */
+  int64_t end_count, ngram_count;
+  const uint32_t *banned;           /* a set of tokens, a bit for each, or NULL */
+  uint32_t *sets;                   /* (R, words of a set), where any are banned */
+  int64_t leave;                    /* how many sentences leave together; 0 for none */
+  int64_t steps, made, run;         /* steps that may be made; those that were, and of those that the decoder made */
+} Texts;
+
+/* Beam search by the rules of decoding/rules.py. */
+typedef struct {
+  int32_t *origins;                 /* (B, M, T), the rows that tokens came from */
+  int64_t *finished_ids;            /* tables of finished hypotheses, of the same shapes */
+  int32_t *finished_origins;
+  int64_t origins_b, origins_m, finished_ids_b, finished_ids_m, finished_origins_b, finished_origins_m;
+  float *scores, *finished_scores;  /* (B, M) each */
+  uint8_t *finished_done, *improvable, *flags; /* (B, M), (B,), (4, B) */
+  const int64_t *sentences;         /* (B,), their numbers in the whole batch */
+  float *mask;                      /* (B, M, N) additive, of the keys of the text, rows as far apart as said */
+  const float *own;                 /* (M, M): what beams see of the newest slots */
+  int64_t mask_b, mask_m, prefix, filled, room, open; /* slots behind the prefix; of them, open ones that wait: 0 or M */
+  int64_t candidates, stops_early, far; /* far: length by which running beams are judged; 0 for their own */
+  double never, penalty;
+} Beams;
+
+#endif
