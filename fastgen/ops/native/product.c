@@ -16,7 +16,7 @@ enum { PANEL = WIDE * WIDTH, TALL = 6, DEPTH = 512, BLOCKS = 16 };
 
 int panel(void) { return PANEL; }
 
-INLINE vec behind(vec x, int64_t kind) {
+static __attribute__((noinline)) vec behind(vec x, int64_t kind) {
   switch (kind) {
     case RELU: return higher(splat(0.0f), x);
     case GELU: return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
@@ -62,12 +62,32 @@ static void finish(const Product *job, const float *total, int64_t row, int64_t 
     }
 }
 
+#define EACH UNROLLED for (int r = 0; r < rows; r++) UNROLLED for (int i = 0; i < WIDE; i++)
+
+/* The same of a whole panel, whose sums stay in registers. */
+INLINE void finish_whole(const Product *job, vec total[TALL][WIDE], int64_t row, int64_t column, int64_t from, int64_t to,
+                         const int rows) {
+  float *out = job->out + row * job->out_row + column;
+  if (from) EACH total[r][i] += load(out + r * job->out_row + i * WIDTH);
+  if (to == job->inputs) {
+    if (job->bias) {
+      vec bias[WIDE];
+      UNROLLED for (int i = 0; i < WIDE; i++) bias[i] = load(job->bias + column + i * WIDTH);
+      EACH total[r][i] += bias[i];
+    }
+    if (job->behind) EACH total[r][i] = behind(total[r][i], job->behind);
+    if (job->gate) EACH total[r][i] *= load(job->gate + (row + r) * job->gate_row + column + i * WIDTH);
+    if (job->residual) EACH total[r][i] += load(job->residual + (row + r) * job->residual_row + column + i * WIDTH);
+  }
+  EACH store(out + r * job->out_row + i * WIDTH, total[r][i]);
+}
+
 /* Rows from `row` on times a panel, over the inputs from `from` to `to`. */
 INLINE void multiply(const Product *job, int64_t row, int64_t p, int64_t from, int64_t to, const int rows) {
   const int64_t x_row = job->x_row;
   const float *x = job->x + row * x_row, *panel = job->panels + p * job->inputs * PANEL;
   vec total[TALL][WIDE];
-  UNROLLED for (int r = 0; r < rows; r++) UNROLLED for (int i = 0; i < WIDE; i++) total[r][i] = splat(0.0f);
+  EACH total[r][i] = splat(0.0f);
   for (int64_t k = from; k < to; k++) {
     vec weight[WIDE];
     UNROLLED for (int i = 0; i < WIDE; i++) {
@@ -79,9 +99,12 @@ INLINE void multiply(const Product *job, int64_t row, int64_t p, int64_t from, i
       UNROLLED for (int i = 0; i < WIDE; i++) total[r][i] += input * weight[i];
     }
   }
+  if ((p + 1) * PANEL <= job->outputs) {
+    finish_whole(job, total, row, p * PANEL, from, to, rows);
+    return;
+  }
   float kept[TALL * PANEL];
-  UNROLLED for (int r = 0; r < rows; r++)
-    UNROLLED for (int i = 0; i < WIDE; i++) store(kept + r * PANEL + i * WIDTH, total[r][i]);
+  EACH store(kept + r * PANEL + i * WIDTH, total[r][i]);
   finish(job, kept, row, rows, p, from, to);
 }
 
