@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from benchmarks.cases import Case
 from fastgen.cli import measure
-from fastgen.cli.agreement import Agreement
+from fastgen.cli.agreement import Agreement, all_agree
 
 VERSION = "4.8.5"
+ALIKE = 0.9  # of the texts of a trained model must be the same
 # Arguments of transformers' generate that CTranslate2 has under this name; the rest must not change the output.
 SAME_NAME = ("no_repeat_ngram_size", "length_penalty", "repetition_penalty")
 WITHOUT_MEANING_THERE = ("num_beams", "do_sample", "min_new_tokens", "max_new_tokens", "bad_words_ids")
@@ -42,32 +43,84 @@ def load() -> Any:
 
 def run(case: Case, session: Any) -> dict[str, Any]:
     """Time stock, fastgen and CTranslate2 on the same inputs, in turn; all outputs are compared in every round."""
-    from benchmarks.runners import Hits, both
-
-    ctranslate2 = load()
+    load()
+    if case.kind == "text":
+        return _text(case, session)
     if case.kind != "generate" or case.shape is None:
         raise SystemExit(f"--peer ctranslate2 has no way to run the case {case.name!r}")
     model = case.shape.build(session.dtype, session.device)
     inputs, options = case.inputs(model), case.generate_options
-    stock, patched = both(lambda: model.generate(**inputs, **options))
+    agreement, ties = Agreement(model, inputs, options), {"fastgen": 0, "ctranslate2": 0}
+
+    def check(outputs: Sequence[Tensor]) -> str | None:
+        for name, found in zip(ties, outputs[1:], strict=True):
+            verdict = agreement(outputs[0], found)
+            ties[name] = max(ties[name], verdict.near_ties)
+            if not verdict.equal:
+                return f"{name}: {verdict.note}"
+        return None
+
     with tempfile.TemporaryDirectory() as folder:
-        peer = Peer(convert(ctranslate2, model, Path(folder)), model, inputs, options, session.device)
-        agreement, hits, ties = Agreement(model, inputs, options), Hits(), {"fastgen": 0, "ctranslate2": 0}
+        peer = Peer(convert(model, Path(folder)), model, inputs, options, session.device)
+        result = _compared(lambda: model.generate(**inputs, **options), peer, check, case, session)
+    return result | {
+        "near_ties": ties if result["equal"] else sum(ties.values()),
+        "tokens": case.batch * case.new_tokens,
+    }
 
-        def check(outputs: Sequence[Tensor]) -> str | None:
-            for name, found in zip(ties, outputs[1:], strict=True):
-                verdict = agreement(outputs[0], found)
-                ties[name] = max(ties[name], verdict.near_ties)
-                if not verdict.equal:
-                    return f"{name}: {verdict.note}"
-            return None
 
-        times, difference = measure.interleave(
-            (stock, patched, peer), session.rounds or case.rounds, check, synchronize=session.synchronize
-        )
-    version = {"ctranslate2": ctranslate2.__version__, "near_ties": ties}
+def _text(case: Case, session: Any) -> dict[str, Any]:
+    """The same of a trained model and a text, in batches of like lengths.
+
+    CTranslate2's search ends by another rule than transformers', so that some of its texts are others. How many are the
+    same is told; where less than `ALIKE` of them are, there is no speed.
+    """
+    from benchmarks.runners import translation
+
+    what = translation(case, session)
+    model, same = what.model, {"ctranslate2": 0}
+    agreements = [Agreement(model, batch, what.options) for batch in what.batches]
+
+    def check(outputs: Sequence[list[Tensor]]) -> str | None:
+        stock, found, others = outputs
+        verdict = all_agree(agreements, stock, found)
+        if not verdict.equal:
+            return f"fastgen: {verdict.note}"
+        pairs = zip(_texts(stock, model), _texts(others, model), strict=True)
+        same["ctranslate2"] = sum(one == other for one, other in pairs)
+        if same["ctranslate2"] < ALIKE * what.sentences:
+            return f"ctranslate2: {same['ctranslate2']} of {what.sentences} texts are the same"
+        return None
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = convert(model, Path(folder), own_start=True)
+        peers = [Peer(place, model, batch, what.options, session.device) for batch in what.batches]
+        result = _compared(
+            lambda: [model.generate(**batch, **what.options) for batch in what.batches],
+            lambda: [peer() for peer in peers], check, case, session,
+        )  # fmt: skip
+    return result | {"sentences": what.sentences, "same_texts": same}
+
+
+def _texts(outputs: list[Tensor], model: Any) -> list[list[int]]:
+    """The tokens of every sentence, without those that begin, end and fill it."""
+    others = {model.config.pad_token_id, model.config.eos_token_id, model.config.decoder_start_token_id}
+    return [[token for token in row if token not in others] for ids in outputs for row in ids.tolist()]
+
+
+def _compared(
+    call: Callable[[], Any], peer: Callable[[], Any], check: Callable[[Any], str | None], case: Case, session: Any
+) -> dict[str, Any]:
+    from benchmarks.runners import Hits, both
+
+    hits = Hits()
+    stock, patched = both(call)
+    times, difference = measure.interleave(
+        (stock, patched, peer), session.rounds or case.rounds, check, synchronize=session.synchronize
+    )
+    version = {"ctranslate2": load().__version__}
     if difference is not None:
-        return {"equal": False, "note": difference, "near_ties": sum(ties.values())} | version | hits.since()
+        return {"equal": False, "note": difference} | version | hits.since()
     names = ("stock", "fastgen", "ctranslate2")
     columns = dict(zip(names, zip(*times, strict=True), strict=True))
     over = {}
@@ -78,20 +131,29 @@ def run(case: Case, session: Any) -> dict[str, Any]:
         "equal": True,
         **version,
         **hits.since(),
-        "tokens": case.batch * case.new_tokens,
         "systems": {name: sorted(column)[len(column) // 2] for name, column in columns.items()},
         "over": over,
         "rounds": [list(row) for row in times],
     }
 
 
-def convert(ctranslate2: Any, model: Any, folder: Path) -> Path:
-    """Write `model` as a CTranslate2 model under `folder` and return where; weights stay fp32."""
+def convert(model: Any, folder: Path, own_start: bool = False) -> Path:
+    """Write `model` as a CTranslate2 model under `folder` and return where; weights stay fp32.
+
+    own_start: whether a Marian model's decoder starts with the embedding of its padding token, as in transformers, and
+        that token stands anywhere in the vocabulary; else with zeros, as in the published ones, where it is the last.
+    """
+    loaders = load().converters.transformers
     checkpoint, converted = folder / "transformers", folder / "ctranslate2"
     model.save_pretrained(checkpoint)
-    _tokenizer(model.config).save_pretrained(checkpoint)
-    with _attributes(type(model.config), MISSING_CONFIG.get(type(model.config).__name__, {})):
-        ctranslate2.converters.TransformersConverter(str(checkpoint)).convert(str(converted), quantization="float32")
+    _tokenizer(model.config, padding_last=not own_start).save_pretrained(checkpoint)
+    as_bart = {name: getattr(loaders.BartLoader, name) for name in ("set_config", "set_decoder", "get_vocabulary")}
+    as_bart["_remove_pad_weights"] = lambda *_: None
+    with (
+        _attributes(type(model.config), MISSING_CONFIG.get(type(model.config).__name__, {})),
+        _attributes(loaders.MarianMTLoader, as_bart if own_start else {}),
+    ):
+        loaders.TransformersConverter(str(checkpoint)).convert(str(converted), quantization="float32")
     return converted
 
 
@@ -105,9 +167,10 @@ class Peer:
         unknown = set(options) - {*SAME_NAME, *WITHOUT_MEANING_THERE}
         if unknown:
             raise ValueError(f"no CTranslate2 counterpart for the generate arguments {sorted(unknown)}")
-        self.prompts = [[_token(i) for i in row] for row in inputs["input_ids"].tolist()]
+        rows = zip(inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), strict=True)
+        self.prompts = [[_token(i) for i, seen in zip(*row, strict=True) if seen] for row in rows]
         self.seq2seq = model.config.is_encoder_decoder
-        self.device = model.device
+        self.device, self.pad = model.device, model.config.pad_token_id
         if self.seq2seq:
             self.start = [[model.config.decoder_start_token_id]] * len(self.prompts)
         else:
@@ -118,7 +181,10 @@ class Peer:
         threads = torch.get_num_threads() or os.cpu_count()
         self.engine = kind(str(folder), device=device.split(":", 1)[0], compute_type="float32", intra_threads=threads)
         if self.seq2seq:
-            self.arguments = shared | {"max_decoding_length": steps, "min_decoding_length": options["min_new_tokens"]}
+            self.arguments = shared | {
+                "max_decoding_length": steps,
+                "min_decoding_length": options.get("min_new_tokens", 1),
+            }
         else:
             self.arguments = shared | {
                 "max_length": steps, "min_length": options["min_new_tokens"], "include_prompt_in_result": False,
@@ -131,14 +197,16 @@ class Peer:
         else:
             results = self.engine.generate_batch(self.prompts, **self.arguments)
             best = [result.sequences_ids[0] for result in results]
-        return torch.tensor([[*start, *ids] for start, ids in zip(self.start, best, strict=True)], device=self.device)
+        longest = max(map(len, best))
+        rows = [[*start, *ids, *[self.pad] * (longest - len(ids))] for start, ids in zip(self.start, best, strict=True)]
+        return torch.tensor(rows, device=self.device)
 
 
 def _token(index: int) -> str:
     return f"t{index}"
 
 
-def _tokenizer(config: Any) -> Any:
+def _tokenizer(config: Any, padding_last: bool) -> Any:
     """Return a tokenizer whose token of id 7 is `t7`; the converter takes vocabulary and special tokens from it."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -146,7 +214,9 @@ def _tokenizer(config: Any) -> Any:
     vocabulary = {_token(i): i for i in range(config.vocab_size)}
     special = {f"{name}_token": getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
     named = {name: _token(i) for name, i in special.items() if i is not None}
-    if config.model_type == "marian":  # the converter drops the last row of the weights and, by this name, its token
+    if (
+        config.model_type == "marian" and padding_last
+    ):  # the converter drops the last row of the weights and, by this name, its token
         vocabulary["<pad>"] = vocabulary.pop(_token(config.pad_token_id))
         named["pad_token"] = "<pad>"
     unknown = next(token for token, i in vocabulary.items() if i not in special.values())
@@ -157,6 +227,7 @@ def _tokenizer(config: Any) -> Any:
 @contextmanager
 def _attributes(kind: type, values: dict[str, Any]) -> Iterator[None]:
     """Within it, the class has these attributes."""
+    own = {name: vars(kind)[name] for name in values if name in vars(kind)}
     for name, value in values.items():
         setattr(kind, name, value)
     try:
@@ -164,3 +235,5 @@ def _attributes(kind: type, values: dict[str, Any]) -> Iterator[None]:
     finally:
         for name in values:
             delattr(kind, name)
+        for name, value in own.items():
+            setattr(kind, name, value)

@@ -65,17 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             text=args.text,
         )
         print(f"{case.name}: {case.help}", flush=True)
-        if args.peer:
-            from benchmarks import peer_ctranslate2
+        from benchmarks import peer_ctranslate2
+        from benchmarks.step_time import run_step_time
 
-            result = peer_ctranslate2.run(case, session)
-        else:
-            from benchmarks.step_time import run_step_time
-
-            try:
-                result = (runners.RUNNERS | {"step_time": run_step_time})[case.kind](case, session)
-            except FileNotFoundError as error:
-                raise SystemExit(f"{case.name}: {error}") from error
+        own = (runners.RUNNERS | {"step_time": run_step_time})[case.kind]
+        try:
+            result = (peer_ctranslate2.run if args.peer else own)(case, session)
+        except FileNotFoundError as error:
+            raise SystemExit(f"{case.name}: {error}") from error
         save(result)
         rows = table(case, result)
         lines += rows
@@ -145,11 +142,12 @@ def positive(text: str) -> int:
 
 
 def hardware(device: str) -> str:
-    """Return the results' folder: the GPU's name, such as h200; cpu-intel, cpu-zen5, or cpu for any other processor."""
+    """Return the results' folder: the GPU's name, such as h200; cpu-intel, -zen5, -avx2; cpu for other processors."""
     if not device.startswith("cuda"):
-        from fastgen.ops.processor import on_intel, on_zen5
+        from fastgen.ops.processor import on_intel, on_zen5, without_avx512
 
-        return f"{device}-intel" if on_intel() else f"{device}-zen5" if on_zen5() else device
+        kinds = {"-intel": on_intel, "-zen5": on_zen5, "-avx2": without_avx512}
+        return device + next((kind for kind, is_it in kinds.items() if is_it()), "")
     import torch
 
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-").removeprefix("nvidia-")
@@ -227,7 +225,9 @@ def table(case: Any, result: dict[str, Any]) -> list[str]:
         over = [f"{case.name} fastgen over {name:<14}{figure['ratio']:.2f}x [{figure['low']:.2f}, {figure['high']:.2f}]"
                 + missed(figure, case.peer_target if name != "stock" else case.target)
                 for name, figure in result["over"].items()]  # fmt: skip
-        return [*lines, *over]
+        same = [f"{case.name} {name:<14}{count} of {result['sentences']} texts are transformers'"
+                for name, count in result.get("same_texts", {}).items()]  # fmt: skip
+        return [*lines, *over, *same]
     return [f"{case.name:<13} {outcome_text(result)}{missed(result, case.target)}"]
 
 

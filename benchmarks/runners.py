@@ -202,8 +202,23 @@ def run_grid(case: Case, session: Session) -> dict[str, Any]:
     return {"cells": cells}
 
 
-def run_text(case: Case, session: Session) -> dict[str, Any]:
-    """The trained model on its test text; the time of each step is kept beside the number of sentences in it."""
+@dataclass
+class Translation:
+    """A trained model, sentences that it translates, in batches of like lengths, and the arguments of `generate`."""
+
+    model: Any
+    tokenizer: Any
+    batches: list[dict[str, Tensor]]
+    options: dict[str, Any]
+    sentences: int
+
+
+def translation(case: Case, session: Session) -> Translation:
+    """Load the model and the text that the command line names, or the example's.
+
+    Raises:
+        FileNotFoundError: one of them is not there.
+    """
     from transformers import AutoTokenizer, MarianMTModel
 
     folder, source = session.model or EXAMPLE / "model", session.text or EXAMPLE / "test.en"
@@ -222,6 +237,13 @@ def run_text(case: Case, session: Session) -> dict[str, Any]:
         texts = {"input_ids": [encoded_lines[i] for i in order[at : at + size]]}
         encoded = tokenizer.pad(texts, return_tensors="pt").to(session.device)
         batches.append({name: encoded[name] for name in ("input_ids", "attention_mask")})
+    return Translation(model, tokenizer, batches, options, len(lines))
+
+
+def run_text(case: Case, session: Session) -> dict[str, Any]:
+    """The trained model on its test text; the time of each step is kept beside the number of sentences in it."""
+    what = translation(case, session)
+    model, batches, options = what.model, what.batches, what.options
 
     steps: list[list[tuple[int, float]]] = []  # of the newest patched pass, batch by batch
 
@@ -247,9 +269,9 @@ def run_text(case: Case, session: Session) -> dict[str, Any]:
     hits = Hits()
     outcome = measure.compare(stock, patched, session.rounds or case.rounds, same, synchronize=session.synchronize)
     generated = sum(int((ids[:, 1:] != model.config.pad_token_id).sum()) for ids in last[1])
-    result = figures(outcome, generated) | hits.since() | {"sentences": len(lines)}
+    result = figures(outcome, generated) | hits.since() | {"sentences": what.sentences}
     if outcome.equal:
-        texts = [[tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in outputs] for outputs in last]
+        texts = [[what.tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in outputs] for outputs in last]
         result["identical_text"] = texts[0] == texts[1]
         result["steps"] = {"fastgen": steps, "stock": stock_steps(model, batches, options, session)}
     return result

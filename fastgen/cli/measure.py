@@ -296,11 +296,11 @@ def _git() -> dict[str, Any]:
 
 
 def _cpu_model() -> str | None:
-    from fastgen.ops.processor import on_zen5
+    from fastgen.ops.processor import on_zen5, without_avx512
 
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or None
     name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
-    return f"{name} (Zen 5)" if on_zen5() else name
+    return f"{name} (Zen 5)" if on_zen5() else f"{name} (AVX2)" if without_avx512() else name

@@ -25,6 +25,13 @@ def on_zen5() -> bool:
     return on_amd() and bool(torch.cpu.get_capabilities().get("avx512_vp2intersect"))
 
 
+@cache
+def without_avx512() -> bool:
+    """Whether this is a processor of AMD's that has AVX2 alone, as those before Zen 4 have."""
+    capabilities = torch.cpu.get_capabilities()
+    return on_amd() and bool(capabilities.get("avx2")) and not capabilities.get("avx512_f")
+
+
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Return how many cores this process may use: those it may run on, and no more than a container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

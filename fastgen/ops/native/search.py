@@ -53,7 +53,9 @@ def search_beams(by: Library, threads: int, decoder: Decoder, texts: Texts, beam
     return by.search_beams(by.run, threads, by.wait, *given)
 
 
-def search_greedily(by: Library, threads: int, decoder: Decoder, texts: Texts, running: int, room: int, pad: int) -> int:
+def search_greedily(
+    by: Library, threads: int, decoder: Decoder, texts: Texts, running: int, room: int, pad: int
+) -> int:
     """Make steps of a greedy search; return why there are no more.
 
     Args:
