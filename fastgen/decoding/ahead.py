@@ -4,6 +4,7 @@ Between two steps C decides all that is plain: which candidates go on, what has 
 values are equal, where sentences are to leave, where a buffer is full, Python goes on with the same state.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -39,9 +40,7 @@ def able(stop: Stop, edits: Sequence[Edit]) -> bool:
 
 def _may_pass(edit: Edit) -> bool:
     """Whether an edit is one that C makes, or that may do nothing at some lengths."""
-    if isinstance(edit, NGramBlock):
-        return edit.source is None and edit.shortest <= edit.n
-    return isinstance(edit, Ban) or getattr(edit, "active", None) is not None
+    return isinstance(edit, NGramBlock | Ban) or getattr(edit, "active", None) is not None
 
 
 class Steps:
@@ -49,7 +48,9 @@ class Steps:
 
     def __init__(self, stop: Stop, edits: Sequence[Edit]) -> None:
         self.stop, self.edits = stop, edits
-        self.ngrams = torch.tensor([e.n for e in edits if isinstance(e, NGramBlock)], dtype=torch.int64)
+        blocks = [e for e in edits if isinstance(e, NGramBlock) and (e.source is None or e.source.numel() > 0)]
+        self._sources = [None if e.source is None else e.source.contiguous().cpu() for e in blocks]
+        self._ngrams = (c.NGrams * len(blocks))(*map(_ngrams, blocks, self._sources))
         self.ends = torch.empty(0, dtype=torch.int64) if stop.eos is None else stop.eos.to(torch.int64).cpu()
         self._sets: dict[tuple[tuple[bool, ...], int], Tensor] = {}
         self._others = [e for e in edits if not isinstance(e, NGramBlock | Ban)]
@@ -71,19 +72,19 @@ class Steps:
         vocabulary, longest = prepared.logits.shape[1], self.stop.longest
         assert longest is not None
         banned = self._banned(text, vocabulary)
-        sets = None if banned is None and not len(self.ngrams) else empty_mask(rows, vocabulary, ids.device)
+        sets = None if banned is None and not self._sources else empty_mask(rows, vocabulary, ids.device)
         texts = c.Texts(
             ids=ids.data_ptr(), ids_b=ids.stride(0), ids_m=ids.stride(1) if ids.dim() == 3 else 0, length=text.length,
-            prompt=text.prompt_length, ends_at=longest, ends=self.ends.data_ptr(), ngrams=self.ngrams.data_ptr(),
-            end_count=len(self.ends), ngram_count=len(self.ngrams),
+            prompt=text.prompt_length, ends_at=longest, ends=self.ends.data_ptr(), ngrams=ctypes.addressof(self._ngrams),
+            end_count=len(self.ends), ngram_count=len(self._sources),
             banned=None if banned is None else banned.data_ptr(), sets=None if sets is None else sets.data_ptr(),
             leave=leave, steps=prepared.steps,
         )  # fmt: skip
         return texts, [banned, sets, ids]
 
     def note(self, length: int, made: int) -> None:
-        """Ask whether texts end at the lengths that they have come to: a limit may warn."""
-        for reached in range(length + 1, length + made + 1):
+        """Ask whether texts end at the lengths that they have come to: a limit may warn, before the last one too."""
+        for reached in range(max(length, length + made - 2) + 1, length + made + 1):
             self.stop.ends_all(reached)
 
     def _active(self, length: int) -> tuple[bool, ...]:
@@ -101,6 +102,14 @@ class Steps:
                     add_tokens_(made, ban.tokens[None], vocabulary)
             self._sets[key] = made
         return self._sets[key]
+
+
+def _ngrams(block: NGramBlock, source: Tensor | None) -> c.NGrams:
+    found = c.NGrams(block.n, block.least)
+    if source is not None:
+        found.source, found.source_length = source.data_ptr(), source.shape[1]
+        found.source_b = source.stride(0) if len(source) > 1 else 0
+    return found
 
 
 def _at(text: Text, length: int) -> Text:

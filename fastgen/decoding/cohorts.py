@@ -10,7 +10,7 @@ Sources: Hoang et al. 2018 (Amun), section 2.1 (rows that are freed are taken by
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def run(search: Search[_Made], model: Stepper[_Made], made: _Made, pause: Callab
             found = several()
         if found is False:
             break
-        made = found if isinstance(found, Tensor) else model.step(search.text.ids)
+        made = cast(Any, found) if isinstance(found, Tensor) else model.step(search.text.ids)
     return True
 
 

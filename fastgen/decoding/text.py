@@ -69,9 +69,14 @@ class NGramBlock:
         if self.active(text.length):
             ngram_mask_(mask, text.ids, self.n, vocabulary, self._source_on(mask.device), text.filled)
 
+    @property
+    def least(self) -> int:
+        """Length from which on a text can have anything banned."""
+        return max(self.shortest, self.n - (self.source is not None))
+
     def active(self, length: int) -> bool:
         """Whether texts of a length can have anything banned."""
-        return length >= max(self.shortest, self.n - (self.source is not None))
+        return length >= self.least
 
     def _source_on(self, device: torch.device) -> Tensor | None:
         if self.source is not None:

@@ -89,12 +89,15 @@ static const uint32_t *ban(parallel run, const Decoder *model, const Texts *text
       memcpy(texts->sets + r * words, texts->banned, 4 * words);
     else
       memset(texts->sets + r * words, 0, 4 * words);
-  for (int64_t i = 0; i < texts->ngram_count; i++)
-    if (texts->length >= texts->ngrams[i])
-      for (int64_t b = 0; b < R / beams; b++)
-        add_repeats(run, threads_for(model, beams * texts->length), texts->sets + b * beams * words,
-                    texts->ids + b * texts->ids_b, texts->ids + b * texts->ids_b, beams, words, texts->ngrams[i],
-                    texts->length, texts->length, V, 1, texts->ids_m, texts->ids_m);
+  for (int64_t i = 0; i < texts->ngram_count; i++) {
+    const NGrams *of = &texts->ngrams[i];
+    for (int64_t b = 0; b < R / beams && texts->length >= of->shortest; b++) {
+      const int64_t *ids = texts->ids + b * texts->ids_b, length = of->source ? of->source_length : texts->length;
+      const int64_t *text = of->source ? of->source + b * of->source_b : ids;
+      add_repeats(run, threads_for(model, beams * length), texts->sets + b * beams * words, ids, text, beams, words, of->n,
+                  texts->length, length, V, of->source ? beams : 1, texts->ids_m, texts->ids_m);
+    }
+  }
   return texts->sets;
 }
 
@@ -214,7 +217,7 @@ static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams 
 }
 
 /* Of all structures that a search is given, for a caller who has declared them, too. */
-int64_t search_size(void) { return sizeof(Decoder) + sizeof(Texts) + sizeof(Beams); }
+int64_t search_size(void) { return sizeof(Decoder) + sizeof(NGrams) + sizeof(Texts) + sizeof(Beams); }
 
 /* Steps of a beam search, each of which runs the decoder and chooses. Returns why there are no more. */
 int search_beams(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts, Beams *job) {

@@ -26,11 +26,19 @@ typedef struct {
   double *began;                    /* (steps,), seconds, when each step began */
 } Decoder;
 
+/* N-grams that may not come again: those of a text itself, or those of a source. */
+typedef struct {
+  int64_t n, shortest;              /* length of a text from which on it is looked at */
+  const int64_t *source;            /* (B or 1, S), or NULL */
+  int64_t source_b, source_length;  /* source_b: 0 where all sentences have the same */
+} NGrams;
+
 /* The texts of a search, and what may not come next. */
 typedef struct {
   int64_t *ids;                     /* (B, M, L), rows as far apart as said */
   int64_t ids_b, ids_m, length, prompt, ends_at; /* ends_at: the length at which all texts end */
-  const int64_t *ends, *ngrams;     /* tokens that end a text; lengths of n-grams that may not come again */
+  const int64_t *ends;              /* tokens that end a text */
+  const NGrams *ngrams;
   int64_t end_count, ngram_count;
   const uint32_t *banned;           /* a set of tokens, a bit for each, or NULL */
   uint32_t *sets;                   /* (R, words of a set), where any are banned */

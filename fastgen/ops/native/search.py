@@ -23,6 +23,14 @@ class Decoder(ctypes.Structure):
     ]  # fmt: skip
 
 
+class NGrams(ctypes.Structure):
+    """N-grams that may not come again."""
+
+    _fields_: ClassVar = [
+        *of(INTEGER, "n shortest"), ("source", POINTER), *of(INTEGER, "source_b source_length"),
+    ]  # fmt: skip
+
+
 class Texts(ctypes.Structure):
     """The texts of a search, and what may not come next."""
 
@@ -43,7 +51,7 @@ class Beams(ctypes.Structure):
     ]  # fmt: skip
 
 
-SIZE = sum(map(ctypes.sizeof, (Decoder, Texts, Beams)))
+SIZE = sum(map(ctypes.sizeof, (Decoder, NGrams, Texts, Beams)))
 """What `search_size` of a library returns, if it has the same structures."""
 
 
