@@ -75,8 +75,8 @@ class Steps:
         sets = None if banned is None and not self._sources else empty_mask(rows, vocabulary, ids.device)
         texts = c.Texts(
             ids=ids.data_ptr(), ids_b=ids.stride(0), ids_m=ids.stride(1) if ids.dim() == 3 else 0, length=text.length,
-            prompt=text.prompt_length, ends_at=longest, ends=self.ends.data_ptr(), ngrams=ctypes.addressof(self._ngrams),
-            end_count=len(self.ends), ngram_count=len(self._sources),
+            prompt=text.prompt_length, ends_at=longest, ends=self.ends.data_ptr(), end_count=len(self.ends),
+            ngrams=ctypes.addressof(self._ngrams), ngram_count=len(self._sources),
             banned=None if banned is None else banned.data_ptr(), sets=None if sets is None else sets.data_ptr(),
             leave=leave, steps=prepared.steps,
         )  # fmt: skip

@@ -84,7 +84,7 @@ class Ancestry:
         self._open = True
 
     def behind(self, prefix: int, mask: Tensor | None) -> Tensor:
-        """`room` with what beams see of the tokens before it, (B, M, prefix + F), of which `room` is a view from now on.
+        """`room` behind what beams see of the tokens before it, (B, M, prefix + F); `room` is a view of it from now on.
 
         mask: (B, .., prefix) additive, alike in each call; None where all are seen.
         """

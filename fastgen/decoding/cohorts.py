@@ -83,7 +83,7 @@ def _never() -> bool:
 
 
 def _several(search: Any, model: Any) -> Callable[[], Tensor | bool | None] | None:
-    """What makes steps in a row in C, as `beam_ahead.advance` says, where a search and a model's steps can be made so."""
+    """What makes steps in a row in C, and returns what `beam_ahead.advance` does; None where C does not choose."""
     if not hasattr(model, "begin_steps"):
         return None
     for kind, how in ((BeamSearch, beam_ahead), (Sampling, sample_ahead)):

@@ -199,7 +199,7 @@ class SharedCache:
                 layer.sweep(slots)
 
     def begin_steps(self, most: int) -> int:
-        """Have room for at most so many tokens of every beam, of the first of which the slots are open; say how many."""
+        """Have room for at most so many tokens of every beam, the first one's slots open; return for how many."""
         for layer in self.text:
             layer.make_room()
             most = min(most, (layer.room[0].shape[2] - layer.slots) // self.beams)
