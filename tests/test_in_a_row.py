@@ -1,5 +1,6 @@
 """Several steps of a search in a row in C, choices and all: the same as step by step, and as transformers' own."""
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import LogitsProcessor
-from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteria
+from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
 
 import fastgen
 from fastgen.decoding import ahead, beam, cohorts, sample
@@ -236,6 +237,52 @@ def test_whoever_looks_at_a_step_sees_it(variant: str, listening: dict[str, Any]
         for _ in range(2):
             assert assert_same(model, kwargs).error is None
     assert calls["search", "native"] == 0
+
+
+def test_what_the_caller_gives(variant: str) -> None:  # noqa: F811
+    """Positions of another type; a length beyond the config's, which raises in transformers too."""
+    model = zoo.build("gpt2", torch.float32)
+    kwargs = zoo.batch(model, 4, 9) | {"max_new_tokens": 12}
+    positions = (kwargs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    for beams in (1, 3):
+        for _ in range(2):
+            assert assert_same(model, kwargs | {"num_beams": beams, "position_ids": positions.int()}).error is None
+    assert calls["search", "native"] > 0
+    longer = StoppingCriteriaList([MaxLengthCriteria(40)])
+    kwargs |= {"max_new_tokens": 12, "eos_token_id": None, "stopping_criteria": longer}
+    assert assert_same(model, kwargs | {"num_beams": 1}).value.shape[1] == 40
+    for turn in (contextlib.nullcontext, fastgen.disabled):
+        with turn(), pytest.raises((IndexError, ValueError)):
+            model.generate(**kwargs, num_beams=3)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_keys_and_values_of_the_beams_that_are_returned(variant: str, beams: int) -> None:  # noqa: F811
+    model = zoo.build("gpt2", torch.float32)
+    kwargs = zoo.batch(model, 4, 9, "none") | {"num_beams": beams, "max_new_tokens": 40, "eos_token_id": ENDS}
+    kwargs |= {"return_dict_in_generate": True, "no_repeat_ngram_size": 1}
+    for _ in range(2):
+        ours = model.generate(**kwargs)
+    with fastgen.disabled():
+        stock = model.generate(**kwargs)
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert calls["search", "native"] > 0
+    for mine, theirs in zip(ours.past_key_values.layers, stock.past_key_values.layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(mine.values, theirs.values, atol=1e-3, rtol=1e-3)
+
+
+def test_drafted_steps_are_not_passed_over(variant: str) -> None:  # noqa: F811
+    large, small = zoo.build("gpt2", torch.float32), zoo.build("gpt2", torch.float32)
+    kwargs = zoo.batch(large, 1, 9, "none") | {"num_beams": 3, "max_new_tokens": 20, "eos_token_id": None}
+    wanted = large.generate(**kwargs)
+    for _ in range(2):
+        before = dict(fastgen.status().bild)
+        found = large.generate(**kwargs, assistant_model=small, lossless=True, speculative_beams=2)
+        assert torch.equal(found, wanted)
+        after = fastgen.status().bild
+        gained = {name: after[name] - before.get(name, 0) for name in ("beam_steps", "large_calls")}
+        assert 0 < gained["large_calls"] < gained["beam_steps"]
 
 
 def test_how_long_the_same_is_banned() -> None:

@@ -24,6 +24,11 @@ MOST = 64
 class Ahead(Protocol):
     """A stepper whose model's steps C can make."""
 
+    @property
+    def in_a_row(self) -> bool:
+        """Whether C may make them; asked before each, so that it costs next to nothing where it never can."""
+        ...
+
     def begin_steps(self, most: int) -> Prepared | None:
         """Have at most so many steps ready; None where they have to be made one at a time."""
         ...

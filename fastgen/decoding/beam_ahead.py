@@ -17,7 +17,8 @@ def covers(search: BeamSearch) -> bool:
     return (
         type(search) is BeamSearch
         and not (search.sample or search.exact or search.trace.wanted)
-        and search.wanted is search.on_step is None
+        and search.wanted is None
+        and search.on_step is None
         and search.ids.is_cpu
         and search.rule.beams > 1
         and search.rule.candidates < MOST_IN_C
@@ -30,9 +31,12 @@ def advance(search: BeamSearch, steps: ahead.Steps, model: ahead.Ahead) -> Tenso
 
     Where what comes next is for others to choose: its logits (R, V). Where the next step has to be made alone: None.
     """
+    if not model.in_a_row:
+        return None
     text, rule = search.text, search.rule
-    alike = steps.alike(text)
-    prepared = model.begin_steps(alike) if alike else None
+    # A criterion of the caller's may let texts become longer than the tables are, which raises step by step.
+    alike = min(steps.alike(text), search.ids.shape[2] - search.length)
+    prepared = model.begin_steps(alike) if alike > 0 else None
     if prepared is None or prepared.mask is None or rule.candidates >= prepared.logits.shape[1]:
         return None
     (b, m), mask, finished = search.scores.shape, prepared.mask, search.finished

@@ -82,14 +82,19 @@ def _never() -> bool:
     return False
 
 
+def chooses_in_c(search: Any) -> bool:
+    """Whether C makes the choices of a search, where it makes a model's steps in a row."""
+    return (type(search) is BeamSearch and beam_ahead.covers(search)) or (
+        type(search) is Sampling and sample_ahead.covers(search)
+    )
+
+
 def _several(search: Any, model: Any) -> Callable[[], Tensor | bool | None] | None:
     """What makes steps in a row in C, and returns what `beam_ahead.advance` does; None where C does not choose."""
-    if not hasattr(model, "begin_steps"):
+    if not (hasattr(model, "begin_steps") and chooses_in_c(search)):
         return None
-    for kind, how in ((BeamSearch, beam_ahead), (Sampling, sample_ahead)):
-        if type(search) is kind and how.covers(search):
-            return partial(how.advance, search, ahead.Steps(search.stop, search.edits), model)
-    return None
+    how: Any = beam_ahead if type(search) is BeamSearch else sample_ahead
+    return partial(how.advance, search, ahead.Steps(search.stop, search.edits), model)
 
 
 def run(search: Search[_Made], model: Stepper[_Made], made: _Made, pause: Callable[[], bool] = _never) -> bool:
@@ -101,6 +106,7 @@ def run(search: Search[_Made], model: Stepper[_Made], made: _Made, pause: Callab
     while search.advance(model, made):
         if pause():
             return False
+        made = cast(Any, None)  # so that no two steps' logits are there at once
         found: Any = True
         while found is True and several is not None:
             found = several()

@@ -13,7 +13,8 @@ def covers(search: Sampling) -> bool:
     return (
         type(search) is Sampling
         and not (search.sample or search.trace.wanted or search.trace.chosen is not None)
-        and search.wanted is search.on_tokens is None
+        and search.wanted is None
+        and search.on_tokens is None
         and search.ids.is_cpu
         and (search.pad is None or int(search.pad) >= 0)
         and ahead.able(search.stop, search.edits)
@@ -22,10 +23,12 @@ def covers(search: Sampling) -> bool:
 
 def advance(search: Sampling, steps: ahead.Steps, model: ahead.Ahead) -> Tensor | bool | None:
     """Make steps as long as nobody has to look; returns what `beam_ahead.advance` does."""
+    if not model.in_a_row:
+        return None
     text, (rows, length) = search.text, search.ids.shape
     alike = steps.alike(text)
     prepared = model.begin_steps(alike) if alike else None
-    if prepared is None:
+    if prepared is None or len(prepared.own) > 1:  # C runs one row per sentence
         return None
     ids = search.ids.new_empty(rows, length + prepared.steps)
     ids[:, :length] = search.ids

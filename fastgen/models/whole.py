@@ -58,15 +58,14 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
     head: Any = step.head
     if embedding.positions is not None:
         steps = min(steps, _rows_left(embedding.positions, embedding.first, context.position))
-    panels = head.in_panels() if steps > 0 else None
-    if panels is None:
-        return None
     biases = head.module.bias, step.bias
     positions = None if embedding.positions is None else embedding.positions.data
     read = [each if each is None else each.data for each in (tokens, positions, *biases)]
     by = native.library()
     able = lambda: plain(*read) and all(x is None or x.stride(-1) == 1 for x in read)  # noqa: E731
-    if by is None or inner.records.memory.planned or not in_c(chosen("search", never, able, tokens)):
+    if steps < 1 or by is None or inner.records.memory.planned or not in_c(chosen("search", never, able, tokens)):
+        return None
+    if (panels := head.in_panels()) is None:
         return None
     seen = inner.several(by, context, mask, steps)
     if seen is None:
@@ -86,7 +85,7 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
     address = None if bias is None else bias.data_ptr()
     decoder.head = c.Weight(panels.panels.data_ptr(), address, panels.outputs, panels.panels.shape[1])
     if positions is not None:
-        at = torch.as_tensor(embedding.first + context.position).expand(rows).contiguous()
+        at = torch.as_tensor(embedding.first + context.position, dtype=torch.int64).expand(rows).contiguous()
         held.append(at)
         decoder.positions, decoder.position_row, decoder.position = (
             positions.data_ptr(), positions.stride(0), at.data_ptr(),

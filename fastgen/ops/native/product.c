@@ -7,10 +7,11 @@
 
 #include "product.h"
 
+/* WIDE: vectors of a panel. AHEAD: inputs whose numbers are fetched before they are needed, some KiB of a panel. */
 #if WIDTH == 16
 enum { WIDE = 4, AHEAD = 8 };
 #else
-enum { WIDE = 2, AHEAD = 64 }; /* inputs whose numbers are fetched before they are needed: some KiB of a panel */
+enum { WIDE = 2, AHEAD = 64 };
 #endif
 enum { PANEL = WIDE * WIDTH, TALL = 6, DEPTH = 512, BLOCKS = 16 };
 

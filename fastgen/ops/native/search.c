@@ -15,6 +15,8 @@
 
 enum { THREAD_WORK = 32 * 1024 }; /* as ops/native/__init__.py has it */
 
+static const double PATIENCE = 0.1; /* seconds behind which whoever waits, such as a signal of Python's, has its turn */
+
 static unsigned threads_for(const Decoder *model, int64_t work) {
   const int64_t threads = work / THREAD_WORK;
   return threads < 1 ? 1 : threads < model->threads ? (unsigned)threads : (unsigned)model->threads;
@@ -24,6 +26,10 @@ static double seconds(void) {
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return now.tv_sec + 1e-9 * now.tv_nsec;
+}
+
+static int may_go_on(const Decoder *model, const Texts *texts) {
+  return texts->made < texts->steps && (!texts->made || seconds() - model->began[0] < PATIENCE);
 }
 
 /* What the first sublayer reads, and the stream: the rows of texts' newest tokens. 0 where a token has none. */
@@ -45,10 +51,10 @@ static int read_tokens(const Decoder *model, const Texts *texts, int64_t beams) 
     if (!embed(NULL, 1, out, id, model->tokens, between ? NULL : position, NULL, 1, C, V, 1, model->token_row, -1,
                (float)model->scale))
       return 0;
-    normalise(out, out, &model->embedded, C);
+    norm_row(out, out, &model->embedded, C);
     if (between && position)
       for (int64_t c = 0; c < C; c++) out[c] += position[c];
-    if (step->norm_first) normalise(step->x + r * C, out, &model->first, C);
+    if (step->norm_first) norm_row(step->x + r * C, out, &model->first, C);
   }
   return 1;
 }
@@ -211,8 +217,8 @@ static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams 
   int64_t leaving = 0;
   for (int64_t b = 0; b < B; b++)
     leaving += room->flags[2 * B + b] && (!room->flags[B + b] || job->stops_early);
-  if (room->flags[3 * B] || leaving == B) return OVER;
   if (!descend(run, model, job, room, B, M)) return NO_MEMORY;
+  if (room->flags[3 * B] || leaving == B) return OVER;
   return texts->leave && leaving >= texts->leave ? LEAVING : GOES_ON;
 }
 
@@ -226,7 +232,7 @@ int search_beams(parallel run, unsigned threads, barrier wait, Decoder *model, T
   void *held = make_room(&room, B, M, job->candidates, model->head.outputs);
   int found = held ? GOES_ON : NO_MEMORY;
   model->threads = threads;
-  while (found == GOES_ON && texts->made < texts->steps) {
+  while (found == GOES_ON && may_go_on(model, texts)) {
     found = make_logits(run, wait, model, texts, M);
     if (found != GOES_ON) break;
     job->filled += M, job->open = 0; /* the slots that this step has filled */
@@ -280,7 +286,7 @@ int search_greedily(parallel run, unsigned threads, barrier wait, Decoder *model
                     int64_t *tokens, int64_t pad) {
   const int64_t R = model->step->rows;
   model->threads = threads;
-  while (texts->made < texts->steps) {
+  while (may_go_on(model, texts)) {
     int found = make_logits(run, wait, model, texts, 1);
     if (found != GOES_ON) return found;
     Greatest job = {.logits = model->logits, .banned = ban(run, model, texts, 1), .tokens = tokens, .rows = R,

@@ -42,7 +42,7 @@ typedef struct {
 } Program;
 
 /* A row of so many numbers; out may be in. */
-void normalise(float *out, const float *in, const Norm *norm, int64_t C) {
+void norm_row(float *out, const float *in, const Norm *norm, int64_t C) {
   if (norm->kind == UNNORMED) {
     if (out != in) memcpy(out, in, sizeof(float) * C);
     return;
@@ -79,7 +79,7 @@ static void normalise_rows(void *given) {
   for (int64_t r; (r = next(&job->next)) < job->rows;)
     for (int64_t i = 0; i < job->pieces; i++) {
       const int64_t at = r * job->row + i * job->width;
-      normalise(job->out + at, job->in + at, job->norm, job->width);
+      norm_row(job->out + at, job->in + at, job->norm, job->width);
     }
 }
 

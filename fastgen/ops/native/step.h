@@ -57,7 +57,7 @@ typedef struct {
   float *spare, *wide, *mixed;/* room for (R, C), and for what products of x, and what is mixed, take at most */
 } Step;
 
-void normalise(float *out, const float *in, const Norm *norm, int64_t width);
+void norm_row(float *out, const float *in, const Norm *norm, int64_t width);
 int step_at(parallel run, unsigned threads, barrier wait, const Step *step, int64_t number);
 
 #endif

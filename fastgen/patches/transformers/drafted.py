@@ -40,6 +40,11 @@ class DraftedStepper(SharedStepper):
         return None
 
     @property
+    def in_a_row(self) -> bool:
+        """No: what stands in the cache is the trees' to say."""
+        return False
+
+    @property
     def past_key_values(self) -> Any:
         """None: the keys and values of drafts lie among those of the beams."""
         return None

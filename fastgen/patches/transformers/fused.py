@@ -11,7 +11,7 @@ from transformers import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen import config
-from fastgen.models import graph, whole
+from fastgen.models import graph
 from fastgen.models.layouts import layout_of
 from fastgen.models.parts import NotFused, is_toolkits
 from fastgen.models.proof import outcome
@@ -19,6 +19,8 @@ from fastgen.models.ragged import Ragged, Span
 from fastgen.models.reader import step_of
 from fastgen.models.replay import Replay
 from fastgen.models.step import Context, DecoderStep
+from fastgen.models.whole import Prepared, is_written, prepared
+from fastgen.ops import native
 from fastgen.patches.transformers.cache import SharedCache, parts_of
 from fastgen.patches.transformers.restored import method_of
 
@@ -147,6 +149,7 @@ class FusedDecoder:
         self.seeing = bool(kwargs.get("output_hidden_states"))  # whether `hidden` is looked at
         self.hidden: Tensor | None = None  # (R, C), what the head has read last
         replayed = graph.wanted(cache.text[0].keys) and not self.seeing
+        self._written = not self.seeing and not replayed and is_written(step)  # from ids to logits in C
         self.replay = Replay(step, cache.text, cache.longest, wide=True) if replayed else None
 
     def __call__(self, ids: Tensor) -> Tensor:
@@ -182,11 +185,11 @@ class FusedDecoder:
         )  # fmt: skip
 
     @property
-    def several(self) -> bool:
+    def in_a_row(self) -> bool:
         """Whether C may make several steps in a row, choices and all."""
-        return self.ready and self.replay is None and not self.seeing and whole.is_written(self.step)
+        return self.ready and self._written and native.library() is not None
 
-    def prepared(self, steps: int) -> whole.Prepared | None:
+    def prepared(self, steps: int) -> Prepared | None:
         """Have at most so many steps ready, for which the cache has room; None where C cannot run."""
         cache, ancestry, text = self.cache, self.cache.ancestry, self.cache.text[0]
         mask = None
@@ -203,7 +206,7 @@ class FusedDecoder:
             cache.sentences, self.prefix + text.steps + 1, self.prefix, position, cache.text, cache.source, None,
             self.source_mask,
         )  # fmt: skip
-        return whole.prepared(self.step, context, mask, own, steps)
+        return prepared(self.step, context, mask, own, steps)
 
     def extend(self, spans: Sequence[Span], step: DecoderStep | None = None) -> Tensor:
         """Return logits (N, V) fp32 of what follows the tokens of spans, with one beam per sentence.

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
 from fastgen.decoding.beam import BeamSearch, Stepper
-from fastgen.decoding.cohorts import run
+from fastgen.decoding.cohorts import chooses_in_c, run
 from fastgen.decoding.plan import Plan
 from fastgen.decoding.sample import Sampling
 from fastgen.decoding.stop import Stop
@@ -148,6 +148,7 @@ class _Ends:
 
     def __init__(self, search: BeamSearch | Sampling, max_length: int) -> None:
         self.search, self.max_length = search, max_length
+        self.in_c, self.begun = chooses_in_c(search), False
         search.may_drop = False
         search.stop = Stop()
         if isinstance(search, BeamSearch):
@@ -166,7 +167,9 @@ class _Ends:
         cache, length = stepper.cache, self.search.text.length + 1
         if cache is None:
             raise NotPredicted("the cache is transformers' own")
-        self.search.advance(model, logits)
+        if not (self.in_c and self.begun and stepper.in_a_row):  # C takes next to nothing for its choices
+            self.search.advance(model, logits)
+        self.begun = True
         skipped = 0
         if stepper.fused is not None:
             stepper.fused.ready = True  # this, too

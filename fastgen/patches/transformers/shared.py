@@ -171,10 +171,16 @@ class SharedStepper(Stepper):
         self.cache.begin_step()
         return self.fused(ids)
 
+    @property
+    def in_a_row(self) -> bool:
+        """Whether C may make several steps in a row, choices and all."""
+        cache, fused = self.cache, self.fused
+        return cache is not None and fused is not None and fused.in_a_row and not is_given(cache.stock)
+
     def begin_steps(self, most: int) -> Prepared | None:
-        """Have at most so many steps ready that C makes in a row; None where they have to be made one at a time."""
-        if self.cache is None or self.fused is None or not self.fused.several or is_given(self.cache.stock):
-            return None
+        """Have at most so many of them ready; None where they have to be made one at a time."""
+        assert self.cache is not None
+        assert self.fused is not None
         return self.fused.prepared(self.cache.begin_steps(most))
 
     def end_steps(self, run: int, began: Sequence[float], is_open: bool) -> None:
