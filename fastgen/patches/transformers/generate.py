@@ -3,7 +3,7 @@
 import functools
 import inspect
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -55,6 +55,10 @@ from fastgen.patches.transformers.stepper import Stepper
 
 _Original = Callable[..., Any]
 
+TOO_FEW, TOO_NARROW = 64, 256
+"""Rows of a product, and the width of a model, up to which a call for one new token saves less than a look at the
+model's layers takes: its products take microseconds, the look a millisecond."""
+
 _engine.on_release(packed.release)
 _engine.on_release(memory.release)
 _engine.on_release(graph.release)
@@ -92,15 +96,26 @@ def _as_asked(options: Options | None, original: _Original, self: Any, *args: An
 
 def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     family, asked = family_of(getattr(self.config, "model_type", "")), bild.asked_of(self)
+    rows = rows_at_most(self, args, kwargs)
+    if asked is None and _is_too_small(self, rows, kwargs):
+        with _engine.running("generate"), restored.calling(self, kwargs):
+            return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
     with (
         _engine.running("generate"),
         source.unread_padding(self, kwargs, tokens_alone=asked is not None and not asked.options.beams),
         restored.calling(self, kwargs),
-        routed(self, family, rows_at_most(self, args, kwargs)) as layers,
+        routed(self, family, rows) as layers,
     ):
         if layers:
             _engine.hit("transformers.generate")
         return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
+
+
+def _is_too_small(model: Any, rows: int | None, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call has so little to compute that its layers are left as they are."""
+    width: Any = getattr(model.config, "hidden_size", None)
+    narrow = isinstance(width, int) and width <= TOO_NARROW
+    return narrow and rows is not None and rows <= TOO_FEW and said(model, kwargs, "max_new_tokens") == 1
 
 
 def beam_search(
