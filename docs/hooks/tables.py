@@ -122,6 +122,23 @@ def speed() -> str:
     return table(head, rows)
 
 
+def peers() -> str:
+    """Whole calls beside another system's with the same weights, of all results files."""
+    head = ("case", "where", "toolkit", "fastgen", "CTranslate2", "over the toolkit", "over CTranslate2", "same texts")
+    rows: list[tuple[str, ...]] = []
+    for _, data in _results("peer"):
+        result = data["result"]
+        if not result["equal"]:
+            rows.append((data["case"], _where(data), *[""] * 5, "outputs differ"))
+            continue
+        seconds = (f"{result['systems'][name]:.3g} s" for name in ("stock", "fastgen", "ctranslate2"))
+        over = (_ratio(result["over"][name] | {"equal": True}) for name in ("stock", "ctranslate2"))
+        same = result.get("same_texts", {}).get("ctranslate2")
+        texts = "all tokens" if same is None else f"{same} of {result['sentences']}"
+        rows.append((data["case"], _where(data), *seconds, *over, texts))
+    return table(head, rows)
+
+
 def never_worse() -> str:
     """The range of ratios of the grid, of all results files."""
     lines: list[str] = []
@@ -270,6 +287,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "never-worse": never_worse,
     "paper": paper,
     "patches": patches,
+    "peers": peers,
     "speed": speed,
     "variables": variables,
 }
