@@ -102,6 +102,7 @@ class Case:
         peer_target: speed-up over CTranslate2 to reach.
         models: for a table over several models, their names in SHAPES (grid) or in CASES (memory).
         grid: for a grid, the values of batch, beams and source; for step times, of what is changed, one at a time.
+        gpu: whether it is made for one, and runs on a CPU only where it is named.
         sentences: of a text, at most.
         rounds: rounds unless the command line says otherwise; the most rounds of a grid's cell.
     """
@@ -120,6 +121,7 @@ class Case:
     models: tuple[str, ...] = ()
     grid: dict[str, tuple[int, ...]] = field(default_factory=dict)
     sentences: int = 0
+    gpu: bool = False
     rounds: int = 7
 
     @property
@@ -414,6 +416,55 @@ CASES = {
             target=2.5,
             sentences=2_000,
             rounds=3,
+        ),
+        Case(
+            "gpu_bart_large",
+            "generate",
+            "BART-large shape on a GPU, summarization: a source of 1,024, 140 new tokens",
+            SHAPES["bart_large"],
+            batch=32,
+            source=1024,
+            beams=4,
+            new_tokens=140,
+            options={"no_repeat_ngram_size": 3},
+            target=8.0,
+            gpu=True,
+        ),
+        Case(
+            "gpu_bart_one",
+            "generate",
+            "the same, one sentence",
+            SHAPES["bart_large"],
+            batch=1,
+            source=1024,
+            beams=4,
+            new_tokens=140,
+            options={"no_repeat_ngram_size": 3},
+            gpu=True,
+        ),
+        Case(
+            "gpu_t5_base",
+            "generate",
+            "T5-base shape on a GPU: a source of 512",
+            SHAPES["t5_base"],
+            batch=32,
+            source=512,
+            beams=4,
+            new_tokens=64,
+            target=8.0,
+            gpu=True,
+        ),
+        Case(
+            "gpu_gpt2",
+            "generate",
+            "GPT-2 124M shape on a GPU: a prompt of 512",
+            SHAPES["gpt2"],
+            batch=32,
+            source=512,
+            beams=4,
+            new_tokens=128,
+            target=10.0,
+            gpu=True,
         ),
         Case(
             "kv_memory",

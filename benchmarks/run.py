@@ -38,11 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from benchmarks import runners
 
     folder = args.out or RESULTS / hardware(args.device)
-    names = args.case or [name for name, case in CASES.items() if not args.peer or case.kind == "generate"]
+    on_gpu = args.device.startswith("cuda")
+    names = args.case or [
+        name for name, case in CASES.items() if (on_gpu or not case.gpu) and (not args.peer or case.kind == "generate")
+    ]
     lines, equal = [], True
     for name in names:
         case = runners.of_model(runners.sized(CASES[name], args.batch, args.scale == "tiny"), args.model)
-        file = folder / f"{case.name}{f'_{args.peer}' if args.peer else ''}.json"
+        more = [args.peer] * bool(args.peer) + [args.dtype] * (args.dtype not in ("float32", "float64"))
+        file = folder / f"{'_'.join([case.name, *more])}.json"
         old = json.loads(file.read_text("utf-8")) if case.kind == "grid" and file.is_file() else {}
         cells = old.get("result", {}).get("cells", {})
 
@@ -88,7 +92,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=positive, metavar="N", help="rounds (default: the case's; for cells, at most)")
     parser.add_argument("--threads", type=positive, metavar="N", help="torch's CPU threads (default: torch's choice)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float64"], help="default: float32")
+    dtypes = ["float32", "float64", "float16", "bfloat16"]
+    parser.add_argument("--dtype", default="float32", choices=dtypes, help="default: float32; else the file says which")
     parser.add_argument("--batch", type=positive, metavar="B", help="another batch size; the file's name says so")
     parser.add_argument(
         "--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the benchmark itself"

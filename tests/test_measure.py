@@ -372,6 +372,21 @@ def test_ctranslate2_gives_the_same_tokens(tmp_path, name):
     assert plot.main(["--results", str(tmp_path), "--out", str(tmp_path)]) == 0
 
 
+def test_ctranslate2_translates_the_same_texts(tmp_path):
+    pytest.importorskip("ctranslate2", reason="a dependency of this benchmark only")
+    assert bench("--case", "trained", "--peer", "ctranslate2", "--out", tmp_path) == 0
+    result = result_of(tmp_path, "trained_ctranslate2")["result"]
+    assert result["same_texts"]["ctranslate2"] >= 0.9 * result["sentences"]
+    assert set(result["over"]) == {"stock", "ctranslate2"}
+
+
+@pytest.mark.parametrize("name", ["gpu_bart_large", "gpu_gpt2"])
+def test_cases_for_a_gpu_in_bfloat16(tmp_path, name):
+    """Their own logic, at small size; they run on a CPU where they are named."""
+    assert bench("--case", name, "--dtype", "bfloat16", "--out", tmp_path) == 0
+    assert result_of(tmp_path, f"{name}_bfloat16")["result"]["equal"]
+
+
 def test_a_missing_peer_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ctranslate2", None)
     with pytest.raises(SystemExit, match=r"pip install ctranslate2==4\.8\.5"):
