@@ -45,7 +45,8 @@ def test_generate(variant: str, family: str, padding: str) -> None:  # noqa: F81
     calls.clear()
     steps = len(model.generate(**kwargs | {"eos_token_id": None})[0]) - 1
     assert _encoded() == 1
-    assert calls["decoder_step", "native"] == steps  # the first token's among them
+    in_a_row = calls["search", "native"] > 0
+    assert calls["decoder_step", "native"] == (1 if in_a_row else steps)  # the first token's among them
 
 
 def _layers(model: Any, length: int) -> Encoder:
