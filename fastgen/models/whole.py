@@ -26,7 +26,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         by: the library. decoder: what it reads. steps: how many it can make at most.
-        logits: (R, V) fp32, of the newest step. began: (steps,) fp64, seconds, when each step began.
+        logits: (R, V) fp32, of the newest step. began: (steps + 1,) fp64, seconds, when each step began.
         mask: (B, M, N) additive, what each beam sees of the text; None for all. own: (M, M), of the newest slots.
         prefix: keys of a prompt. filled: slots behind them.
         held: what `decoder` has the addresses of.
