@@ -269,16 +269,17 @@ def test_what_cannot_be_read_comes_behind_the_batches_before_it() -> None:
 def test_the_batches_of_a_process_that_dies_are_translated_anew(
     deaths: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """By the other process while there is one, by this one when all have died."""
     here = os.getpid()
 
     def translate(batches: Iterator[int]) -> Iterator[tuple[int, int]]:
         for number in batches:
-            time.sleep(0.01)
-            if number in (3, 4)[:deaths] and os.getpid() != here:
-                mark = tmp_path / str(number)
-                if not mark.exists():
-                    mark.touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if number in (3, 4)[:deaths] and os.getpid() != here and not [*tmp_path.glob(f"{number}-*")]:
+                (tmp_path / f"{number}-{os.getpid()}").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number == 10 and os.getpid() != here:  # the last of the other process: it does not end before the death
+                while not (dead := [*tmp_path.glob("3-*")]) or _is_there(int(dead[0].name.removeprefix("3-"))):
+                    time.sleep(0.01)
             yield number, os.getpid()
 
     with Workers(translate, 2) as several:
@@ -286,6 +287,15 @@ def test_the_batches_of_a_process_that_dies_are_translated_anew(
     assert [number for number, _ in found] == list(range(12))
     assert caplog.text.count("has died (status -9") == deaths
     assert (here in {pid for _, pid in found}) == (deaths == 2)
+
+
+def _is_there(pid: int) -> bool:
+    """Whether a process lives, or has died without its parent having noted it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_an_error_behind_a_death() -> None:
