@@ -57,7 +57,12 @@ gpu: test-gpu  ## all that a GPU machine is for: its tests, the operations, whol
 	$(RUN) -m benchmarks.ops --device cuda --dtype bfloat16
 	$(RUN) -m benchmarks.launches --device cuda
 	$(RUN) -m benchmarks --device cuda --rounds 3 --case bart_large gpt2 t5_base marian_base trained kv_memory
-	$(RUN) -m benchmarks --device cuda --dtype bfloat16 --rounds 3 --case gpu_bart_large gpu_bart_one gpu_t5_base gpu_gpt2
+	$(RUN) -m benchmarks --device cuda --dtype bfloat16 --rounds 3 --case gpu_bart_large gpu_bart_one gpu_t5_base gpu_gpt2 \
+	  gpu_best_batch gpu_step_time
+	$(RUN) -m benchmarks --device cuda --dtype bfloat16 --rounds 5 --peer compiled --case greedy greedy_one
+	@if $(RUN) -c 'import fastgen, fairseq' 2>/dev/null; then set -x; \
+	  $(RUN) -m benchmarks --device cuda --dtype float16 --rounds 3 --case fairseq_iwslt fairseq_big fairseq_bart fairseq_one fairseq_command; \
+	else echo "fairseq is not installed here: its cases are left out"; fi
 	$(RUN) -m benchmarks.paper --device cuda --dtype bfloat16
 
 check: $(READY)  ## ruff (format, lint) and pyright

@@ -93,15 +93,17 @@ class Case:
     """One row of the table.
 
     Attributes:
-        kind: which runner measures it: generate, text, grid, step_time, memory, fairseq or command.
+        kind: which runner measures it: generate, best_batch, text, grid, step_time, memory, fairseq or command.
         help: one line for the reader.
         shape: the model; None where `models` or a trained model is used.
         batch, source, beams, new_tokens: sentences, tokens of each source or prompt, beams, tokens generated.
         options: further arguments of `generate`, or of fairseq's generator.
         target: speed-up over the unpatched toolkit to reach; None where there is none.
-        peer_target: speed-up over CTranslate2 to reach.
+        gpu_target: the same on a GPU, where it is another.
+        peer_target: speed-up over the peer to reach.
         models: for a table over several models, their names in SHAPES (grid) or in CASES (memory).
-        grid: for a grid, the values of batch, beams and source; for step times, of what is changed, one at a time.
+        grid: for a grid, the values of batch, beams and source; for step times, of what is changed, one at a time; the
+            batches among which the best is sought.
         gpu: whether it is made for one, and runs on a CPU only where it is named.
         sentences: of a text, at most.
         rounds: rounds unless the command line says otherwise; the most rounds of a grid's cell.
@@ -117,6 +119,7 @@ class Case:
     new_tokens: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     target: float | None = None
+    gpu_target: float | None = None
     peer_target: float | None = None
     models: tuple[str, ...] = ()
     grid: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -370,6 +373,7 @@ CASES = {
             beams=4,
             new_tokens=60,
             target=2.0,
+            gpu_target=4.0,
         ),
         Case(
             "fairseq_big",
@@ -381,6 +385,7 @@ CASES = {
             beams=4,
             new_tokens=40,
             target=2.0,
+            gpu_target=5.0,
         ),
         Case(
             "fairseq_bart",
@@ -393,6 +398,7 @@ CASES = {
             new_tokens=32,
             options={"no_repeat_ngram_size": 3},
             target=2.5,
+            gpu_target=6.0,
         ),
         Case(
             "fairseq_one",
@@ -414,6 +420,7 @@ CASES = {
             new_tokens=100,
             options={"--no-repeat-ngram-size": 3},
             target=2.5,
+            gpu_target=4.0,
             sentences=2_000,
             rounds=3,
         ),
@@ -465,6 +472,56 @@ CASES = {
             new_tokens=128,
             target=10.0,
             gpu=True,
+        ),
+        Case(
+            "gpu_best_batch",
+            "best_batch",
+            "BART-large shape on a GPU, sentences per second of each at the batch that suits it best",
+            SHAPES["bart_large"],
+            source=1024,
+            beams=4,
+            new_tokens=140,
+            options={"no_repeat_ngram_size": 3},
+            grid={"batch": (16, 32, 64, 128, 256)},
+            target=6.0,
+            gpu=True,
+        ),
+        Case(
+            "gpu_step_time",
+            "step_time",
+            "BART-large shape on a GPU: time of a decode step beside its floor",
+            SHAPES["bart_large"],
+            source=1024,
+            beams=4,
+            batch=32,
+            new_tokens=48,
+            options={"no_repeat_ngram_size": 3},
+            grid={"batch": (1, 32)},
+            gpu=True,
+        ),
+        Case(
+            "greedy",
+            "generate",
+            "GPT-2 124M shape, greedy: a prompt of 128",
+            SHAPES["gpt2"],
+            batch=8,
+            source=128,
+            beams=1,
+            new_tokens=64,
+            target=1.5,
+            peer_target=1.0,
+        ),
+        Case(
+            "greedy_one",
+            "generate",
+            "the same, one sentence",
+            SHAPES["gpt2"],
+            batch=1,
+            source=128,
+            beams=1,
+            new_tokens=64,
+            target=0.98,
+            peer_target=1.0,
         ),
         Case(
             "kv_memory",

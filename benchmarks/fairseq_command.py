@@ -15,17 +15,17 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from benchmarks.cases import EXAMPLE, Case
 from fastgen.cli import measure
 from fastgen.cli.measure import Verdict
+from fastgen.decoding.margin import NEAR_TIE
 
 if TYPE_CHECKING:
     from benchmarks.runners import Session
 
 STOCK = {"FASTGEN_SKIP": "fairseq.generate,fairseq.attention,fairseq.generate_command"}
-NEAR_TIE = 1e-4
-"""Two translations whose scores are closer than this are a near tie."""
-
 _SIZES = {"embed-dim": 128, "ffn-embed-dim": 256, "attention-heads": 4, "layers": 3}
 _SPEED = re.compile(r"Translated ([\d,]+) sentences .* in ([\d.]+)s")
 
@@ -35,7 +35,7 @@ def run_command(case: Case, session: Session) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fastgen-fairseq-") as scratch:
         folder = Path(scratch)
         prepare(folder, session.corpus or EXAMPLE, 40 if session.tiny else case.sentences, 5 if session.tiny else 500)
-        words = arguments(folder, case, session.device)
+        words = [*arguments(folder, case, session.device), *(["--fp16"] if session.dtype == torch.float16 else [])]
         inside: dict[str, list[float]] = {"stock": [], "fastgen": []}
 
         def arm(name: str, environment: dict[str, str]) -> str:
@@ -49,7 +49,7 @@ def run_command(case: Case, session: Session) -> dict[str, Any]:
             lambda: arm("stock", STOCK),
             lambda: arm("fastgen", {"FASTGEN_STRICT": "1"}),
             session.rounds or case.rounds,
-            same,
+            lambda stock, ours: same(stock, ours, NEAR_TIE[session.dtype]),
         )
     return outcome.to_dict() | {"seconds_of_translation": inside}
 
@@ -65,14 +65,14 @@ def arguments(folder: Path, case: Case, device: str) -> list[str]:
     ]  # fmt: skip
 
 
-def same(stock: str, ours: str) -> Verdict:
-    """The same text of every line; scores within rounding."""
+def same(stock: str, ours: str, tolerance: float = NEAR_TIE[torch.float32]) -> Verdict:
+    """The same text of every line; where not, two translations whose scores are so close are a near tie."""
     one, other = _lines(stock), _lines(ours)
     if one.keys() != other.keys():
         return Verdict(False, note=f"{len(other)} lines instead of {len(one)}")
     apart = [key for key in one if one[key][1] != other[key][1]]
     numbers = {key.partition("-")[2] for key in apart if key[0] in "HD"}
-    ties = sum(abs(one[f"H-{n}"][0] - other[f"H-{n}"][0]) < NEAR_TIE for n in numbers)
+    ties = sum(abs(one[f"H-{n}"][0] - other[f"H-{n}"][0]) < tolerance for n in numbers)
     return Verdict(ties == len(numbers), ties, f"translations of {sorted(numbers)} differ" if numbers else "")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import peers
 from benchmarks.cases import Case
-from fastgen.cli import measure
 from fastgen.cli.agreement import Agreement, all_agree
 
 VERSION = "4.8.5"
@@ -41,32 +41,24 @@ def load() -> Any:
     return ctranslate2
 
 
+def suits(case: Case) -> bool:
+    """Whether the case is one batch that CTranslate2 can be given."""
+    return case.kind == "generate"
+
+
 def run(case: Case, session: Any) -> dict[str, Any]:
     """Time stock, fastgen and CTranslate2 on the same inputs, in turn; all outputs are compared in every round."""
     load()
     if case.kind == "text":
         return _text(case, session)
-    if case.kind != "generate" or case.shape is None:
+    if not suits(case) or case.shape is None:
         raise SystemExit(f"--peer ctranslate2 has no way to run the case {case.name!r}")
     model = case.shape.build(session.dtype, session.device)
     inputs, options = case.inputs(model), case.generate_options
-    agreement, ties = Agreement(model, inputs, options), {"fastgen": 0, "ctranslate2": 0}
-
-    def check(outputs: Sequence[Tensor]) -> str | None:
-        for name, found in zip(ties, outputs[1:], strict=True):
-            verdict = agreement(outputs[0], found)
-            ties[name] = max(ties[name], verdict.near_ties)
-            if not verdict.equal:
-                return f"{name}: {verdict.note}"
-        return None
-
     with tempfile.TemporaryDirectory() as folder:
         peer = Peer(convert(model, Path(folder)), model, inputs, options, session.device)
-        result = _compared(lambda: model.generate(**inputs, **options), peer, check, case, session)
-    return result | {
-        "near_ties": ties if result["equal"] else sum(ties.values()),
-        "tokens": case.batch * case.new_tokens,
-    }
+        result = peers.one_batch("ctranslate2", peer, model, inputs, options, case, session)
+    return result | {"ctranslate2": load().__version__}
 
 
 def _text(case: Case, session: Any) -> dict[str, Any]:
@@ -94,47 +86,18 @@ def _text(case: Case, session: Any) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         place = convert(model, Path(folder), own_start=True)
-        peers = [Peer(place, model, batch, what.options, session.device) for batch in what.batches]
-        result = _compared(
+        several = [Peer(place, model, batch, what.options, session.device) for batch in what.batches]
+        result = peers.compared(
             lambda: [model.generate(**batch, **what.options) for batch in what.batches],
-            lambda: [peer() for peer in peers], check, case, session,
+            "ctranslate2", lambda: [peer() for peer in several], check, case, session,
         )  # fmt: skip
-    return result | {"sentences": what.sentences, "same_texts": same}
+    return result | {"sentences": what.sentences, "same_texts": same, "ctranslate2": load().__version__}
 
 
 def _texts(outputs: list[Tensor], model: Any) -> list[list[int]]:
     """The tokens of every sentence, without those that begin, end and fill it."""
     others = {model.config.pad_token_id, model.config.eos_token_id, model.config.decoder_start_token_id}
     return [[token for token in row if token not in others] for ids in outputs for row in ids.tolist()]
-
-
-def _compared(
-    call: Callable[[], Any], peer: Callable[[], Any], check: Callable[[Any], str | None], case: Case, session: Any
-) -> dict[str, Any]:
-    from benchmarks.runners import Hits, both
-
-    hits = Hits()
-    stock, patched = both(call)
-    times, difference = measure.interleave(
-        (stock, patched, peer), session.rounds or case.rounds, check, synchronize=session.synchronize
-    )
-    version = {"ctranslate2": load().__version__}
-    if difference is not None:
-        return {"equal": False, "note": difference} | version | hits.since()
-    names = ("stock", "fastgen", "ctranslate2")
-    columns = dict(zip(names, zip(*times, strict=True), strict=True))
-    over = {}
-    for name in ("stock", "ctranslate2"):
-        ratio, low, high = measure.paired_ratio(columns[name], columns["fastgen"])
-        over[name] = {"ratio": ratio, "low": low, "high": high}
-    return {
-        "equal": True,
-        **version,
-        **hits.since(),
-        "systems": {name: sorted(column)[len(column) // 2] for name, column in columns.items()},
-        "over": over,
-        "rounds": [list(row) for row in times],
-    }
 
 
 def convert(model: Any, folder: Path, own_start: bool = False) -> Path:

@@ -141,12 +141,12 @@ def peer(data: Data) -> Any:
     rows = {name: d for name, d in data.items() if d["kind"] == "peer" and d["result"]["equal"]}
     if not rows:
         return None
-    colours = {"stock": STOCK, "ctranslate2": PEER, "fastgen": FASTGEN}
-    title = f"Seconds per batch, fp32, same weights, same tokens\n{_where(rows)}"
+    colours = {"stock": STOCK, "fastgen": FASTGEN}
+    title = f"Seconds, fp32, same weights\n{_where(rows)}"
     figure, axes = _axes(title, (max(6, 2.6 * len(rows) + 1), 3.2), len(rows))
     for ax, d in zip(axes, rows.values(), strict=True):
         systems = d["result"]["systems"]
-        bars = ax.bar(list(colours), [systems[name] for name in colours], color=list(colours.values()))
+        bars = ax.bar(list(systems), list(systems.values()), color=[colours.get(name, PEER) for name in systems])
         ax.bar_label(bars, fmt="%.3g")
         ax.set_title(d["case"], fontsize=10)
     axes[0].set_ylabel("seconds (median)")

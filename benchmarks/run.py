@@ -11,17 +11,19 @@ One JSON file per case goes to benchmarks/results/<hardware>/. The exit status i
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import CASES
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PEERS = ("ctranslate2",)
+PEERS = ("ctranslate2", "compiled")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,12 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     folder = args.out or RESULTS / hardware(args.device)
     on_gpu = args.device.startswith("cuda")
+    peer = importlib.import_module(f"benchmarks.peer_{args.peer}") if args.peer else None
     names = args.case or [
-        name for name, case in CASES.items() if (on_gpu or not case.gpu) and (not args.peer or case.kind == "generate")
+        name for name, case in CASES.items() if (on_gpu or not case.gpu) and (peer is None or peer.suits(case))
     ]
     lines, equal = [], True
     for name in names:
         case = runners.of_model(runners.sized(CASES[name], args.batch, args.scale == "tiny"), args.model)
+        if on_gpu and case.gpu_target is not None:
+            case = replace(case, target=case.gpu_target)
         more = [args.peer] * bool(args.peer) + [args.dtype] * (args.dtype not in ("float32", "float64"))
         file = folder / f"{'_'.join([case.name, *more])}.json"
         old = json.loads(file.read_text("utf-8")) if case.kind == "grid" and file.is_file() else {}
@@ -69,12 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             text=args.text,
         )
         print(f"{case.name}: {case.help}", flush=True)
-        from benchmarks import peer_ctranslate2
         from benchmarks.step_time import run_step_time
 
         own = (runners.RUNNERS | {"step_time": run_step_time})[case.kind]
         try:
-            result = (peer_ctranslate2.run if args.peer else own)(case, session)
+            result = (peer.run if peer else own)(case, session)
         except FileNotFoundError as error:
             raise SystemExit(f"{case.name}: {error}") from error
         save(result)
@@ -108,7 +112,9 @@ def arguments() -> argparse.ArgumentParser:
                         help="cells of never_worse, as in small/batch4/beams*/source128 (default: all)")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="leave out cells that the results file already holds")
     parser.add_argument(
-        "--peer", choices=PEERS, help="three-way comparison with this system, for the cases that have one"
+        "--peer",
+        choices=PEERS,
+        help="three-way comparison with this system, for the cases that have one; compiled: transformers' own fastest",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
     return parser

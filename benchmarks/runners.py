@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fastgen
 from benchmarks.cases import CASES, EXAMPLE, Case
+from benchmarks.fairseq_agreement import FairseqAgreement
 from benchmarks.fairseq_command import run_command
 from benchmarks.kv import KVProbe, expected_bytes, last_report
 from fastgen.cli import measure
@@ -96,6 +97,51 @@ def compared(
     return figures(outcome, tokens) | hits.since()
 
 
+def run_best_batch(case: Case, session: Session) -> dict[str, Any]:
+    """Seconds per sentence of each side at the batch that suits it best, among those of the case that fit.
+
+    Where a batch fits both sides, their outputs are compared; a side whose memory runs out tries no larger one.
+    """
+    assert case.shape is not None
+    model = case.shape.build(session.dtype, session.device)
+    rounds: dict[str, dict[int, list[float]]] = {"stock": {}, "fastgen": {}}  # seconds per sentence, by batch
+    full: set[str] = set()
+    ties, hits = 0, Hits()
+    for size in case.grid["batch"]:
+        sized = replace(case, batch=size)
+        inputs, options = sized.inputs(model), sized.generate_options
+        outputs: list[Tensor] = []
+        for name, call in zip(rounds, both(lambda i=inputs, o=options: model.generate(**i, **o)), strict=True):
+            if name in full:
+                continue
+            try:
+                outputs.append(call())  # which warms it, too
+                times, _ = measure.interleave(
+                    (call,), session.rounds or case.rounds, lambda _: None, warmup=0, synchronize=session.synchronize
+                )
+            except torch.OutOfMemoryError:
+                full.add(name)
+                session.say(f"{name}: {size} sentences do not fit")
+                fastgen.release()
+                continue
+            rounds[name][size] = [seconds / size for (seconds,) in times]
+            session.say(f"{name:<8}{size:>4} sentences: {1 / statistics.median(rounds[name][size]):.1f} per second")
+        if not full:
+            verdict = Agreement(model, inputs, options)(*outputs)
+            ties += verdict.near_ties
+            if not verdict.equal:
+                return Outcome(False, ties, note=f"batch of {size}: {verdict.note}").to_dict() | hits.since()
+    if not all(rounds.values()):
+        return Outcome(False, ties, note=f"no batch fits: {case.grid['batch']}").to_dict()
+    best = {
+        name: min(found, key=lambda size, found=found: statistics.median(found[size])) for name, found in rounds.items()
+    }
+    pairs = list(zip(*(rounds[name][size] for name, size in best.items()), strict=True))
+    outcome = Outcome(True, ties, pairs, *measure.paired_ratio(*zip(*pairs, strict=True)))
+    medians = {name: {size: statistics.median(one) for size, one in found.items()} for name, found in rounds.items()}
+    return outcome.to_dict() | hits.since() | {"best_batch": best, "seconds_per_sentence": medians}
+
+
 def run_fairseq(case: Case, session: Session) -> dict[str, Any]:
     """One batch through fairseq's generator, its n-gram rule mended in both."""
     from fairseq.sequence_generator import SequenceGenerator
@@ -111,20 +157,9 @@ def run_fairseq(case: Case, session: Session) -> dict[str, Any]:
     made = SequenceGenerator(
         [model], model.dictionary, case.beams, max_len_b=case.new_tokens, min_len=case.new_tokens, **case.options
     )
-    stock, patched = both(
-        lambda: [[hypothesis["tokens"] for hypothesis in found] for found in made.generate([model], sample)]
-    )
-
-    def same(expected: list[list[Tensor]], found: list[list[Tensor]]) -> Verdict:
-        apart = [
-            row
-            for row, (ours, theirs) in enumerate(zip(found, expected, strict=True))
-            if [h.tolist() for h in ours] != [h.tolist() for h in theirs]
-        ]
-        return Verdict(not apart, note=f"sentences {apart}" if apart else "")
-
-    hits = Hits()
-    outcome = measure.compare(stock, patched, session.rounds or case.rounds, same, synchronize=session.synchronize)
+    stock, patched = both(lambda: made.generate([model], sample))
+    hits, agreement = Hits(), FairseqAgreement(model, made, sample)
+    outcome = measure.compare(stock, patched, session.rounds or case.rounds, agreement, synchronize=session.synchronize)
     return figures(outcome, case.batch * case.new_tokens) | hits.since()
 
 
@@ -363,6 +398,7 @@ def memory_text(model: dict[str, Any], side: str) -> str:
 
 RUNNERS = {
     "generate": run_generate,
+    "best_batch": run_best_batch,
     "grid": run_grid,
     "text": run_text,
     "memory": run_memory,

@@ -3,10 +3,12 @@
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import fastgen
 from benchmarks import kv, launches, ops, peer_ctranslate2, plot, run
@@ -16,6 +18,7 @@ from fastgen.cli.agreement import Agreement, margins
 from fastgen.cli.measure import Outcome, Verdict, compare, interleave, paired_ratio
 from fastgen.decoding.margin import closest_decision, end_tokens, replayed
 from fastgen.ops import dispatch
+from fastgen.patches import _engine
 
 
 def exactly(a, b):
@@ -404,3 +407,47 @@ def test_another_batch_size_has_its_own_file(tmp_path):
     assert (tmp_path / "bart_large_batch2.json").is_file()
     with pytest.raises(ValueError, match="never_worse"):
         bench("--case", "never_worse", "--batch", 2, "--out", tmp_path)
+
+
+def test_transformers_own_compiled_forward(tmp_path):
+    assert bench("--case", "greedy", "--peer", "compiled", "--out", tmp_path) == 0
+    result = result_of(tmp_path, "greedy_compiled")["result"]
+    assert set(result["systems"]) == {"stock", "fastgen", "compiled"}
+    assert result["near_ties"] == {"fastgen": 0, "compiled": 0}
+    assert plot.main(["--results", str(tmp_path), "--out", str(tmp_path)]) == 0
+
+
+def test_a_peer_that_has_no_way_to_run_a_case(tmp_path):
+    with pytest.raises(SystemExit, match="no way to run the case 'gpt2': transformers compiles greedy search"):
+        bench("--case", "gpt2", "--peer", "compiled", "--out", tmp_path)
+
+
+def test_steps_for_a_gpu_beside_their_floor(tmp_path):
+    assert bench("--case", "gpu_step_time", "--dtype", "bfloat16", "--out", tmp_path) == 0
+    cells = result_of(tmp_path, "gpu_step_time_bfloat16")["result"]["cells"]
+    assert all(len(cell["floor"]) == len(cell["steps"]["fastgen"]) for cell in cells.values())
+
+
+@pytest.mark.parametrize("full", [4, None], ids=["full", "all fit"])
+def test_the_best_batch_of_each(tmp_path, capsys, monkeypatch, full):
+    """Where memory runs out on one side, that side's best is among the smaller batches."""
+    case = replace(CASES["gpu_best_batch"].tiny(), grid={"batch": (2, 4)})
+    monkeypatch.setattr(type(case), "tiny", lambda case: case)
+    monkeypatch.setitem(CASES, "gpu_best_batch", case)
+    right = transformers.BartForConditionalGeneration.generate
+
+    def generate(model, input_ids, **options):
+        if len(input_ids) == full and _engine.is_disabled():
+            raise torch.OutOfMemoryError("no room")
+        return right(model, input_ids, **options)
+
+    monkeypatch.setattr(transformers.BartForConditionalGeneration, "generate", generate)
+    assert bench("--case", "gpu_best_batch", "--out", tmp_path) == 0
+    result = result_of(tmp_path, "gpu_best_batch")["result"]
+    seconds = result["seconds_per_sentence"]
+    assert set(seconds["fastgen"]) == {"2", "4"}
+    assert set(seconds["stock"]) == ({"2", "4"} if full is None else {"2"})
+    assert ("stock: 4 sentences do not fit" in capsys.readouterr().out) == (full is not None)
+    best = {name: min(found.values()) for name, found in seconds.items()}
+    assert all(seconds[name][str(batch)] == best[name] for name, batch in result["best_batch"].items())
+    assert result["ratio"] == pytest.approx(best["stock"] / best["fastgen"], rel=0.5)

@@ -113,7 +113,7 @@ def speed() -> str:
     """Whole calls against the toolkit's own, of all results files."""
     head = ("case", "where", "toolkit", "fastgen", "times as fast", "results")
     rows: list[tuple[str, ...]] = []
-    for name, data in _results("generate", "text", "fairseq", "command"):
+    for name, data in _results("generate", "best_batch", "text", "fairseq", "command"):
         result = data["result"]
         ratio = f"{result['ratio']:.2f} [{result['low']:.2f}, {result['high']:.2f}]"
         seconds = (f"{result[side]:.3g} s" for side in ("baseline_seconds", "candidate_seconds"))
@@ -124,18 +124,19 @@ def speed() -> str:
 
 def peers() -> str:
     """Whole calls beside another system's with the same weights, of all results files."""
-    head = ("case", "where", "toolkit", "fastgen", "CTranslate2", "over the toolkit", "over CTranslate2", "same texts")
+    head = ("case", "where", "peer", "toolkit", "fastgen", "peer's", "over the toolkit", "over the peer", "same texts")
+    names = {"ctranslate2": "CTranslate2", "compiled": "static cache, compiled"}
     rows: list[tuple[str, ...]] = []
     for _, data in _results("peer"):
-        result = data["result"]
+        result, peer = data["result"], data["arguments"]["peer"]
         if not result["equal"]:
-            rows.append((data["case"], _where(data), *[""] * 5, "outputs differ"))
+            rows.append((data["case"], _where(data), names[peer], *[""] * 5, "outputs differ"))
             continue
-        seconds = (f"{result['systems'][name]:.3g} s" for name in ("stock", "fastgen", "ctranslate2"))
-        over = (_ratio(result["over"][name] | {"equal": True}) for name in ("stock", "ctranslate2"))
-        same = result.get("same_texts", {}).get("ctranslate2")
+        seconds = (f"{result['systems'][name]:.3g} s" for name in ("stock", "fastgen", peer))
+        over = (_ratio(result["over"][name] | {"equal": True}) for name in ("stock", peer))
+        same = result.get("same_texts", {}).get(peer)
         texts = "all tokens" if same is None else f"{same} of {result['sentences']}"
-        rows.append((data["case"], _where(data), *seconds, *over, texts))
+        rows.append((data["case"], _where(data), names[peer], *seconds, *over, texts))
     return table(head, rows)
 
 

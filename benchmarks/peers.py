@@ -1,0 +1,63 @@
+"""A third system, timed in turn with the toolkit unpatched and with fastgen; all outputs compared in every round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.cases import Case
+from benchmarks.runners import Hits, Session, both
+from fastgen.cli import measure
+from fastgen.cli.agreement import Agreement
+
+
+def one_batch(
+    name: str, peer: Callable[[], Tensor], model: Any, inputs: dict[str, Tensor], options: dict[str, Any], case: Case,
+    session: Session, warmup: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """One `generate` call in three ways; both others must return what the toolkit does, apart from near ties."""
+    agreement, ties = Agreement(model, inputs, options), {"fastgen": 0, name: 0}
+
+    def check(outputs: Sequence[Tensor]) -> str | None:
+        for system, found in zip(ties, outputs[1:], strict=True):
+            verdict = agreement(outputs[0], found)
+            ties[system] = max(ties[system], verdict.near_ties)
+            if not verdict.equal:
+                return f"{system}: {verdict.note}"
+        return None
+
+    result = compared(lambda: model.generate(**inputs, **options), name, peer, check, case, session, warmup)
+    return result | {
+        "near_ties": ties if result["equal"] else sum(ties.values()),
+        "tokens": case.batch * case.new_tokens,
+    }
+
+
+def compared(
+    call: Callable[[], Any], name: str, peer: Callable[[], Any], check: Callable[[Sequence[Any]], str | None],
+    case: Case, session: Session, warmup: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Time a call unpatched, patched, and by the system of this name.
+
+    check: gets the outputs of one round in that order, and returns None or what differs.
+    """
+    hits = Hits()
+    times, difference = measure.interleave(
+        (*both(call), peer), session.rounds or case.rounds, check, warmup, synchronize=session.synchronize
+    )
+    if difference is not None:
+        return {"equal": False, "note": difference} | hits.since()
+    columns = dict(zip(("stock", "fastgen", name), zip(*times, strict=True), strict=True))
+    over = {}
+    for system in ("stock", name):
+        ratio, low, high = measure.paired_ratio(columns[system], columns["fastgen"])
+        over[system] = {"ratio": ratio, "low": low, "high": high}
+    return {
+        "equal": True,
+        **hits.since(),
+        "systems": {system: sorted(column)[len(column) // 2] for system, column in columns.items()},
+        "over": over,
+        "rounds": [list(row) for row in times],
+    }

@@ -1,0 +1,81 @@
+"""The benchmark cases of fairseq's generator, at toy size: what counts as the same output, in half precision too."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import run
+from benchmarks.cases import CASES
+from benchmarks.fairseq_agreement import FairseqAgreement
+
+pytest.importorskip("fairseq")
+
+Found = list[list[dict[str, torch.Tensor]]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", ["fairseq_big", "fairseq_bart"])
+def test_cases(tmp_path: Path, name: str, dtype: str) -> None:
+    words = ["--case", name, "--dtype", dtype, "--scale", "tiny", "--rounds", "2", "--out", str(tmp_path)]
+    assert run.main(words) == 0
+    file = f"{name}.json" if dtype == "float32" else f"{name}_{dtype}.json"
+    result = json.loads((tmp_path / file).read_text("utf-8"))["result"]
+    assert result["equal"]
+    assert result["hits"]["fairseq.generate"] > 0
+    assert dtype == "float16" or result["near_ties"] == 0
+
+
+@pytest.fixture
+def agreement() -> FairseqAgreement:
+    from fairseq.sequence_generator import SequenceGenerator
+
+    case = CASES["fairseq_iwslt"].tiny()
+    assert case.shape is not None
+    model = case.shape.build(torch.float32, "cpu")
+    source = torch.randint(4, len(model.dictionary), (3, 9), generator=torch.Generator().manual_seed(1))
+    sample = {"net_input": {"src_tokens": source, "src_lengths": torch.full((3,), 9)}}
+    generator = SequenceGenerator([model], model.dictionary, 4, max_len_b=6, no_repeat_ngram_size=2)
+    return FairseqAgreement(model, generator, sample)
+
+
+def found_by(agreement: FairseqAgreement) -> Found:
+    return agreement.generator.generate([agreement.model], agreement.sample)
+
+
+def test_the_same_output(agreement: FairseqAgreement) -> None:
+    verdict = agreement(found_by(agreement), found_by(agreement))
+    assert verdict.equal
+    assert verdict.near_ties == 0
+
+
+def test_a_token_that_the_search_had_no_reason_to_take(agreement: FairseqAgreement) -> None:
+    stock, other = found_by(agreement), found_by(agreement)
+    other[1][0]["tokens"] = (other[1][0]["tokens"] + 1) % 61
+    verdict = agreement(stock, other)
+    assert not verdict.equal
+    assert verdict.note.startswith("1 of 3 sentences differ, largest margin")
+
+
+@pytest.mark.parametrize(("apart", "equal"), [(1e-6, True), (1e-2, False)])
+def test_hypotheses_that_change_places(agreement: FairseqAgreement, apart: float, equal: bool) -> None:
+    """A near tie, or not, by their scores: the search itself decided clearly."""
+    stock, other = found_by(agreement), found_by(agreement)
+    other[2][:2] = other[2][1::-1]
+    stock[2][1]["score"] = stock[2][0]["score"] - apart
+    verdict = agreement(stock, other)
+    assert verdict.equal is equal
+    assert verdict.near_ties == int(equal)
+
+
+@pytest.mark.parametrize(("gap", "equal"), [(1e-6, True), (1e-2, False)])
+def test_a_decision_that_rounding_turns(agreement: FairseqAgreement, gap: float, equal: bool) -> None:
+    """The first word of a sentence: the last that is kept and the first that is not are so far apart."""
+    stock, other = found_by(agreement), found_by(agreement)
+    (first,) = {len(step) for step in agreement._steps()[0]}
+    scores = agreement._steps()[0][0][0]
+    kept, dropped = scores.argsort(descending=True)[first - 1 : first + 1].tolist()
+    scores[dropped] = scores[kept] - gap
+    other[0][0]["tokens"] = torch.tensor([dropped, 2])
+    assert agreement(stock, other).equal is equal
