@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import LogitsProcessor
@@ -16,6 +17,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTime
 import fastgen
 from fastgen.decoding import ahead, beam, cohorts, sample
 from fastgen.decoding.text import Ban, NGramBlock, Penalty, Text
+from fastgen.models import in_c
 from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.ops.native import search as c
@@ -39,8 +41,11 @@ WRITTEN = (
     "qwen3",
     "phi",
     "mistral",
+    "t5",
+    "mt5",
+    "umt5",
 )
-NOT_WRITTEN = ("t5", "gemma2", "bloom")  # a bias by distance; a soft cap; sublayers that are not in C
+NOT_WRITTEN = ("gemma2", "bloom")  # a soft cap; sublayers that are not in C
 
 
 @pytest.fixture
@@ -103,9 +108,10 @@ def test_families(variant: str, family: str, beams: int) -> None:  # noqa: F811
 ENDS = [2, 7, 9, 30]
 
 
-def test_sentences_leave(variant: str) -> None:  # noqa: F811
-    """Sentences whose texts are short leave, and the outcome is in their order."""
-    model = zoo.build("marian", torch.float32)
+@pytest.mark.parametrize("family", ["marian", "t5"])
+def test_sentences_leave(variant: str, family: str) -> None:  # noqa: F811
+    """Sentences whose texts are short leave, and the outcome is in their order; behind sweeps, too."""
+    model = zoo.build(family, torch.float32)
     for beams in (1, 4):
         kwargs = zoo.batch(model, 17, 9) | {"num_beams": beams, "max_new_tokens": 60, "eos_token_id": ENDS}
         kwargs |= {"no_repeat_ngram_size": 1}  # so that texts go through many tokens, and come to an end
@@ -117,6 +123,37 @@ def test_sentences_leave(variant: str) -> None:  # noqa: F811
         assert calls["search", "native"] > 0
         kwargs |= {"num_return_sequences": beams}
         assert assert_same(model, kwargs).error is None
+
+
+def _mpt() -> Any:
+    """With ALiBi, which is by distance too, and heads that C can attend with."""
+    return transformers.MptForCausalLM(
+        transformers.MptConfig(
+            d_model=48, n_heads=3, n_layers=2, max_seq_len=64, vocab_size=zoo.VOCABULARY, initializer_range=0.5,
+            use_cache=True, pad_token_id=zoo.PAD, bos_token_id=1, eos_token_id=zoo.EOS,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("most", [1, 2**20])
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("family", ["t5", "mpt"])
+def test_biases_by_distance(
+    variant: str,  # noqa: F811
+    family: str,
+    beams: int,
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind a prompt of several tokens, and where there is room for the biases of one step only."""
+    monkeypatch.setattr(in_c, "BIASES", most)
+    monkeypatch.setitem(zoo.MORE, "mpt", _mpt)
+    model = zoo.build(family, torch.float32)
+    prompt = {} if family == "mpt" else {"decoder_input_ids": torch.tensor([[0, 7, 9, 8, 5]] * 4)}
+    kwargs = zoo.batch(model, 4, 9, "natural") | {"num_beams": beams, "max_new_tokens": 50} | prompt
+    for _ in range(2):
+        assert assert_same(model, kwargs | {"min_new_tokens": 40, "no_repeat_ngram_size": 2}).error is None
+    assert calls["search", "native"] > 0
 
 
 @pytest.mark.parametrize("beams", [1, 3])

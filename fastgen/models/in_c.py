@@ -23,6 +23,9 @@ from fastgen.ops.native import step as c
 Together = Callable[[Tensor, Tensor, Surroundings], Tensor | None]
 """Gives what the head reads (R, C) of what the first sublayer reads and the stream, which it may overwrite; or None."""
 
+BIASES = 2**20
+"""Numbers of a bias by distance that are held for steps in a row, unless a single step has more."""
+
 Reference = weakref.ReferenceType[Tensor] | None
 """To a tensor that is not kept alive by it."""
 
@@ -127,19 +130,33 @@ class InC:
         if not (self._covers(places) and self.records.ready(by, heads)):
             return None
         held: list[Tensor | None] = [*self._turn_several(context, steps)]
-        for i, (_, of_text, part, layer) in enumerate(places):
+        biases: dict[int, Tensor] = {}
+        for i, (mix, of_text, part, layer) in enumerate(places):
             at, read = self.seen[i], mask if of_text else part.source_mask
             self._point(i, layer)
-            at.count, at.weights, at.mask = layer.slots, None, None
+            at.count, at.weights, at.mask, at.bias = layer.slots, None, None, None
             if read is not None:
                 read = (read[:, None] if of_text else read).float()
                 read = read if read.stride(3) == 1 else read.contiguous()
                 held.append(read)
                 at.mask = read.data_ptr()
-                at.mask_b, at.mask_h, at.mask_m = (
-                    step if size > 1 else 0 for step, size in zip(read.stride()[:3], read.shape, strict=False)
-                )
-        return held
+                at.mask_b, at.mask_h, at.mask_m = _strides(read, (0, 1, 2))
+            if of_text and mix.bias is not None:
+                if id(mix.bias) not in biases:
+                    biases[id(mix.bias)] = context.biases(mix.bias, steps).float()
+                bias = biases[id(mix.bias)]
+                at.bias = bias.data_ptr()
+                at.bias_b, at.bias_h, at.bias_step = _strides(bias, (0, 1, 2))
+        return [*held, *biases.values()]
+
+    def most(self, context: Context, steps: int) -> int:
+        """How many of so many steps may be made ready at once: biases of each are held for all of them."""
+        heads = [mix.heads for _, mix, of_text, _ in self.attending if of_text and mix.bias is not None]
+        if not heads:
+            return steps
+        slots = context.text[0].keys.shape[2] + steps * _beams(context)
+        sentences = 1 if context.times is None and not isinstance(context.position, Tensor) else context.sentences
+        return max(1, min(steps, BIASES // (sentences * max(heads) * slots)))
 
     def _point(self, i: int, layer: Any) -> None:
         """Say where keys and values of a layer lie."""
@@ -224,16 +241,15 @@ class InC:
             at = self.seen[i]
             self._point(i, layer)
             at.count = count = layer.slots
-            at.slot = slots[id(part)]
+            at.slot, at.bias = slots[id(part)], None
             self._attention = max(self._attention, part.sentences * _beams(part) * mix.heads * mix.dims * count)
             mask, at.mask = part.text_mask_with(mix.bias) if of_text else part.source_mask, None
             if mask is not None:
                 if id(mask) not in masks:
                     readable = mask.float()
                     readable = readable if readable.stride(3) == 1 else readable.contiguous()
-                    steps = zip(readable.stride(), readable.shape, strict=True)
-                    masks[id(mask)] = readable, [step if size > 1 else 0 for step, size in steps]
-                readable, (at.mask_b, at.mask_h, at.mask_m, _) = masks[id(mask)]
+                    masks[id(mask)] = readable, _strides(readable, (0, 1, 2))
+                readable, (at.mask_b, at.mask_h, at.mask_m) = masks[id(mask)]
                 at.mask = readable.data_ptr()
             at.weights = None
             if not of_text and part.watched is not None and part.source[part.watched] is layer:
@@ -245,6 +261,11 @@ class InC:
 
 def _is(known: Reference, tensor: Tensor) -> bool:
     return known is not None and known() is tensor
+
+
+def _strides(x: Tensor, dimensions: Sequence[int]) -> list[int]:
+    """Elements from one to the next in each of these dimensions; 0 where there is one for all."""
+    return [x.stride(i) if x.shape[i] > 1 else 0 for i in dimensions]
 
 
 def _parts(context: Surroundings) -> Sequence[Context] | None:

@@ -94,20 +94,34 @@ class Context:
         if bias is None:
             return self.text_mask
         if id(bias) not in self.biased:
-            position = self.position
-            if isinstance(position, Tensor):  # the beams of a sentence are at the same one
-                position = position.view(1 if len(position) == 1 else self.sentences, -1)[:, :1, None]
-            found = bias.at(self.distances()[:, None], position)
+            found = bias.at(self.distances()[:, None], self._position_of_sentences())
             self.biased[id(bias)] = found if self.text_mask is None else found + self.text_mask
         return self.biased[id(bias)]
 
-    def distances(self) -> Tensor:
-        """(1 or B, N) int64, from the newest token to each slot; less than 0 to those that are not filled yet."""
-        keys = self.text[0].keys
+    def biases(self, bias: Bias, steps: int) -> Tensor:
+        """A bias in so many steps in a row, none of which is open: (1 or B, H, steps, N), of all slots behind them."""
+        later = torch.arange(steps)[:, None]
+        return bias.at(self.distances(steps)[:, None] + later, self._position_of_sentences() + later)
+
+    def _position_of_sentences(self) -> int | Tensor:
+        """`position`, where there are several as (1 or B, 1, 1): the beams of a sentence are at the same one."""
+        if not isinstance(self.position, Tensor):
+            return self.position
+        return self.position.view(1 if len(self.position) == 1 else self.sentences, -1)[:, :1, None]
+
+    def distances(self, more: int = 0) -> Tensor:
+        """(1 or B, N) int64, from the newest token to each slot; less than 0 to those that are not filled yet.
+
+        more: steps whose slots are still to come, that of the newest token among them.
+        """
+        keys, beams = self.text[0].keys, self.text[0].beams
         steps = self.times
         if steps is None:
-            slots = torch.arange(keys.shape[2] - self.prefix, device=keys.device)
-            steps = slots.div(self.text[0].beams, rounding_mode="floor")[None]
+            slots = torch.arange(keys.shape[2] - self.prefix + more * beams, device=keys.device)
+            steps = slots.div(beams, rounding_mode="floor")[None]
+        elif more:
+            coming = torch.arange(more, device=keys.device).repeat_interleave(beams) + (self.length - 1 - self.prefix)
+            steps = torch.cat([steps, coming.expand(steps.shape[0], -1)], 1)
         prefix = torch.arange(self.prefix, device=keys.device).expand(steps.shape[0], -1)
         return self.length - 1 - torch.cat([prefix, steps + self.prefix], 1)
 

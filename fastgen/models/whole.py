@@ -15,7 +15,7 @@ from fastgen.models.in_c import InC
 from fastgen.models.linear import Linear
 from fastgen.models.norm import Norm, NormLike, unnormed
 from fastgen.models.records import Rows, is_norm, norm_of
-from fastgen.models.step import Context, DecoderStep, TextAttention
+from fastgen.models.step import Context, DecoderStep
 from fastgen.ops import native
 from fastgen.ops.dispatch import chosen, in_c, never, plain
 from fastgen.ops.native import search as c
@@ -58,6 +58,7 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
     head: Any = step.head
     if embedding.positions is not None:
         steps = min(steps, _rows_left(embedding.positions, embedding.first, context.position))
+    steps = inner.most(context, steps)
     biases = head.module.bias, step.bias
     positions = None if embedding.positions is None else embedding.positions.data
     read = [each if each is None else each.data for each in (tokens, positions, *biases)]
@@ -108,7 +109,6 @@ def is_written(step: DecoderStep) -> bool:
         and isinstance(step.head, Linear)
         and step.softcap is None
         and (step.bias is None or step.head.module.bias is None)
-        and not any(isinstance(s.mix, TextAttention) and s.mix.bias is not None for s in step.sublayers)
     )
 
 

@@ -17,7 +17,7 @@ typedef struct {
   float *scores;
   int32_t *shared, *own;           /* keys that all rows see, if there are several; what a row sees beside, (rows, N) */
   int64_t shared_count, own_count[ROWS];
-  const float *query[ROWS], *mask[ROWS];
+  const float *query[ROWS], *mask[ROWS], *bias[ROWS];
   float *out[ROWS];
 } Space;
 
@@ -27,6 +27,7 @@ static void place_rows(const Attention *job, Space *at, int64_t b, int64_t head)
     at->query[r] = job->query + b * job->query_b + m * job->query_m + h * job->query_h;
     at->out[r] = job->out + b * job->out_b + (m * job->key_heads * job->groups + h) * job->dims;
     at->mask[r] = job->mask + b * job->mask_b + m * job->mask_m + h * job->mask_h;
+    at->bias[r] = job->bias + b * job->bias_b + h * job->bias_h;
   }
 }
 
@@ -91,15 +92,19 @@ INLINE void multiply_keys(const Attention *job, Space *at, const float *keys, co
   }
 }
 
+INLINE void add_to_scores(float *scores, const float *added, const int32_t *own, int64_t shared, int64_t count,
+                          const int32_t *of_all) {
+  for (int64_t s = 0; s < shared; s++) scores[s] += added[of_all[s]];
+  for (int64_t s = shared; s < count; s++) scores[s] += added[own[s - shared]];
+}
+
 /* Scores become weights, without the division by their sum, which is returned. */
 INLINE float weigh(const Attention *job, Space *at, int64_t r) {
   float *scores = at->scores + r * at->pitch;
   const int32_t *own = at->own + r * job->count;
   const int64_t shared = at->shared_count, count = shared + at->own_count[r];
-  if (job->mask) {
-    for (int64_t s = 0; s < shared; s++) scores[s] += at->mask[r][at->shared[s]];
-    for (int64_t s = shared; s < count; s++) scores[s] += at->mask[r][own[s - shared]];
-  }
+  if (job->bias) add_to_scores(scores, at->bias[r], own, shared, count, at->shared);
+  if (job->mask) add_to_scores(scores, at->mask[r], own, shared, count, at->shared);
   for (int64_t s = count; s % WIDTH; s++) scores[s] = -INFINITY;
   vec most = splat(-INFINITY), total = {};
   for (int64_t s = 0; s < count; s += WIDTH) most = higher(load(scores + s), most);

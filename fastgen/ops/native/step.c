@@ -158,7 +158,8 @@ static void add_attention(Program *to, const Step *step, const Sublayer *of, con
         .slot = at->slot, .scale = of->scale, .out_b = call->beams * of_queries, .query_b = call->beams * row,
         .query_m = row, .query_h = of->dims, .keys_b = at->keys_b, .keys_h = at->keys_h, .keys_n = at->keys_n,
         .values_b = at->values_b, .values_h = at->values_h, .values_n = at->values_n, .mask_b = at->mask_b,
-        .mask_h = at->mask_h, .mask_m = at->mask_m, .new_row = row};
+        .mask_h = at->mask_h, .mask_m = at->mask_m, .bias_b = at->bias_b, .bias_h = at->bias_h, .new_row = row};
+    if (at->bias) job.bias = at->bias + number * at->bias_step;
     if (!at->keys) {
       job.keys = query + of_queries, job.values = query + of_queries + of_keys, job.count = call->beams;
       job.keys_b = job.values_b = call->beams * row, job.keys_n = job.values_n = row;
@@ -223,7 +224,7 @@ static void work_on_phases(void *given) {
 /* Of all structures that a step is given, for a caller who has declared them, too. */
 int64_t step_size(void) { return sizeof(Step) + sizeof(Sublayer) + sizeof(Seen) + sizeof(Rows); }
 
-/* Runs all sublayers; what the head reads comes out in x. number: of the step, where cosines and sines of
+/* Runs all sublayers; what the head reads comes out in x. number: of the step, where cosines and sines, and biases, of
  * several lie one behind the other. Returns 0 where there was no memory. */
 int step_at(parallel run, unsigned threads, barrier wait, const Step *step, int64_t number) {
   /* Of a sublayer: three products of x, two norms of heads, a turn, attention of each call, the projection, the norm. */

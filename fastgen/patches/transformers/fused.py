@@ -204,7 +204,7 @@ class FusedDecoder:
             position = cast(Tensor, position).repeat_interleave(cache.beams)
         context = Context(
             cache.sentences, self.prefix + text.steps + 1, self.prefix, position, cache.text, cache.source, None,
-            self.source_mask,
+            self.source_mask, None if ancestry is None else ancestry.times,
         )  # fmt: skip
         return prepared(self.step, context, mask, own, steps)
 
