@@ -121,6 +121,16 @@ def _at(text: Text, length: int) -> Text:
     return Text(text.ids, text.prompt_length, length)
 
 
+def sight(prepared: Prepared) -> c.Sight:
+    """What beams see of the text, of a decoder with a mask, whose next slots are open."""
+    mask = prepared.mask
+    assert mask is not None
+    return c.Sight(
+        mask=mask.data_ptr(), own=prepared.own.data_ptr(), mask_b=mask.stride(0), mask_m=mask.stride(1),
+        prefix=prepared.prefix, filled=prepared.filled, room=mask.shape[2] - prepared.prefix, open=mask.shape[1],
+    )  # fmt: skip
+
+
 class Outcome(NamedTuple):
     """What steps in C have come to.
 

@@ -26,6 +26,10 @@ def covers(search: BeamSearch) -> bool:
     )
 
 
+def steps_of(search: BeamSearch) -> ahead.Steps:
+    return ahead.Steps(search.stop, search.edits)
+
+
 def advance(search: BeamSearch, steps: ahead.Steps, model: ahead.Ahead) -> Tensor | bool | None:
     """Make steps as long as nobody has to look; return whether the search goes on.
 
@@ -39,7 +43,7 @@ def advance(search: BeamSearch, steps: ahead.Steps, model: ahead.Ahead) -> Tenso
     prepared = model.begin_steps(alike) if alike > 0 else None
     if prepared is None or prepared.mask is None or rule.candidates >= prepared.logits.shape[1]:
         return None
-    (b, m), mask, finished = search.scores.shape, prepared.mask, search.finished
+    (b, m), finished = search.scores.shape, search.finished
     search.scores, search.improvable = search.scores.contiguous(), search.improvable.contiguous()
     finished.scores, finished.done = finished.scores.contiguous(), finished.done.contiguous()
     flags = torch.empty(4, b, dtype=torch.bool)
@@ -52,14 +56,12 @@ def advance(search: BeamSearch, steps: ahead.Steps, model: ahead.Ahead) -> Tenso
         finished_origins_b=finished.beams.stride(0), finished_origins_m=finished.beams.stride(1),
         scores=search.scores.data_ptr(), finished_scores=finished.scores.data_ptr(),
         finished_done=finished.done.data_ptr(), improvable=search.improvable.data_ptr(), flags=flags.data_ptr(),
-        sentences=search.sentences.data_ptr(), mask=mask.data_ptr(), mask_b=mask.stride(0), mask_m=mask.stride(1),
-        own=prepared.own.data_ptr(), prefix=prepared.prefix, filled=prepared.filled,
-        room=mask.shape[2] - prepared.prefix, open=m, candidates=rule.candidates,
+        sentences=search.sentences.data_ptr(), sight=ahead.sight(prepared), candidates=rule.candidates,
         stops_early=rule.early_stopping is True, far=rule.far or 0, never=rule.never, penalty=rule.length_penalty,
     )  # fmt: skip
     outcome = ahead.run(
         model, prepared, texts, lambda threads: c.search_beams(prepared.by, threads, prepared.decoder, texts, beams),
-        lambda: beams.open > 0,
+        lambda: beams.sight.open > 0,
     )  # fmt: skip
     del held
     steps.note(search.length, outcome.made)

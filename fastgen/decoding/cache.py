@@ -9,6 +9,7 @@ Sources: FastSeq (shared prefix), FasterTransformer (indirection instead of reor
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -161,6 +162,28 @@ class Ancestry:
         """Keep these sentences (int64 indices) and forget the others."""
         self._visible, self._whole = self._visible.index_select(0, sentences), None
         self.times = None if self.times is None else self.times.index_select(0, sentences)
+
+
+def room_for_steps(text: Sequence["LayerKV"], ancestry: Ancestry | None, most: int) -> int:
+    """Have room for at most so many tokens of every beam, the first one's slots open; return for how many.
+
+    text: keys and values of each layer, swept if that was due.
+    """
+    for layer in text:
+        layer.make_room()
+        most = min(most, (layer.room[0].shape[2] - layer.slots) // layer.beams)
+    if ancestry is not None:
+        ancestry.have_open()
+        most = min(most, SWEEP - ancestry.steps % SWEEP, ancestry.steps_left)
+    return most
+
+
+def note_steps(text: Sequence["LayerKV"], ancestry: Ancestry | None, steps: int, is_open: bool) -> None:
+    """So many of them have been made, and reordered; is_open: whether the slots of one more are open."""
+    for layer in text:
+        layer.note_step(steps)
+    if ancestry is not None:
+        ancestry.note_steps(steps, is_open)
 
 
 def _first_true(chosen: Tensor, count: int) -> Tensor:

@@ -15,8 +15,9 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding import ahead, beam_ahead, sample_ahead
+from fastgen.decoding import beam_ahead, first_finished_ahead, sample_ahead
 from fastgen.decoding.beam import BeamSearch
+from fastgen.decoding.first_finished import FirstFinished
 from fastgen.decoding.sample import Sampling
 from fastgen.decoding.text import Text
 from fastgen.models.joint import Joint
@@ -82,19 +83,21 @@ def _never() -> bool:
     return False
 
 
+_IN_C: dict[type, Any] = {BeamSearch: beam_ahead, Sampling: sample_ahead, FirstFinished: first_finished_ahead}
+"""What has C make the choices of a search, by its class."""
+
+
 def chooses_in_c(search: Any) -> bool:
     """Whether C makes the choices of a search, where it makes a model's steps in a row."""
-    return (type(search) is BeamSearch and beam_ahead.covers(search)) or (
-        type(search) is Sampling and sample_ahead.covers(search)
-    )
+    return type(search) in _IN_C and _IN_C[type(search)].covers(search)
 
 
-def _several(search: Any, model: Any) -> Callable[[], Tensor | bool | None] | None:
+def _several(search: Any, model: Any) -> Callable[[], Any] | None:
     """What makes steps in a row in C, and returns what `beam_ahead.advance` does; None where C does not choose."""
     if not (hasattr(model, "begin_steps") and chooses_in_c(search)):
         return None
-    how: Any = beam_ahead if type(search) is BeamSearch else sample_ahead
-    return partial(how.advance, search, ahead.Steps(search.stop, search.edits), model)
+    how = _IN_C[type(search)]
+    return partial(how.advance, search, how.steps_of(search), model)
 
 
 def run(search: Search[_Made], model: Stepper[_Made], made: _Made, pause: Callable[[], bool] = _never) -> bool:
@@ -112,7 +115,7 @@ def run(search: Search[_Made], model: Stepper[_Made], made: _Made, pause: Callab
             found = several()
         if found is False:
             break
-        made = cast(Any, found) if isinstance(found, Tensor) else model.step(search.text.ids)
+        made = model.step(search.text.ids) if found is True or found is None else found
     return True
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastgen.decoding.cache import Ancestry, room_for
 from fastgen.decoding.leaving import closed_up, may_leave
-from fastgen.decoding.text import Text
+from fastgen.decoding.text import Edit, Text
 from fastgen.ops.kbest import SparseEdits, best_of_log_probs, kbest
 from fastgen.ops.tables import Table, extend_rows_
 
@@ -75,6 +75,11 @@ class Search(Protocol):
 
     plain: bool
     """Whether it looks at nothing but one sentence's scores, so that sentences may leave late and change places."""
+
+    @property
+    def edits(self) -> Sequence[Edit]:
+        """What it does to log-probabilities before it chooses, where `phase` is not None."""
+        ...
 
     def __call__(self, prediction: Prediction, state: "FirstFinished") -> Candidates:
         """Choose for R rows, or for B: then the first beam of each sentence is the only one."""
@@ -274,8 +279,7 @@ class FirstFinished:
         if all(self.over) or (self.stop_at_longest and step >= self.longest):
             return False
         assert step < self.longest, f"{step} < {self.longest}"
-        if leaving and (staying := self._staying()) is not None:
-            kept = self._keep(model, staying)
+        if leaving and (kept := self.let_leave(model)) is not None:
             found, ends = Candidates(*(part[kept] for part in found)), ends[kept]
         order, running = self._running(found, ends)
         extend_rows_(self._tables(running), running.beams, step)
@@ -283,6 +287,11 @@ class FirstFinished:
         model.reorder(running.beams)
         self.step += 1
         return True
+
+    def let_leave(self, model: Stepper) -> Tensor | None:
+        """Let sentences that are over leave, if it is time for it; return those that stay, as a tensor."""
+        staying = self._staying()
+        return None if staying is None else self._keep(model, staying)
 
     def _attended(self, attention: Tensor) -> Attention:
         """Where attention over the source (B * M, S) or (B, S) is noted, with room for that of this step."""
@@ -305,24 +314,35 @@ class FirstFinished:
         rows = sentence * self.beams + beam
         tokens = self.tokens.index_select(0, rows)[:, 1 : step + 2]
         tokens[:, step] = self.end
-        scores = found.scores[sentence, candidate]
         reached = self.scores.index_select(0, rows)[:, : step + 1]
-        reached[:, step] = scores
-        if self.normalize:
-            scores = scores / (step + 1) ** self.length_penalty
-        attention = None
+        reached[:, step] = found.scores[sentence, candidate]
+        origins = None
         if self.attention is not None:
             origins = self.attention.origins.flatten(0, 1).index_select(0, rows)[:, : step + 1]
             origins[:, step] = beam
-            attention = self.attention.of(sentence, origins)
-        numbers = [self.running[b] for b, _ in ending]
-        scores, token_scores = self._limited(scores, numbers, step + 1), differences(reached)
-        for i, number in enumerate(numbers):
-            seen = None if attention is None else attention[i]
-            self._note(number, Hypothesis(tokens[i], scores[i], token_scores[i], seen))
+        self.note_finished(sentence, tokens, reached, origins)
         touched = dict.fromkeys(b for b, _ in ending)
         full = step == self.longest
         return [b for b in touched if full or len(self.finished[self.running[b]]) == self.beams]
+
+    def note_finished(self, sentence: Tensor, tokens: Tensor, reached: Tensor, origins: Tensor | None) -> None:
+        """Note hypotheses of present sentences (N,) that have ended, as far as they are among the first M.
+
+        Args:
+            tokens: (N, T) with the end. reached: (N, T), running scores, which may be overwritten.
+            origins: (N, T), beams that texts came by; None where there is no attention.
+        """
+        scores, length = reached[:, -1].clone(), reached.shape[1]
+        if self.normalize:
+            scores = scores / length**self.length_penalty
+        attention = None
+        if self.attention is not None and origins is not None:
+            attention = self.attention.of(sentence, origins)
+        numbers = [self.running[b] for b in cast("list[int]", cast(Any, sentence).tolist())]
+        scores, token_scores = self._limited(scores, numbers, length), differences(reached)
+        for i, number in enumerate(numbers):
+            seen = None if attention is None else attention[i]
+            self._note(number, Hypothesis(tokens[i], scores[i], token_scores[i], seen))
 
     def _limited(self, scores: Tensor, sentences: Sequence[int], lengths: int | Tensor) -> Tensor:
         """Scores (N,) of hypotheses of some of all sentences, -inf where they are too long; lengths with the end."""

@@ -96,8 +96,7 @@ class ReplayedFirstFinished(FirstFinished):
         if all(self.over) or (last and self.stop_at_longest):
             return False
         assert not last, f"{self.longest} < {self.longest}"
-        if (staying := self._staying()) is not None:
-            self._keep(model, staying)
+        self.let_leave(model)
         return True
 
     def _begin(self, prefilled: int) -> Finished:

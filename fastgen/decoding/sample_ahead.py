@@ -21,6 +21,10 @@ def covers(search: Sampling) -> bool:
     )
 
 
+def steps_of(search: Sampling) -> ahead.Steps:
+    return ahead.Steps(search.stop, search.edits)
+
+
 def advance(search: Sampling, steps: ahead.Steps, model: ahead.Ahead) -> Tensor | bool | None:
     """Make steps as long as nobody has to look; returns what `beam_ahead.advance` does."""
     if not model.in_a_row:

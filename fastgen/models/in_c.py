@@ -135,6 +135,8 @@ class InC:
             at, read = self.seen[i], mask if of_text else part.source_mask
             self._point(i, layer)
             at.count, at.weights, at.mask, at.bias = layer.slots, None, None, None
+            if not of_text and context.weights is not None and context.source[context.watched or 0] is layer:
+                at.weights = context.weights.data_ptr()
             if read is not None:
                 read = (read[:, None] if of_text else read).float()
                 read = read if read.stride(3) == 1 else read.contiguous()

@@ -71,7 +71,8 @@ class Context:
         text_mask, source_mask: additive, broadcastable to (B, H, M, N); None where everything is seen.
         times: (B, F) int64, the step that each slot behind the prefix is of; None where there are M of each, in order.
         seen: (1,) int64, how many keys of the text there are, where only the device knows.
-        watched: the layer whose attention over the source is wanted; it comes out in `weights`, (R, S) fp32.
+        watched: the layer whose attention over the source is wanted; it comes out in `weights`, (R, S) fp32. For
+            several steps in C that is where it is written, (steps, B, M, S).
     """
 
     sentences: int

@@ -39,6 +39,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "product": (*[_POINTER] * 5, *[_INTEGER] * 5),
     "step": (_POINTER, _POINTER),
     "search_beams": (*[_POINTER] * 4,),
+    "search_first_finished": (*[_POINTER] * 4,),
     "search_greedily": (*[_POINTER] * 5, _INTEGER),
     "choose": (*[_POINTER] * 14, *[_INTEGER] * 4, *[_FLOAT] * 3),
     "move_rows": (*[_POINTER] * 3, *[_INTEGER] * 5),
@@ -67,6 +68,7 @@ class Library(NamedTuple):
     product: Callable[..., None]
     step: Callable[..., int]
     search_beams: Callable[..., int]
+    search_first_finished: Callable[..., int]
     search_greedily: Callable[..., int]
     choose: Callable[..., int]
     move_rows: Callable[..., int]

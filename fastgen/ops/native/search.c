@@ -1,7 +1,7 @@
 /* Whole steps of a search, from the newest tokens to the choice of the next, as many as nobody has to look at.
  *
  * Each is made of what a step by itself is made of: `embed`, `step`, `product`, `k_best`, `choose`, `move_rows`. What is
- * left is what lies between them. Source: decoding/beam.py, decoding/sample.py. */
+ * left is what lies between them. Source: decoding/beam.py, decoding/first_finished.py, decoding/sample.py. */
 
 #include "search.h"
 
@@ -167,11 +167,11 @@ static void list_tables(Table *tables, const Texts *texts, const Beams *job, con
 }
 
 /* What each beam sees, as it goes on from another, and the slots of the newest tokens, where there is room for them. */
-static int descend(parallel run, const Decoder *model, Beams *job, const Room *room, int64_t B, int64_t M) {
-  Table seen = table_of(job->mask, 4, job->mask_b, job->mask_m, job->prefix, job->filled);
-  job->open = job->filled + M <= job->room ? M : 0;
-  seen.newest = (const char *)job->own, seen.newest_size = 4, seen.newest_m = M, seen.columns = job->open;
-  const int64_t bytes = 4 * M * (job->filled + M);
+static int descend(parallel run, const Decoder *model, Sight *of, const Room *room, int64_t B, int64_t M) {
+  Table seen = table_of(of->mask, 4, of->mask_b, of->mask_m, of->prefix, of->filled);
+  of->open = of->filled + M <= of->room ? M : 0;
+  seen.newest = (const char *)of->own, seen.newest_size = 4, seen.newest_m = M, seen.columns = of->open;
+  const int64_t bytes = 4 * M * (of->filled + M);
   return move_rows(run, threads_for(model, B * bytes / 4), &seen, room->parents, NULL, 1, B, M, M, bytes);
 }
 
@@ -217,13 +217,15 @@ static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams 
   int64_t leaving = 0;
   for (int64_t b = 0; b < B; b++)
     leaving += room->flags[2 * B + b] && (!room->flags[B + b] || job->stops_early);
-  if (!descend(run, model, job, room, B, M)) return NO_MEMORY;
+  if (!descend(run, model, &job->sight, room, B, M)) return NO_MEMORY;
   if (room->flags[3 * B] || leaving == B) return OVER;
   return texts->leave && leaving >= texts->leave ? LEAVING : GOES_ON;
 }
 
 /* Of all structures that a search is given, for a caller who has declared them, too. */
-int64_t search_size(void) { return sizeof(Decoder) + sizeof(NGrams) + sizeof(Texts) + sizeof(Beams); }
+int64_t search_size(void) {
+  return sizeof(Decoder) + sizeof(NGrams) + sizeof(Texts) + sizeof(Sight) + sizeof(Beams) + sizeof(FirstFinished);
+}
 
 /* Steps of a beam search, each of which runs the decoder and chooses. Returns why there are no more. */
 int search_beams(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts, Beams *job) {
@@ -235,8 +237,97 @@ int search_beams(parallel run, unsigned threads, barrier wait, Decoder *model, T
   while (found == GOES_ON && may_go_on(model, texts)) {
     found = make_logits(run, wait, model, texts, M);
     if (found != GOES_ON) break;
-    job->filled += M, job->open = 0; /* the slots that this step has filled */
+    job->sight.filled += M, job->sight.open = 0; /* the slots that this step has filled */
     found = choose_beams(run, model, texts, job, &room, B, M);
+  }
+  free(held);
+  return found;
+}
+
+/* The best candidates that do not end. 0 where there are too few. */
+static int choose_going_on(const Texts *texts, Room *room, int64_t b, int64_t M, int64_t K) {
+  int64_t found = 0;
+  for (int64_t k = 0; k < K && found < M; k++) {
+    if (room->token[b * K + k] == texts->ends[0]) continue;
+    room->parents[b * M + found] = room->beam[b * K + k];
+    room->tokens[b * M + found] = room->token[b * K + k];
+    room->merged[b * M + found++] = room->candidates[b * K + k];
+  }
+  return found == M;
+}
+
+/* A text that ends: all that it had come to, and its end. */
+static void note_finished(const Texts *texts, FirstFinished *job, int64_t b, int64_t m, float score) {
+  const int64_t step = texts->length - 1, at = job->found++;
+  const int64_t *ids = texts->ids + b * texts->ids_b + m * texts->ids_m;
+  const float *scores = job->scores + b * job->scores_b + m * job->scores_m;
+  job->places[3 * at] = b, job->places[3 * at + 1] = m, job->places[3 * at + 2] = step;
+  memcpy(job->finished_tokens + at * job->width, ids + 1, 8 * step);
+  memcpy(job->finished_scores + at * job->width, scores, 4 * step);
+  job->finished_tokens[at * job->width + step] = texts->ends[0];
+  job->finished_scores[at * job->width + step] = score;
+  if (!job->origins) return;
+  memcpy(job->finished_origins + at * job->width, job->origins + b * job->origins_b + m * job->origins_m, 8 * step);
+  job->finished_origins[at * job->width + step] = m;
+}
+
+/* What becomes of the logits: hypotheses finish and texts move on, or nothing does. */
+static int choose_first_finished(parallel run, const Decoder *model, Texts *texts, FirstFinished *job, Room *room,
+                                 int64_t B, int64_t M) {
+  const int64_t K = 2 * M, V = model->head.outputs, step = texts->length - 1;
+  const uint32_t *banned = ban(run, model, texts, M);
+  for (int64_t r = 0; r < B * M; r++)
+    room->running[r] = step ? job->scores[r / M * job->scores_b + r % M * job->scores_m + step - 1] : 0.0f;
+  if (!k_best(run, threads_for(model, B * M * V), room->values, room->indices, room->maxima, room->shifts, model->logits,
+              room->running, banned, B, M, V, K + 1, M * V, V, (V + 31) / 32))
+    return UNDECIDED;
+  for (int64_t b = 0; b < B; b++) {
+    for (int64_t k = 0; k < K; k++) {
+      const int64_t index = room->indices[b * (K + 1) + k];
+      room->candidates[b * K + k] = room->values[b * (K + 1) + k];
+      room->beam[b * K + k] = index / V, room->token[b * K + k] = index % V;
+    }
+    if (!choose_going_on(texts, room, b, M, K)) return UNDECIDED;
+  }
+  int64_t leaving = 0;
+  for (int64_t b = 0; b < B; b++) {
+    for (int64_t k = 0; k < M && !job->over[b]; k++)
+      if (room->token[b * K + k] == texts->ends[0] && job->counts[b] < M) {
+        note_finished(texts, job, b, room->beam[b * K + k], room->candidates[b * K + k]);
+        job->counts[b]++;
+      }
+    job->over[b] |= job->counts[b] >= M;
+    leaving += job->over[b];
+  }
+  if (leaving == B) return OVER;
+  Table tables[3] = {table_of(texts->ids, 8, texts->ids_b, texts->ids_m, 1, step),
+                     table_of(job->scores, 4, job->scores_b, job->scores_m, 0, step),
+                     table_of(job->origins, 8, job->origins_b, job->origins_m, 0, step)};
+  tables[0].newest = (const char *)room->tokens, tables[1].newest = (const char *)room->merged;
+  tables[2].newest = (const char *)room->parents, tables[1].newest_size = 4;
+  for (int i = 0; i < 3; i++) tables[i].newest_b = M;
+  const int64_t bytes = 8 * M * (step + 1);
+  if (!move_rows(run, threads_for(model, 2 * B * bytes / 4), tables, room->parents, NULL, job->origins ? 3 : 2, B, M, M,
+                 bytes))
+    return NO_MEMORY;
+  texts->length++, texts->made++;
+  if (!descend(run, model, &job->sight, room, B, M)) return NO_MEMORY;
+  return texts->leave && leaving >= texts->leave ? LEAVING : GOES_ON;
+}
+
+/* Steps of a beam search that ends a sentence with its M-th hypothesis. Returns why there are no more. */
+int search_first_finished(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts,
+                          FirstFinished *job) {
+  const int64_t B = model->step->calls[0].sentences, M = model->step->calls[0].beams;
+  Room room;
+  void *held = make_room(&room, B, M, 2 * M, model->head.outputs);
+  int found = held ? GOES_ON : NO_MEMORY;
+  model->threads = threads;
+  while (found == GOES_ON && may_go_on(model, texts)) {
+    found = make_logits(run, wait, model, texts, M);
+    if (found != GOES_ON) break;
+    job->sight.filled += M, job->sight.open = 0;
+    found = choose_first_finished(run, model, texts, job, &room, B, M);
   }
   free(held);
   return found;

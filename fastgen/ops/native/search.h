@@ -46,6 +46,13 @@ typedef struct {
   int64_t steps, made, run;         /* steps that may be made; those that were, and of those that the decoder made */
 } Texts;
 
+/* What beams see of the slots of the text. */
+typedef struct {
+  float *mask;                      /* (B, M, N) additive, rows as far apart as said */
+  const float *own;                 /* (M, M), of the newest slots */
+  int64_t mask_b, mask_m, prefix, filled, room, open; /* slots behind the prefix; of them, open ones that wait: 0 or M */
+} Sight;
+
 /* Beam search by the rules of decoding/rules.py. */
 typedef struct {
   int32_t *origins;                 /* (B, M, T), the rows that tokens came from */
@@ -55,11 +62,23 @@ typedef struct {
   float *scores, *finished_scores;  /* (B, M) each */
   uint8_t *finished_done, *improvable, *flags; /* (B, M), (B,), (4, B) */
   const int64_t *sentences;         /* (B,), their numbers in the whole batch */
-  float *mask;                      /* (B, M, N) additive, of the keys of the text, rows as far apart as said */
-  const float *own;                 /* (M, M): what beams see of the newest slots */
-  int64_t mask_b, mask_m, prefix, filled, room, open; /* slots behind the prefix; of them, open ones that wait: 0 or M */
+  Sight sight;
   int64_t candidates, stops_early, far; /* far: length by which running beams are judged; 0 for their own */
   double never, penalty;
 } Beams;
+
+/* Beam search by the rules of decoding/first_finished.py. Texts begin with one token; `ends` is the one that ends them. */
+typedef struct {
+  float *scores;                    /* (B, M, T), what texts had come to behind each step */
+  int64_t *origins;                 /* (B, M, T), beams that texts came by; or NULL */
+  int64_t scores_b, scores_m, origins_b, origins_m;
+  uint8_t *over;                    /* (B,), sentences that have all their hypotheses */
+  int64_t *counts;                  /* (B,), how many they have */
+  int64_t *places;                  /* (N, 3), of hypotheses that finish: sentence, beam, step */
+  int64_t *finished_tokens, *finished_origins; /* (N, width), the latter or NULL */
+  float *finished_scores;           /* (N, width) */
+  int64_t width, found;
+  Sight sight;
+} FirstFinished;
 
 #endif

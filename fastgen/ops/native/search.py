@@ -40,18 +40,34 @@ class Texts(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Sight(ctypes.Structure):
+    """What beams see of the slots of the text."""
+
+    _fields_: ClassVar = [*of(POINTER, "mask own"), *of(INTEGER, "mask_b mask_m prefix filled room open")]
+
+
 class Beams(ctypes.Structure):
     """Beam search by the rules of `decoding.rules.TransformersRule`."""
 
     _fields_: ClassVar = [
         *of(POINTER, "origins finished_ids finished_origins"),
         *of(INTEGER, "origins_b origins_m finished_ids_b finished_ids_m finished_origins_b finished_origins_m"),
-        *of(POINTER, "scores finished_scores finished_done improvable flags sentences mask own"),
-        *of(INTEGER, "mask_b mask_m prefix filled room open candidates stops_early far"), *of(DOUBLE, "never penalty"),
+        *of(POINTER, "scores finished_scores finished_done improvable flags sentences"), ("sight", Sight),
+        *of(INTEGER, "candidates stops_early far"), *of(DOUBLE, "never penalty"),
     ]  # fmt: skip
 
 
-SIZE = sum(map(ctypes.sizeof, (Decoder, NGrams, Texts, Beams)))
+class FirstFinished(ctypes.Structure):
+    """Beam search by the rules of `decoding.first_finished`."""
+
+    _fields_: ClassVar = [
+        *of(POINTER, "scores origins"), *of(INTEGER, "scores_b scores_m origins_b origins_m"),
+        *of(POINTER, "over counts places finished_tokens finished_origins finished_scores"),
+        *of(INTEGER, "width found"), ("sight", Sight),
+    ]  # fmt: skip
+
+
+SIZE = sum(map(ctypes.sizeof, (Decoder, NGrams, Texts, Sight, Beams, FirstFinished)))
 """What `search_size` of a library returns, if it has the same structures."""
 
 
@@ -59,6 +75,12 @@ def search_beams(by: Library, threads: int, decoder: Decoder, texts: Texts, beam
     """Make steps of a beam search; return why there are no more."""
     given = (ctypes.byref(each) for each in (decoder, texts, beams))
     return by.search_beams(by.run, threads, by.wait, *given)
+
+
+def search_first_finished(by: Library, threads: int, decoder: Decoder, texts: Texts, job: FirstFinished) -> int:
+    """Make steps of a beam search that ends a sentence with its M-th hypothesis; return why there are no more."""
+    given = (ctypes.byref(each) for each in (decoder, texts, job))
+    return by.search_first_finished(by.run, threads, by.wait, *given)
 
 
 def search_greedily(

@@ -153,13 +153,14 @@ static void add_attention(Program *to, const Step *step, const Sublayer *of, con
     float *query = step->wide + call->first_row * row;
     Attention job = {
         .out = step->mixed + call->first_row * of_queries, .query = query, .mask = at->mask, .keys = at->keys,
-        .values = at->values, .weights = at->weights, .sentences = call->sentences, .beams = call->beams,
+        .values = at->values, .sentences = call->sentences, .beams = call->beams,
         .key_heads = of->key_heads, .groups = of->heads / of->key_heads, .count = at->count, .dims = of->dims,
         .slot = at->slot, .scale = of->scale, .out_b = call->beams * of_queries, .query_b = call->beams * row,
         .query_m = row, .query_h = of->dims, .keys_b = at->keys_b, .keys_h = at->keys_h, .keys_n = at->keys_n,
         .values_b = at->values_b, .values_h = at->values_h, .values_n = at->values_n, .mask_b = at->mask_b,
         .mask_h = at->mask_h, .mask_m = at->mask_m, .bias_b = at->bias_b, .bias_h = at->bias_h, .new_row = row};
     if (at->bias) job.bias = at->bias + number * at->bias_step;
+    if (at->weights) job.weights = at->weights + number * call->sentences * call->beams * at->count;
     if (!at->keys) {
       job.keys = query + of_queries, job.values = query + of_queries + of_keys, job.count = call->beams;
       job.keys_b = job.values_b = call->beams * row, job.keys_n = job.values_n = row;
@@ -224,8 +225,8 @@ static void work_on_phases(void *given) {
 /* Of all structures that a step is given, for a caller who has declared them, too. */
 int64_t step_size(void) { return sizeof(Step) + sizeof(Sublayer) + sizeof(Seen) + sizeof(Rows); }
 
-/* Runs all sublayers; what the head reads comes out in x. number: of the step, where cosines and sines, and biases, of
- * several lie one behind the other. Returns 0 where there was no memory. */
+/* Runs all sublayers; what the head reads comes out in x. number: of the step, where cosines and sines, biases, and
+ * weights of the source, of several lie one behind the other. Returns 0 where there was no memory. */
 int step_at(parallel run, unsigned threads, barrier wait, const Step *step, int64_t number) {
   /* Of a sublayer: three products of x, two norms of heads, a turn, attention of each call, the projection, the norm. */
   int64_t most = 0;

@@ -38,7 +38,7 @@ typedef struct {
 
 /* What a sublayer attends to, of the sentences of one call; without keys, to the call's own rows. */
 typedef struct {
-  float *keys, *values, *weights;
+  float *keys, *values, *weights; /* weights: (.., B, M, N) for each step in a row, or NULL */
   const float *mask, *bias;   /* bias: (.., B, H, N) for each step in a row, or NULL */
   int64_t count, slot, keys_b, keys_h, keys_n, values_b, values_h, values_n, mask_b, mask_h, mask_m;
   int64_t bias_b, bias_h, bias_step;

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgen import config
+from fastgen.decoding.cache import Ancestry
 from fastgen.models import graph
 from fastgen.models.layouts import LAYOUTS
 from fastgen.models.parts import NotFused
@@ -16,6 +17,8 @@ from fastgen.models.ragged import Ragged, Span
 from fastgen.models.reader import step_of
 from fastgen.models.replay import Replay
 from fastgen.models.step import Context, DecoderStep
+from fastgen.models.whole import Prepared, is_written, prepared
+from fastgen.ops import native
 from fastgen.patches.fairseq.attention import Layers
 
 
@@ -39,6 +42,7 @@ class FusedDecoder:
         self.ready = bool(outcome(self.step))  # else the next step is made both ways
         kept = self.text[0]
         self.replay = Replay(self.step, self.text, longest) if graph.wanted(kept.keys) else None
+        self._written = self.replay is None and is_written(self.step)  # from ids to logits in C
 
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return logits (R, V), and the last layer's attention over the source (R, S) or None, for texts (R, L)."""
@@ -53,6 +57,23 @@ class FusedDecoder:
     def context(self) -> Context:
         """What the next step reads."""
         return self._context(self.text[0].steps)
+
+    @property
+    def in_a_row(self) -> bool:
+        """Whether C may make several steps in a row, choices and all."""
+        return self.ready and self._written and native.library() is not None
+
+    def prepared(self, steps: int, ancestry: Ancestry, weights: Tensor | None) -> Prepared | None:
+        """Have at most so many steps ready, for which there is room; None where C cannot run.
+
+        weights: (steps, B, M, S) fp32, where the last layer's attention over the source is written; None for nowhere.
+        """
+        layers, text = self.layers, self.text[0]
+        context = Context(
+            layers.sentences, text.prefix + text.steps + 1, text.prefix, text.prefix + text.steps, self.text,
+            self.source, None, layers.source_mask, ancestry.times, watched=len(self.source) - 1, weights=weights,
+        )  # fmt: skip
+        return prepared(self.step, context, ancestry.behind(text.prefix, None), ancestry.own, steps)
 
     def extend(self, spans: Sequence[Span], step: DecoderStep | None = None) -> Tensor:
         """Return logits (N, V) of what follows the tokens of spans, with one beam per sentence.

@@ -17,6 +17,7 @@ from fastgen.models.memory import Memory, memory_of
 from fastgen.models.parts import NotFused
 from fastgen.models.proof import by_modules, trial, verdict
 from fastgen.models.step import Context, DecoderStep
+from fastgen.models.whole import Prepared
 from fastgen.ops.log_softmax import log_softmax
 from fastgen.patches.fairseq.attention import Layers, current_step
 from fastgen.patches.fairseq.fused import FusedDecoder
@@ -57,7 +58,7 @@ class Member:
             tried.ready = reason is None
             if reason is not None:
                 self.fused, self.left_off = None, by_modules(reason)
-        return self._prediction(logits, extra), attention
+        return self.predicted(logits, extra), attention
 
     def begin_step(self, ancestry: cache.Ancestry) -> Context:
         """Open a step that is made from the weights together with those of others."""
@@ -68,7 +69,7 @@ class Member:
     def end_step(self, context: Context, logits: Tensor) -> Made:
         """Return what `step` does of the logits (R, V) that have been made in a context."""
         weights = context.weights
-        return self._prediction(logits, None), None if weights is None else weights.to(logits.dtype)
+        return self.predicted(logits), None if weights is None else weights.to(logits.dtype)
 
     def _by_modules(self, tokens: Tensor) -> tuple[Tensor, Tensor | None, Any]:
         """Logits (R, 1, V), attention over the source and what else the decoder returns, by its own forward."""
@@ -110,7 +111,8 @@ class Member:
         last = self.model.decoder.output_layer(features[:, -1:]).div_(self.temperature)
         return torch.log_softmax(last[:, -1], -1, dtype=torch.float32), torch.cat(found, 1)
 
-    def _prediction(self, logits: Tensor, extra: Any) -> Prediction:
+    def predicted(self, logits: Tensor, extra: Any = None) -> Prediction:
+        """What logits (R, V), or (R, 1, V), say of the next tokens; extra: what else the decoder returns."""
         if self.temperature != 1.0:
             logits = logits.div_(self.temperature)
         if not self.plain:
@@ -162,6 +164,33 @@ class Stepper:
         """Rows and seconds of each step so far but the newest, whose end is not known."""
         each = zip(self._began, self._began[1:], strict=False)
         return [(rows, after - began) for (rows, began), (_, after) in each]
+
+    @property
+    def in_a_row(self) -> bool:
+        """Whether C may make several steps in a row, choices and all: of one model, as it is."""
+        (member, *others), fused = self._all, self.members[0].fused
+        return not others and member.temperature == 1.0 and fused is not None and fused.in_a_row
+
+    def begin_steps(self, most: int, weights: Tensor | None = None) -> Prepared | None:
+        """Have at most so many of them ready; None where they have to be made one at a time.
+
+        weights: (steps, B, M, S) fp32, room for attention over the source in as many steps; None where none is wanted.
+        """
+        fused = self.members[0].fused
+        assert fused is not None
+        self._sweep()
+        return fused.prepared(cache.room_for_steps(fused.text, self.ancestry, most), self.ancestry, weights)
+
+    def end_steps(self, run: int, began: Sequence[float], is_open: bool) -> None:
+        """So many have been made, which began then; is_open: whether slots of the next tokens are open."""
+        fused = self.members[0].fused
+        assert fused is not None
+        self._began += [(self.ancestry.beams * fused.layers.sentences, second) for second in began]
+        cache.note_steps(fused.text, self.ancestry, run, is_open)
+
+    def predicted(self, logits: Tensor) -> Made:
+        """Return what `step` does of the logits (R, V) of a step in C, whose attention is where it belongs."""
+        return self.members[0].predicted(logits), None
 
     def step(self, ids: Tensor) -> Made:
         """Run the newest token of ids (R, L), in the first step (B, 1)."""

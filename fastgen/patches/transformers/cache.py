@@ -200,21 +200,13 @@ class SharedCache:
 
     def begin_steps(self, most: int) -> int:
         """Have room for at most so many tokens of every beam, the first one's slots open; return for how many."""
-        for layer in self.text:
-            layer.make_room()
-            most = min(most, (layer.room[0].shape[2] - layer.slots) // self.beams)
         if self.ancestry is not None:
             self._sweep(self.ancestry)
-            self.ancestry.have_open()
-            most = min(most, cache.SWEEP - self.ancestry.steps % cache.SWEEP, self.ancestry.steps_left)
-        return most
+        return cache.room_for_steps(self.text, self.ancestry, most)
 
     def end_steps(self, steps: int, is_open: bool) -> None:
         """So many of them have been made, and reordered; is_open: whether the slots of one more are open."""
-        for layer in self.text:
-            layer.note_step(steps)
-        if self.ancestry is not None:
-            self.ancestry.note_steps(steps, is_open)
+        cache.note_steps(self.text, self.ancestry, steps, is_open)
 
     def reorder(self, parents: Tensor) -> None:
         """Let row b * M + m continue beam parents[b, m]; nothing but the ancestry moves."""
