@@ -7,13 +7,14 @@
 
 #include "product.h"
 
-/* WIDE: vectors of a panel. AHEAD: inputs whose numbers are fetched before they are needed, some KiB of a panel. */
+/* WIDE: vectors of a panel. AHEAD: inputs whose numbers are fetched before they are needed, some KiB of a panel.
+ * DEPTH: inputs of a piece of a panel. BLOCKS: that a task has at most, whose inputs stay near. SIDE: its panels. */
 #if WIDTH == 16
 enum { WIDE = 4, AHEAD = 8 };
 #else
 enum { WIDE = 2, AHEAD = 64 };
 #endif
-enum { PANEL = WIDE * WIDTH, TALL = 6, DEPTH = 512, BLOCKS = 16 };
+enum { PANEL = WIDE * WIDTH, TALL = 6, DEPTH = 512, BLOCKS = 24, SIDE = 8 };
 
 int panel(void) { return PANEL; }
 
@@ -83,17 +84,27 @@ INLINE void finish_whole(const Product *job, vec total[TALL][WIDE], int64_t row,
   EACH store(out + r * job->out_row + i * WIDTH, total[r][i]);
 }
 
-/* Rows from `row` on times a panel, over the inputs from `from` to `to`. */
-INLINE void multiply(const Product *job, int64_t row, int64_t p, int64_t from, int64_t to, const int rows) {
+/* What is fetched meanwhile: from `at` on, for each input so many bytes further. */
+typedef struct {
+  const float *at;
+  int64_t step;
+} Fetch;
+
+/* Rows from `row` on times a panel, over the inputs from `from` to `to`. fetch: NULL for the panel itself, ahead. */
+INLINE void multiply(const Product *job, int64_t row, int64_t p, int64_t from, int64_t to, const Fetch *fetch,
+                     const int rows) {
   const int64_t x_row = job->x_row;
   const float *x = job->x + row * x_row, *panel = job->panels + p * job->inputs * PANEL;
   vec total[TALL][WIDE];
+  const char *coming = fetch ? (const char *)fetch->at : NULL;
   EACH total[r][i] = splat(0.0f);
   for (int64_t k = from; k < to; k++) {
     vec weight[WIDE];
+    const char *near = fetch ? coming : (const char *)(panel + (k + AHEAD) * PANEL);
+    if (fetch) coming += fetch->step;
     UNROLLED for (int i = 0; i < WIDE; i++) {
       weight[i] = load(panel + k * PANEL + i * WIDTH);
-      if (i * WIDTH % 16 == 0) __builtin_prefetch(panel + (k + AHEAD) * PANEL + i * WIDTH);
+      if (i * WIDTH % 16 == 0) __builtin_prefetch(near + 4 * i * WIDTH);
     }
     UNROLLED for (int r = 0; r < rows; r++) {
       vec input = splat(x[r * x_row + k]);
@@ -113,34 +124,48 @@ static int64_t blocks_of(const Product *job) { return (job->rows + TALL - 1) / T
 
 /* Tasks of few rows, so that all threads have some; of many, so that a panel is seldom read. */
 void prepare_product(Product *job, unsigned threads) {
-  const int64_t panels = (job->outputs + PANEL - 1) / PANEL;
-  job->chunk = BLOCKS;
-  while (threads > 1 && job->chunk > 1 && panels * ((blocks_of(job) + job->chunk - 1) / job->chunk) < 4 * threads)
-    job->chunk /= 2;
+  const int64_t panels = (job->outputs + PANEL - 1) / PANEL, blocks = blocks_of(job);
+  const int64_t chunks = (blocks + BLOCKS - 1) / BLOCKS;
+  job->chunk = (blocks + chunks - 1) / chunks;
+  while (threads > 1 && job->chunk > 1 && panels * ((blocks + job->chunk - 1) / job->chunk) < 4 * threads)
+    job->chunk = (job->chunk + 1) / 2;
+  job->side = panels / (8 * threads);
+  job->side = threads == 1 ? panels : job->side < 1 ? 1 : job->side > SIDE ? SIDE : job->side;
   job->next = 0;
+}
+
+/* A piece of a panel times all rows of a task. While its first block is computed the rest of the piece is fetched,
+ * while the others are, what comes behind it. */
+static void multiply_piece(const Product *job, int64_t p, int64_t from, int64_t to, int64_t first, int64_t last) {
+  const int64_t blocks = blocks_of(job), others = last - first - 1;
+  const float *panel = job->panels + p * job->inputs * PANEL;
+  Fetch fetch = {};
+  for (int64_t block = first; block < last; block++) {
+    const int64_t row = block * job->rows / blocks; /* blocks of nearly equal height */
+    switch ((block + 1) * job->rows / blocks - row) {
+#define OF(rows) \
+  case rows: \
+    if (block > first) multiply(job, row, p, from, to, &fetch, rows); \
+    else multiply(job, row, p, from, to, NULL, rows); \
+    break;
+      OF(1) OF(2) OF(3) OF(4) OF(5) OF(6)
+#undef OF
+    }
+    if (others) fetch = (Fetch){panel + (to + (block - first) * (to - from) / others) * PANEL, 4 * PANEL / others};
+  }
 }
 
 void work_on_product(void *given) {
   Product *job = given;
   const int64_t blocks = blocks_of(job), panels = (job->outputs + PANEL - 1) / PANEL, K = job->inputs;
-  const int64_t tasks = panels * ((blocks + job->chunk - 1) / job->chunk);
+  const int64_t sides = (panels + job->side - 1) / job->side;
+  const int64_t tasks = sides * ((blocks + job->chunk - 1) / job->chunk);
   for (int64_t task; (task = next(&job->next)) < tasks;) {
-    const int64_t p = task % panels, first = task / panels * job->chunk;
-    const int64_t last = first + job->chunk < blocks ? first + job->chunk : blocks;
-    for (int64_t from = 0; from < K; from += DEPTH) {
-      const int64_t to = from + DEPTH < K ? from + DEPTH : K;
-      for (int64_t block = first; block < last; block++) {
-        const int64_t row = block * job->rows / blocks; /* blocks of nearly equal height */
-        switch ((block + 1) * job->rows / blocks - row) {
-          case 1: multiply(job, row, p, from, to, 1); break;
-          case 2: multiply(job, row, p, from, to, 2); break;
-          case 3: multiply(job, row, p, from, to, 3); break;
-          case 4: multiply(job, row, p, from, to, 4); break;
-          case 5: multiply(job, row, p, from, to, 5); break;
-          case 6: multiply(job, row, p, from, to, 6); break;
-        }
-      }
-    }
+    const int64_t first = task / sides * job->chunk, last = first + job->chunk < blocks ? first + job->chunk : blocks;
+    const int64_t begin = task % sides * job->side, end = begin + job->side < panels ? begin + job->side : panels;
+    for (int64_t p = begin; p < end; p++)
+      for (int64_t from = 0; from < K; from += DEPTH)
+        multiply_piece(job, p, from, from + DEPTH < K ? from + DEPTH : K, first, last);
   }
 }
 

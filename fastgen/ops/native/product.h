@@ -14,7 +14,7 @@ typedef struct {
   int64_t rows, outputs, inputs;
   int64_t out_row, x_row, residual_row, gate_row;   /* elements from one row to the next */
   int64_t behind;
-  int64_t chunk, next;                              /* blocks of rows that a task has; the next task */
+  int64_t chunk, side, next;                        /* blocks of rows, and panels, that a task has; the next task */
 } Product;
 
 void prepare_product(Product *job, unsigned threads);
