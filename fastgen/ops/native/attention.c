@@ -9,7 +9,8 @@
 
 #include "attention.h"
 
-enum { TOGETHER = 4, AHEAD = 16, MOST = 128 / WIDTH };
+/* TOGETHER: rows, PAIR: keys, ACROSS: vectors of a value whose sums stay in registers. NEAR: values that stay near. */
+enum { TOGETHER = 4, PAIR = 2, ACROSS = WIDTH == 16 ? 4 : 2, NEAR = 32, AHEAD = 16, MOST = 128 / WIDTH };
 
 /* What a thread works with. */
 typedef struct {
@@ -62,16 +63,24 @@ INLINE void multiply_keys(const Attention *job, Space *at, const float *keys, co
     int64_t there = at->rows - r < TOGETHER ? at->rows - r : TOGETHER;
     UNROLLED for (int t = 0; t < TOGETHER; t++)
       UNROLLED for (int i = 0; i < C; i++) query[t][i] = load(at->query[r + (t < there ? t : 0)] + WIDTH * i) * job->scale;
-    for (int64_t s = 0; s < at->shared_count; s++) {
-      const float *key = keys + at->shared[s] * pitch;
-      fetch(keys, pitch, at->shared, s, at->shared_count, D);
-      vec product[TOGETHER] = {};
-      UNROLLED for (int i = 0; i < C; i++) {
-        vec part = load(key + WIDTH * i);
-        UNROLLED for (int t = 0; t < TOGETHER; t++) product[t] += query[t][i] * part;
+    for (int64_t s = 0; s < at->shared_count; s += PAIR) {
+      const float *key[PAIR];
+      vec product[PAIR][TOGETHER] = {};
+      UNROLLED for (int p = 0; p < PAIR; p++) {
+        const int64_t here = s + p < at->shared_count ? s + p : s;
+        key[p] = keys + at->shared[here] * pitch;
+        fetch(keys, pitch, at->shared, here, at->shared_count, D);
       }
-      __m128 found = sums(product[0], product[1], product[2], product[3]);
-      for (int t = 0; t < there; t++) at->scores[(r + t) * at->pitch + s] = found[t];
+      UNROLLED for (int i = 0; i < C; i++) {
+        vec part[PAIR];
+        UNROLLED for (int p = 0; p < PAIR; p++) part[p] = load(key[p] + WIDTH * i);
+        UNROLLED for (int t = 0; t < TOGETHER; t++)
+          UNROLLED for (int p = 0; p < PAIR; p++) product[p][t] += query[t][i] * part[p];
+      }
+      UNROLLED for (int p = 0; p < PAIR; p++) { /* behind an odd number the pitch has room, and own scores come later */
+        __m128 found = sums(product[p][0], product[p][1], product[p][2], product[p][3]);
+        for (int t = 0; t < there; t++) at->scores[(r + t) * at->pitch + s + p] = found[t];
+      }
     }
   }
   for (int64_t r = 0; r < at->rows; r++) {
@@ -117,29 +126,42 @@ INLINE float weigh(const Attention *job, Space *at, int64_t r) {
   return sum(total);
 }
 
+/* Weights times the values that all rows see, of four rows at once: some values after the other, so that they are near
+ * while one part of them after the other is added. */
+INLINE void add_shared(const Attention *job, Space *at, const float *values, int64_t r, const int D) {
+  const int C = D / WIDTH;
+  const int64_t pitch = job->values_n, there = at->rows - r < TOGETHER ? at->rows - r : TOGETHER;
+  const float *weights[TOGETHER];
+  float mixed[TOGETHER][WIDTH * MOST];
+  for (int t = 0; t < TOGETHER; t++) weights[t] = at->scores + (r + (t < there ? t : 0)) * at->pitch;
+  UNROLLED for (int t = 0; t < TOGETHER; t++)
+    UNROLLED for (int i = 0; i < C; i++) store(mixed[t] + WIDTH * i, splat(0.0f));
+  for (int64_t first = 0; first < at->shared_count; first += NEAR) {
+    const int64_t end = first + NEAR < at->shared_count ? first + NEAR : at->shared_count;
+    UNROLLED for (int c = 0; c < C; c += ACROSS) {
+      vec sum_of[TOGETHER][ACROSS];
+#define EACH UNROLLED for (int t = 0; t < TOGETHER; t++) UNROLLED for (int i = 0; i < ACROSS && c + i < C; i++)
+      EACH sum_of[t][i] = load(mixed[t] + WIDTH * (c + i));
+      for (int64_t s = first; s < end; s++) {
+        const float *value = values + at->shared[s] * pitch + WIDTH * c;
+        if (c == 0) fetch(values, pitch, at->shared, s, at->shared_count, D);
+        vec part[ACROSS];
+        UNROLLED for (int i = 0; i < ACROSS && c + i < C; i++) part[i] = load(value + WIDTH * i);
+        EACH sum_of[t][i] += weights[t][s] * part[i];
+      }
+      EACH store(mixed[t] + WIDTH * (c + i), sum_of[t][i]);
+#undef EACH
+    }
+  }
+  for (int t = 0; t < there; t++)
+    UNROLLED for (int i = 0; i < C; i++) store(at->out[r + t] + WIDTH * i, load(mixed[t] + WIDTH * i));
+}
+
 /* Weights times values, as the scores. */
 INLINE void add_values(const Attention *job, Space *at, const float *values, const float *total, const int D) {
   const int C = D / WIDTH;
   const int64_t pitch = job->values_n;
-  for (int64_t r = 0; r < at->rows; r += TOGETHER) {
-    vec mixed[TOGETHER][MOST];
-    int64_t there = at->rows - r < TOGETHER ? at->rows - r : TOGETHER;
-    const float *weights[TOGETHER];
-    UNROLLED for (int t = 0; t < TOGETHER; t++) {
-      weights[t] = at->scores + (r + (t < there ? t : 0)) * at->pitch;
-      UNROLLED for (int i = 0; i < C; i++) mixed[t][i] = splat(0.0f);
-    }
-    for (int64_t s = 0; s < at->shared_count; s++) {
-      const float *value = values + at->shared[s] * pitch;
-      fetch(values, pitch, at->shared, s, at->shared_count, D);
-      UNROLLED for (int i = 0; i < C; i++) {
-        vec part = load(value + WIDTH * i);
-        UNROLLED for (int t = 0; t < TOGETHER; t++) mixed[t][i] += weights[t][s] * part;
-      }
-    }
-    for (int t = 0; t < there; t++)
-      UNROLLED for (int i = 0; i < C; i++) store(at->out[r + t] + WIDTH * i, mixed[t][i]);
-  }
+  for (int64_t r = 0; r < at->rows; r += TOGETHER) add_shared(job, at, values, r, D);
   for (int64_t r = 0; r < at->rows; r++) {
     const int32_t *own = at->own + r * job->count;
     const int64_t count = at->own_count[r];
