@@ -59,15 +59,15 @@ class FairseqAgreement:
     def _steps(self) -> list[list[Tensor]]:
         """For each sentence the (M, V) log-probabilities of every step, as fairseq chooses from them."""
         if self._scores is None:
-            sentences, search = len(self.sample["net_input"]["src_tokens"]), self.generator.search
-            seen: list[list[Tensor]] = [[] for _ in range(sentences)]
+            search, count = self.generator.search, len(self.sample["net_input"]["src_tokens"])
+            numbers: list[int] = self.sample["id"].tolist() if "id" in self.sample else list(range(count))
+            seen: dict[int, list[Tensor]] = {number: [] for number in numbers}
             step = search.step
 
-            def watched(number: int, lprobs: Tensor, *rest: Any, **named: Any) -> Any:
-                rows = named.get("original_batch_idxs", rest[2] if len(rest) > 2 else None)
-                for scores, row in zip(lprobs.float(), range(len(lprobs)) if rows is None else rows, strict=True):
-                    seen[int(row)].append(scores.clone())
-                return step(number, lprobs, *rest, **named)
+            def watched(number: int, lprobs: Tensor, *rest: Any) -> Any:  # scores, tokens, numbers of the sentences
+                for scores, sentence in zip(lprobs.float(), rest[2], strict=True):
+                    seen[int(sentence)].append(scores.clone())
+                return step(number, lprobs, *rest)
 
             search.step = watched
             try:
@@ -75,7 +75,7 @@ class FairseqAgreement:
                     self.generator.generate([self.model], self.sample)
             finally:
                 del search.step
-            self._scores = seen
+            self._scores = [seen[number] for number in numbers]
         return self._scores
 
 

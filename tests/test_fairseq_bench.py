@@ -35,7 +35,7 @@ def agreement() -> FairseqAgreement:
     assert case.shape is not None
     model = case.shape.build(torch.float32, "cpu")
     source = torch.randint(4, len(model.dictionary), (3, 9), generator=torch.Generator().manual_seed(1))
-    sample = {"net_input": {"src_tokens": source, "src_lengths": torch.full((3,), 9)}}
+    sample = {"id": torch.tensor([17, 4, 9]), "net_input": {"src_tokens": source, "src_lengths": torch.full((3,), 9)}}
     generator = SequenceGenerator([model], model.dictionary, 4, max_len_b=6, no_repeat_ngram_size=2)
     return FairseqAgreement(model, generator, sample)
 
