@@ -8,6 +8,7 @@ ends counts among the best M alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,15 +43,19 @@ class FairseqAgreement:
         note = f"{len(apart)} of {len(stock)} sentences differ, largest margin {margins[worst]:.1e} (sentence {worst})"
         return Verdict(ties == len(apart), ties, note)
 
+    def margin(self, sentence: int, wanted: Sequence[int]) -> float:
+        """The margin at which fairseq's search left the way to a text of a sentence of the batch, with its end."""
+        return replayed(self._steps()[sentence], wanted, {self.generator.eos})
+
     def _margin(self, sentence: int, stock: list[dict[str, Any]], other: list[dict[str, Any]]) -> float:
         """The largest margin at which fairseq's search left the way to one of the other run's hypotheses."""
         kept = {tuple(h["tokens"].tolist()): float(h["score"]) for h in stock}
-        ends, margins = {self.generator.eos}, []
+        margins: list[float] = []
         for mine, theirs in zip(stock, other, strict=True):
             wanted = tuple(theirs["tokens"].tolist())
             if wanted == tuple(mine["tokens"].tolist()):
                 continue
-            margin = replayed(self._steps()[sentence], wanted, ends)
+            margin = self.margin(sentence, wanted)
             if wanted in kept:  # fairseq's search kept it, at another rank
                 margin = min(margin, abs(kept[wanted] - float(mine["score"])))
             margins.append(margin)

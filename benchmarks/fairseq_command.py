@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.cases import EXAMPLE, Case
+from benchmarks.fairseq_agreement import FairseqAgreement
 from fastgen.cli import measure
 from fastgen.cli.measure import Verdict
 from fastgen.decoding.margin import NEAR_TIE
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from benchmarks.runners import Session
 
 STOCK = {"FASTGEN_SKIP": "fairseq.generate,fairseq.attention,fairseq.generate_command"}
+STRICT = {"FASTGEN_STRICT": "1"}
 _SIZES = {"embed-dim": 128, "ffn-embed-dim": 256, "attention-heads": 4, "layers": 3}
 _SPEED = re.compile(r"Translated ([\d,]+) sentences .* in ([\d.]+)s")
 
@@ -37,6 +39,7 @@ def run_command(case: Case, session: Session) -> dict[str, Any]:
         prepare(folder, session.corpus or EXAMPLE, 40 if session.tiny else case.sentences, 5 if session.tiny else 500)
         words = [*arguments(folder, case, session.device), *(["--fp16"] if session.dtype == torch.float16 else [])]
         inside: dict[str, list[float]] = {"stock": [], "fastgen": []}
+        agreement = CommandAgreement(folder, words, session)
 
         def arm(name: str, environment: dict[str, str]) -> str:
             output, log = run("fairseq-generate", *words, **environment)
@@ -47,9 +50,9 @@ def run_command(case: Case, session: Session) -> dict[str, Any]:
 
         outcome = measure.compare(
             lambda: arm("stock", STOCK),
-            lambda: arm("fastgen", {"FASTGEN_STRICT": "1"}),
+            lambda: arm("fastgen", STRICT),
             session.rounds or case.rounds,
-            lambda stock, ours: same(stock, ours, NEAR_TIE[session.dtype]),
+            agreement,
         )
     return outcome.to_dict() | {"seconds_of_translation": inside}
 
@@ -65,15 +68,70 @@ def arguments(folder: Path, case: Case, device: str) -> list[str]:
     ]  # fmt: skip
 
 
-def same(stock: str, ours: str, tolerance: float = NEAR_TIE[torch.float32]) -> Verdict:
-    """The same text of every line; where not, two translations whose scores are so close are a near tie."""
+def same(stock: str, ours: str) -> Verdict:
+    """The same text of every line."""
+    apart = differing(stock, ours)
+    return Verdict(not apart, note=f"translations of {apart} differ" if apart else "")
+
+
+def differing(stock: str, ours: str) -> list[int]:
+    """Numbers of the sentences whose lines have another text; all of them where other sentences have lines."""
     one, other = _lines(stock), _lines(ours)
-    if one.keys() != other.keys():
-        return Verdict(False, note=f"{len(other)} lines instead of {len(one)}")
-    apart = [key for key in one if one[key][1] != other[key][1]]
-    numbers = {key.partition("-")[2] for key in apart if key[0] in "HD"}
-    ties = sum(abs(one[f"H-{n}"][0] - other[f"H-{n}"][0]) < tolerance for n in numbers)
-    return Verdict(ties == len(numbers), ties, f"translations of {sorted(numbers)} differ" if numbers else "")
+    apart = [key for key in one.keys() | other.keys() if one.get(key, ("", ""))[1] != other.get(key, ("", ""))[1]]
+    return sorted({int(key.partition("-")[2]) for key in apart})
+
+
+class CommandAgreement:
+    """Compares what two runs of the command have printed; texts may be apart by near ties.
+
+    Which they are is told by the tokens, which the command prints without `--post-process`, and a replay of fairseq's
+    own search (`benchmarks.fairseq_agreement`) of these sentences.
+
+    Args:
+        folder: as `prepare` has left it. words: arguments of the command.
+    """
+
+    def __init__(self, folder: Path, words: list[str], session: Session) -> None:
+        self.folder, self.words, self.session = folder, words, session
+        self._known: dict[tuple[str, str], Verdict] = {}
+
+    def __call__(self, stock: str, ours: str) -> Verdict:
+        exact = same(stock, ours)
+        if exact.equal or _lines(stock).keys() != _lines(ours).keys():
+            return exact
+        numbers = differing(stock, ours)
+        key = tuple("".join(_lines(output)[f"H-{n}"][1] for n in numbers) for output in (stock, ours))
+        if key not in self._known:
+            self._known[key[0], key[1]] = self._judged(numbers)
+        return self._known[key[0], key[1]]
+
+    def _judged(self, numbers: list[int]) -> Verdict:
+        at = self.words.index("--post-process")
+        output, _ = run("fairseq-generate", *self.words[:at], *self.words[at + 2 :], **STRICT)
+        margins = self._margins({n: _lines(output)[f"H-{n}"][1] for n in numbers})
+        limit, worst = NEAR_TIE[self.session.dtype], max(margins, key=margins.__getitem__)
+        ties = sum(margin < limit for margin in margins.values())
+        note = f"{len(numbers)} translations differ, largest margin {margins[worst]:.1e} (sentence {worst})"
+        return Verdict(ties == len(numbers), ties, note)
+
+    def _margins(self, texts: dict[int, str]) -> dict[int, float]:
+        """The margin at which fairseq's search left the way to each of these texts, in tokens."""
+        from fairseq import checkpoint_utils, options
+
+        file, session = str(self.folder / "model/checkpoint_last.pt"), self.session
+        models, _, task = checkpoint_utils.load_model_ensemble_and_task([file])
+        model = models[0].to(device=session.device, dtype=session.dtype).eval()
+        task.load_dataset("test")
+        dataset, dictionary = task.dataset("test"), task.target_dictionary
+        sample = dataset.collater([dataset[n] for n in texts])
+        sample["net_input"] = {name: x.to(session.device) for name, x in sample["net_input"].items()}
+        args = options.parse_args_and_arch(options.get_generation_parser(), self.words)
+        agreement = FairseqAgreement(model, task.build_generator([model], args), sample)
+        rows = {n: row for row, n in enumerate(sample["id"].tolist())}
+        return {
+            n: agreement.margin(rows[n], [*(dictionary.index(word) for word in text.split()), dictionary.eos()])
+            for n, text in texts.items()
+        }
 
 
 def _lines(output: str) -> dict[str, tuple[float, str]]:

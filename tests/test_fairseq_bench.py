@@ -1,14 +1,16 @@
 """The benchmark cases of fairseq's generator, at toy size: what counts as the same output, in half precision too."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import run
-from benchmarks.cases import CASES
+from benchmarks import fairseq_command, run
+from benchmarks.cases import CASES, EXAMPLE
 from benchmarks.fairseq_agreement import FairseqAgreement
+from benchmarks.runners import Session
 
 pytest.importorskip("fairseq")
 
@@ -79,3 +81,21 @@ def test_a_decision_that_rounding_turns(agreement: FairseqAgreement, gap: float,
     scores[dropped] = scores[kept] - gap
     other[0][0]["tokens"] = torch.tensor([dropped, 2])
     assert agreement(stock, other).equal is equal
+
+
+def test_texts_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that differ are told apart by the tokens and a replay, whatever the post-processing has made of them."""
+    case = CASES["fairseq_command"].tiny()
+    fairseq_command.prepare(tmp_path, EXAMPLE, 12, 5)
+    words = fairseq_command.arguments(tmp_path, case, "cpu")
+    stock, _ = fairseq_command.run("fairseq-generate", *words)
+    agreement = fairseq_command.CommandAgreement(tmp_path, words, Session())
+    assert agreement(stock, stock).equal
+    ours = re.sub(r"^(H-3\t.*\t).*", r"\1text", stock, flags=re.MULTILINE)
+    found = agreement(stock, ours)
+    assert not found.equal  # for the other run has these tokens too, which fairseq's search has kept clearly
+    assert found.note.startswith("1 translations differ, largest margin ")
+    agreement._known.clear()
+    monkeypatch.setitem(fairseq_command.NEAR_TIE, torch.float32, 1e9)
+    assert agreement(stock, ours).near_ties == 1
+    assert not agreement(stock, stock.replace("H-3\t", "H-30\t")).equal
