@@ -431,3 +431,18 @@ def test_needs_nothing_to_be_built(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [0, 1, 4, 7, 8, 13, 97, 150, 301])
+def test_products(variant: str, rows: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one block, of several and of several tasks; whole panels and parts; inputs of one piece and of more."""
+    monkeypatch.setattr(native, "threads_for", lambda work: threads)
+    by = native.found().library
+    assert by is not None
+    for outputs, inputs in ((1, 1), (16, 32), (40, 512), (130, 513), (1100, 64), (64, 1030), (129, 31)):
+        x, weight, bias = _randn(rows, inputs), _randn(outputs, inputs, seed=1), _randn(outputs, seed=2)
+        residual, out = _randn(rows, outputs, seed=3), torch.full((rows, outputs), torch.nan)
+        found = native.product(by, x, native.packed(by, weight), bias, "relu", residual, out)
+        expected = torch.relu(x.double() @ weight.double().T + bias) + residual
+        torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)

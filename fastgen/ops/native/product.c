@@ -125,12 +125,12 @@ static int64_t blocks_of(const Product *job) { return (job->rows + TALL - 1) / T
 /* Tasks of few rows, so that all threads have some; of many, so that a panel is seldom read. */
 void prepare_product(Product *job, unsigned threads) {
   const int64_t panels = (job->outputs + PANEL - 1) / PANEL, blocks = blocks_of(job);
-  const int64_t chunks = (blocks + BLOCKS - 1) / BLOCKS;
-  job->chunk = (blocks + chunks - 1) / chunks;
+  const int64_t chunks = blocks ? (blocks + BLOCKS - 1) / BLOCKS : 1;
+  job->chunk = blocks ? (blocks + chunks - 1) / chunks : 1;
   while (threads > 1 && job->chunk > 1 && panels * ((blocks + job->chunk - 1) / job->chunk) < 4 * threads)
     job->chunk = (job->chunk + 1) / 2;
-  job->side = panels / (8 * threads);
-  job->side = threads == 1 ? panels : job->side < 1 ? 1 : job->side > SIDE ? SIDE : job->side;
+  job->side = threads == 1 ? panels : panels / (8 * threads) < SIDE ? panels / (8 * threads) : SIDE;
+  job->side = job->side < 1 ? 1 : job->side;
   job->next = 0;
 }
 
