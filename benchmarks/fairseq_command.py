@@ -28,16 +28,23 @@ if TYPE_CHECKING:
 
 STOCK = {"FASTGEN_SKIP": "fairseq.generate,fairseq.attention,fairseq.generate_command"}
 STRICT = {"FASTGEN_STRICT": "1"}
+_PRECISION = {torch.float32: (), torch.float16: ("--fp16",), torch.bfloat16: ("--bf16",)}
 _SIZES = {"embed-dim": 128, "ffn-embed-dim": 256, "attention-heads": 4, "layers": 3}
 _SPEED = re.compile(r"Translated ([\d,]+) sentences .* in ([\d.]+)s")
 
 
 def run_command(case: Case, session: Session) -> dict[str, Any]:
-    """Whole runs of the command, in turn."""
+    """Whole runs of the command, in turn.
+
+    Raises:
+        SystemExit: fairseq's command has no such precision.
+    """
+    if session.dtype not in _PRECISION:
+        raise SystemExit(f"{case.name}: fairseq-generate does not run in {session.dtype}")
     with tempfile.TemporaryDirectory(prefix="fastgen-fairseq-") as scratch:
         folder = Path(scratch)
         prepare(folder, session.corpus or EXAMPLE, 40 if session.tiny else case.sentences, 5 if session.tiny else 500)
-        words = [*arguments(folder, case, session.device), *(["--fp16"] if session.dtype == torch.float16 else [])]
+        words = [*arguments(folder, case, session.device), *_PRECISION[session.dtype]]
         inside: dict[str, list[float]] = {"stock": [], "fastgen": []}
         agreement = CommandAgreement(folder, words, session)
 

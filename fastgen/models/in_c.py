@@ -135,20 +135,25 @@ class InC:
             at, read = self.seen[i], mask if of_text else part.source_mask
             self._point(i, layer)
             at.count, at.weights, at.mask, at.bias = layer.slots, None, None, None
-            if not of_text and context.weights is not None and context.source[context.watched or 0] is layer:
-                at.weights = context.weights.data_ptr()
+            if (
+                not of_text
+                and part.weights is not None
+                and part.watched is not None
+                and part.source[part.watched] is layer
+            ):
+                at.weights = part.weights.data_ptr()
             if read is not None:
                 read = (read[:, None] if of_text else read).float()
                 read = read if read.stride(3) == 1 else read.contiguous()
                 held.append(read)
                 at.mask = read.data_ptr()
-                at.mask_b, at.mask_h, at.mask_m = _strides(read, (0, 1, 2))
+                at.mask_b, at.mask_h, at.mask_m = _strides(read)
             if of_text and mix.bias is not None:
                 if id(mix.bias) not in biases:
                     biases[id(mix.bias)] = context.biases(mix.bias, steps).float()
                 bias = biases[id(mix.bias)]
                 at.bias = bias.data_ptr()
-                at.bias_b, at.bias_h, at.bias_step = _strides(bias, (0, 1, 2))
+                at.bias_b, at.bias_h, at.bias_step = _strides(bias)
         return [*held, *biases.values()]
 
     def most(self, context: Context, steps: int) -> int:
@@ -250,7 +255,7 @@ class InC:
                 if id(mask) not in masks:
                     readable = mask.float()
                     readable = readable if readable.stride(3) == 1 else readable.contiguous()
-                    masks[id(mask)] = readable, _strides(readable, (0, 1, 2))
+                    masks[id(mask)] = readable, _strides(readable)
                 readable, (at.mask_b, at.mask_h, at.mask_m) = masks[id(mask)]
                 at.mask = readable.data_ptr()
             at.weights = None
@@ -265,9 +270,9 @@ def _is(known: Reference, tensor: Tensor) -> bool:
     return known is not None and known() is tensor
 
 
-def _strides(x: Tensor, dimensions: Sequence[int]) -> list[int]:
-    """Elements from one to the next in each of these dimensions; 0 where there is one for all."""
-    return [x.stride(i) if x.shape[i] > 1 else 0 for i in dimensions]
+def _strides(x: Tensor) -> list[int]:
+    """Elements from one to the next in each dimension of x but the last; 0 where there is one for all."""
+    return [step if size > 1 else 0 for step, size in zip(x.stride()[:-1], x.shape, strict=False)]
 
 
 def _parts(context: Surroundings) -> Sequence[Context] | None:
