@@ -31,6 +31,15 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    """What a test, or a command that it calls in this process, sets for the whole process is set back behind it."""
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
 def _processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is faster depends on the processor: here it is always one of the kind on which most goes to oneDNN."""
     from fastgen.ops import processor

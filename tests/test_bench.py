@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer_of().save_pretrained(place / name)
     (place / "text").write_text("\n".join(LINES) + "\n", "utf-8")
     return place
-
-
-@pytest.fixture(autouse=True)
-def same_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def bench(model: Path, *more: object) -> int:

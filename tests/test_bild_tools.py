@@ -109,14 +109,6 @@ def loss_of(model: Any, data: list[dict[str, list[int]]]) -> float:
         return float(model.float()(**collate(data, 0)).loss)
 
 
-@pytest.fixture(autouse=True)
-def same_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    with torch.random.fork_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
-        yield
-    torch.set_num_threads(threads)
-
-
 # ---- align
 
 

@@ -58,12 +58,6 @@ def whole(text: Path) -> bytes:
     return file.read_bytes()
 
 
-@pytest.fixture(autouse=True)
-def same_random_state() -> Iterator[None]:
-    with torch.random.fork_rng():
-        yield
-
-
 def beside(output: Path) -> list[str]:
     """What runs have left beside an output."""
     return sorted(file.name for file in output.parent.iterdir() if file.name.startswith(f"{output.name}."))

@@ -227,14 +227,6 @@ def bench(*words):
     return run.main(["--scale", "tiny", "--threads", "1", *map(str, words)])
 
 
-@pytest.fixture(autouse=True)
-def same_threads():
-    threads = torch.get_num_threads()
-    with torch.random.fork_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
-        yield
-    torch.set_num_threads(threads)
-
-
 def result_of(folder, name):
     return json.loads((folder / f"{name}.json").read_text())
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import BertModel
 
 from benchmarks import fairseq_command, families, forwards, plot
@@ -17,14 +16,6 @@ from fastgen.models.families import FAMILIES
 from fastgen.patches._engine import is_disabled
 
 IN_ONE_PROCESS = [name for name in command.TABLES if not name.startswith(("bild", "fastseq_table2"))]
-
-
-@pytest.fixture(autouse=True)
-def as_it_was() -> Any:
-    grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
-    yield
-    torch.set_grad_enabled(grad)
-    torch.set_num_threads(threads)
 
 
 def measured(folder: Path, *names: str, status: int = 0, more: tuple[str, ...] = ()) -> dict[str, Any]:
