@@ -101,6 +101,7 @@ class Case:
         target: speed-up over the unpatched toolkit to reach; None where there is none.
         gpu_target: the same on a GPU, where it is another.
         peer_target: speed-up over the peer to reach.
+        floor_target: times its floor that a decode step of one sentence may take at most.
         models: for a table over several models, their names in SHAPES (grid) or in CASES (memory).
         grid: for a grid, the values of batch, beams and source; for step times, of what is changed, one at a time; the
             batches among which the best is sought.
@@ -121,6 +122,7 @@ class Case:
     target: float | None = None
     gpu_target: float | None = None
     peer_target: float | None = None
+    floor_target: float | None = None
     models: tuple[str, ...] = ()
     grid: dict[str, tuple[int, ...]] = field(default_factory=dict)
     sentences: int = 0
@@ -496,6 +498,7 @@ CASES = {
             batch=32,
             new_tokens=48,
             options={"no_repeat_ngram_size": 3},
+            floor_target=2.5,
             grid={"batch": (1, 32)},
             gpu=True,
         ),

@@ -178,6 +178,7 @@ def write(file: Path, case: Any, args: argparse.Namespace, result: dict[str, Any
         "help": case.help,
         "target": case.target,
         "peer_target": case.peer_target,
+        "floor_target": case.floor_target,
         "arguments": chosen,
         "environment": environment(),
         "status": fastgen.status().to_dict(),
@@ -224,10 +225,15 @@ def agreed(result: dict[str, Any]) -> bool:
 def table(case: Any, result: dict[str, Any]) -> list[str]:
     """Return the printed lines of a case: one, or one for each cell, model or system."""
     from benchmarks.runners import memory_text, outcome_text
+    from benchmarks.step_time import over_floor_text
 
     if "models" in result:
         return [f"{case.name} {name:<14}{side:<10}{memory_text(model, side)}"
                 for name, model in result["models"].items() for side in ("stock", "fastgen")]  # fmt: skip
+    if case.kind == "step_time":
+        return [f"{case.name} {key:<36}{outcome_text(cell)}"
+                + over_floor_text(replace(case, **{cell["axis"]: cell["value"]}), cell)
+                for key, cell in result["cells"].items()]  # fmt: skip
     if "cells" in result:
         return [f"{case.name} {key:<36}{outcome_text(cell)}{missed(cell, case.target)}"
                 for key, cell in result["cells"].items()]  # fmt: skip

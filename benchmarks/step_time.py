@@ -40,9 +40,10 @@ def run_step_time(case: Case, session: Session) -> dict[str, Any]:
             if found["equal"]:
                 found["steps"] = _steps(cell, model, session)
                 found["floor"] = [floor(model, cell, t, bandwidth, rate) for t in range(1, cell.new_tokens - 1)]
+                found["over_floor"] = {side: _over(steps, found["floor"]) for side, steps in found["steps"].items()}
             key = f"{name}{value}"
             cells[key] = found | {"axis": name, "value": value}
-            session.say(f"{key:<16}{outcome_text(found)}")
+            session.say(f"{key:<16}{outcome_text(found)}{over_floor_text(cell, found)}")
             session.save(result)
     return result
 
@@ -62,6 +63,21 @@ def _steps(case: Case, model: Any, session: Session) -> dict[str, list[float]]:
         name: [statistics.median(step) for step in zip(*passes, strict=True)]
         for name, passes in (("fastgen", ours), ("stock", stock))
     }
+
+
+def _over(steps: list[float], floors: list[float]) -> float:
+    """Return how many times its floor a step takes, the median."""
+    return statistics.median(step / least for step, least in zip(steps, floors, strict=True))
+
+
+def over_floor_text(case: Case, found: dict[str, Any]) -> str:
+    """Return how far the steps of a cell are from their floor, and a remark if that is too far; "" where unknown."""
+    if "over_floor" not in found:
+        return ""
+    ours, stock = (found["over_floor"][side] for side in ("fastgen", "stock"))
+    most = case.floor_target if case.batch == 1 else None
+    remark = "" if most is None or ours <= most else f"  ABOVE TARGET {most:g}x"
+    return f"  a step takes {ours:.2f}x its floor ({stock:.2f}x stock){remark}"
 
 
 def floor(model: Any, case: Case, generated: int, bandwidth: float, rate: float) -> float:

@@ -13,6 +13,7 @@ from fastgen.ops.counts import calls
 
 pytest.importorskip("fairseq")
 from tests import fairseq_zoo as zoo
+from tests import test_fairseq_refill as refill
 from tests.test_fairseq import OPTIONS
 from tests.test_native import variant  # noqa: F401  a fixture
 
@@ -81,6 +82,22 @@ def test_model(variant: str, name: str, beams: int, monkeypatch: pytest.MonkeyPa
                 assert torch.equal(one["tokens"], other["tokens"])
                 for field in ("score", "attention", "positional_scores"):
                     torch.testing.assert_close(one[field], other[field], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["transformer", "bart"])
+def test_batches_that_refill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that runs alone goes on in a row, also behind steps beside others, and before them."""
+    models, batches, together, step = [_build(name)], refill._batches(9), list[int](), cohorts.step
+    monkeypatch.setattr(cohorts, "step", lambda running: (together.append(len(running)), step(running))[1])
+    monkeypatch.setattr(cohorts, "FREED", 0.5)
+    monkeypatch.setattr(cohorts, "OCCUPIED", 2.0)
+    options = {"beam_size": 4, "no_repeat_ngram_size": 3}
+    stock = refill._stock(models, batches, options)
+    for _ in range(2):
+        calls.clear(), together.clear()
+        refill._assert_same(list(refill._translations(models, batches, options)), batches, stock, 1e-4)
+    assert calls["search", "native"] > 0
+    assert max(together) > 1
 
 
 def test_equal_values_are_left_to_torch() -> None:

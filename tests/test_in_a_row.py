@@ -293,6 +293,35 @@ def test_what_the_caller_gives(variant: str) -> None:  # noqa: F811
             model.generate(**kwargs, num_beams=3)
 
 
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("family", ["marian", "t5", "gpt2", "llama"])
+def test_batches_that_refill(family: str, beams: int, alone: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that runs alone goes on in a row, also behind steps beside others, and before them."""
+    model, together, step = zoo.build(family, torch.float32), list[int](), cohorts.step
+    monkeypatch.setattr(cohorts, "step", lambda running: (together.append(len(running)), step(running))[1])
+    monkeypatch.setattr(cohorts, "FREED", 0.5)
+    monkeypatch.setattr(cohorts, "OCCUPIED", 2.0)
+    generator = torch.Generator().manual_seed(beams)
+    sentences = [torch.randint(40, zoo.VOCABULARY, (n,), generator=generator) for n in (11, 9, 8, 7, 6, 5, 4, 3, 2) * 3]
+    options = {"eos_token_id": [2, *range(20, 29)], "pad_token_id": 5, "max_new_tokens": 40, "num_beams": beams}
+    options |= {"no_repeat_ngram_size": 3, "min_new_tokens": 3}
+    with fastgen.disabled():
+        wanted = [model.generate(input_ids=sentence[None], **options).tolist() for sentence in sentences]
+    for _ in range(2):  # the first one proves the step from the weights
+        calls.clear(), alone.clear(), together.clear()
+        found = [ids.tolist() for ids in fastgen.generate_stream(model, sentences, max_tokens=60, **options)]
+        assert found == wanted
+    in_a_row = calls["search", "native"]
+    assert min(in_a_row, len(together)) > 0
+    assert max(together) > 1
+    monkeypatch.setattr(cohorts, "_several", lambda *_: None)
+    one_by_one = len(alone)
+    alone.clear()
+    assert [ids.tolist() for ids in fastgen.generate_stream(model, sentences, max_tokens=60, **options)] == wanted
+    assert calls["search", "native"] == in_a_row
+    assert len(alone) > one_by_one
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_keys_and_values_of_the_beams_that_are_returned(variant: str, beams: int) -> None:  # noqa: F811
     model = zoo.build("gpt2", torch.float32)

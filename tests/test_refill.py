@@ -47,7 +47,7 @@ def _streamed(model: Any, sentences: Any, options: dict[str, Any], **sizes: int)
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many batches each step was of; they start as soon as a few sentences have left."""
+    """How many batches each step of several was of; they start as soon as a few sentences have left."""
     seen, step = list[int](), cohorts.step
 
     def noted(running: Any) -> Any:
@@ -86,7 +86,7 @@ def test_steps_made_together_are_reported(together: list[int], monkeypatch: pyte
     reports = list[Any]()
     monkeypatch.setattr("fastgen.patches.transformers.pausing.note", reports.append)
     _streamed(zoo.build("bart"), _sentences(40), OPTIONS["greedy"])
-    assert sum(report.joined for report in reports) == sum(count for count in together if count > 1)
+    assert sum(report.joined for report in reports) == sum(together) > 0
     assert sum(report.plan.sentences for report in reports) == 40
 
 
@@ -94,7 +94,7 @@ def test_not_where_batches_end_at_once(monkeypatch: pytest.MonkeyPatch, together
     """The rule looks at what is done: here no sentence has left before the others."""
     monkeypatch.setattr(cohorts, "OCCUPIED", 0.5)
     _streamed(zoo.build("bart"), _sentences(40), {"max_new_tokens": 9, "min_new_tokens": 9})
-    assert set(together) == {1}
+    assert together == []
 
 
 class _Own(TemperatureLogitsWarper):

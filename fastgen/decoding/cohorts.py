@@ -106,17 +106,21 @@ def run(search: Search[_Made], model: Stepper[_Made], made: _Made, pause: Callab
     made: what the model says of the first tokens; not kept beyond the first choice.
     """
     several = _several(search, model)
-    while search.advance(model, made):
+    going = search.advance(model, made)
+    made = cast(Any, None)  # so that no two steps' logits are there at once
+    while going:
         if pause():
             return False
-        made = cast(Any, None)  # so that no two steps' logits are there at once
-        found: Any = True
-        while found is True and several is not None:
-            found = several()
-        if found is False:
-            break
-        made = model.step(search.text.ids) if found is True or found is None else found
+        going = _go_on(search, model, several)
     return True
+
+
+def _go_on(search: Search[Any], model: Stepper[Any], several: Callable[[], Any] | None) -> bool:
+    """Make a step, or as many in a row as nobody has to look at; return whether the search goes on."""
+    found: Any = None if several is None else several()
+    if found is True or found is False:
+        return found
+    return search.advance(model, model.step(search.text.ids) if found is None else found)
 
 
 @dataclass(eq=False)
@@ -136,6 +140,20 @@ class Cohort(Generic[_Made]):
     steps: int = 0
     decoded: int = 0
 
+    def __post_init__(self) -> None:
+        self._several = _several(self.search, self.model)
+
+    def go_on_alone(self) -> bool:
+        """Make a step, or as many in a row as nobody has to look at; return whether the search goes on."""
+        present, length = self.search.present, self.search.text.length
+        going = _go_on(self.search, self.model, self._several)
+        self.note_steps(max(1, self.search.text.length - length), present)
+        return going
+
+    def note_steps(self, steps: int, present: int) -> None:
+        """So many have been made, of so many sentences."""
+        self.steps, self.decoded = self.steps + steps, self.decoded + steps * present
+
     @property
     def tokens(self) -> int:
         """Of the sentences that are still there."""
@@ -146,11 +164,9 @@ _Cohort = TypeVar("_Cohort", bound=Cohort[Any])
 
 
 def step(cohorts: Sequence[Cohort[_Made]]) -> list[_Made]:
-    """Make one step of all; return what it says of the next tokens of each."""
+    """Make one step of several; return what it says of the next tokens of each."""
     texts = [cohort.search.text.ids for cohort in cohorts]
     models = [cohort.model for cohort in cohorts]
-    if len(models) == 1:
-        return [models[0].step(texts[0])]
     rows = [len(ids) for ids in texts]
     contexts = [model.begin_step(ids) for model, ids in zip(models, texts, strict=True)]
     newest = torch.cat([ids[:, -1] for ids in texts])
@@ -164,10 +180,12 @@ def step(cohorts: Sequence[Cohort[_Made]]) -> list[_Made]:
 
 
 def advance(running: list[_Cohort]) -> list[_Cohort]:
-    """Make a step of all that run; take out those whose search is over, and return them."""
+    """Make a step of all that run, or go on with the only one; take out those whose search is over, and return them."""
+    if len(running) == 1:
+        return [] if running[0].go_on_alone() else [running.pop()]
     over: list[_Cohort] = []
     for cohort, made in zip(list(running), step(running), strict=True):
-        cohort.steps, cohort.decoded = cohort.steps + 1, cohort.decoded + cohort.search.present
+        cohort.note_steps(1, cohort.search.present)
         if not cohort.search.advance(cohort.model, made):
             running.remove(cohort)
             over.append(cohort)
