@@ -423,7 +423,7 @@ def test_steps_for_a_gpu_beside_their_floor(tmp_path, capsys):
         for side, steps in cell["steps"].items():
             ratios = [step / floor for step, floor in zip(steps, cell["floor"], strict=True)]
             assert min(ratios) <= cell["over_floor"][side] <= max(ratios)
-    printed = [line for line in capsys.readouterr().out.splitlines() if "its floor" in line]
+    printed = [line for line in capsys.readouterr().out.splitlines() if "a step takes" in line]
     assert {line.split()[1] for line in printed if line.startswith("gpu_step_time")} == set(cells)
     assert {"batch1 " in line for line in printed if "ABOVE TARGET 2.5x" in line} == {True}
 
