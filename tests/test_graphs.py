@@ -57,13 +57,14 @@ def test_kernels(family: str, beams: int, setting: Callable[[str, str], None], g
     model = _build(family, torch.float32)
     kwargs = zoo.batch(model, 2, 7) | {
         "num_beams": beams,
-        "max_new_tokens": 13,
-        "min_new_tokens": 13,
+        "max_new_tokens": 9,
+        "min_new_tokens": 9,
         "no_repeat_ngram_size": 3,
     }
-    for _ in range(2):
-        _same(model, kwargs, tolerance=1e-4)
-    assert graphs.replays >= 10
+    model.generate(**kwargs)
+    replays = graphs.replays
+    _same(model, kwargs, tolerance=1e-4)
+    assert graphs.replays - replays >= 5
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
@@ -378,7 +379,7 @@ def test_kernels_of_a_choice(setting: Callable[[str, str], None], graphs: Graphs
     """Two launches move all tables: those of tokens, of rows, and of what each beam sees."""
     setting("FASTGEN_OPS", "triton")
     model = _build("bart", torch.float32)
-    kwargs = zoo.batch(model, 2, 7) | {"num_beams": 4, "max_new_tokens": 16, "no_repeat_ngram_size": 3}
+    kwargs = zoo.batch(model, 1, 7) | {"num_beams": 2, "max_new_tokens": 12, "no_repeat_ngram_size": 3}
     for _ in range(2):
         model.generate(**kwargs)
     kernels = graphs.kernels["_choose"]
