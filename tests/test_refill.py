@@ -24,8 +24,10 @@ ENDS = {"eos_token_id": [2, *range(20, 40)], "pad_token_id": 5}
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": ENDS | {"max_new_tokens": 20, "no_repeat_ngram_size": 3},
     "greedy, blocked": ENDS | {"max_new_tokens": 20, "no_repeat_ngram_size": 2, "min_new_tokens": 3},
+    "greedy, penalty": ENDS | {"max_new_tokens": 20, "repetition_penalty": 1.3},
     "beams": ENDS | {"max_new_tokens": 20, "num_beams": 4, "num_return_sequences": 2, "early_stopping": True},
     "beams, blocked": ENDS | {"max_new_tokens": 20, "num_beams": 4, "no_repeat_ngram_size": 3, "min_new_tokens": 2},
+    "beams, penalty": ENDS | {"max_new_tokens": 20, "num_beams": 4, "repetition_penalty": 1.7},
 }
 
 

@@ -46,7 +46,10 @@ STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "reorder": (cache.Ancestry, "reorder", lambda _, parents: 3 * _rows_of(parents)),
     "choice": (sample.Sampling, "_choose", lambda _, logits, text: _rows_of(logits)),
 }
-CALLS: dict[str, dict[str, Any]] = {"greedy": {}, "beams": {"num_beams": 3, "num_return_sequences": 2}}
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {"repetition_penalty": 1.3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+}
 ROWS = {"greedy": 1, "beams": 3}
 BOTH, AT_SENTENCES = ("bart", "llama"), {"encoder", "decoder", "prompt"}
 CASES = [

@@ -16,7 +16,7 @@ from fastgen.decoding.cache import Ancestry
 from fastgen.decoding.leaving import Wanted, closed_up, may_leave
 from fastgen.decoding.rules import Merged, TransformersRule
 from fastgen.decoding.stop import Stop
-from fastgen.decoding.text import Edit, Text, edited, only_ban, sparse
+from fastgen.decoding.text import Edit, Text, edited, keep_sentences, only_ban, sparse
 from fastgen.models.memory import Memory
 from fastgen.ops.kbest import NO_EDITS, best_of_log_probs, fused, kbest
 from fastgen.ops.log_softmax import log_softmax, log_softmax_reference
@@ -298,5 +298,6 @@ class BeamSearch:
         self.prompt, self.ids, self.beams = self.prompt[staying], self.ids[staying], self.beams[staying]
         self.scores, self.improvable = self.scores[staying], self.improvable[staying]
         self.sentences = self.sentences[staying]
+        keep_sentences(self.edits, staying, self.rule.beams)
         model.keep(staying)
         return True

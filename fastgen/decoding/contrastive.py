@@ -17,7 +17,7 @@ from fastgen.decoding.beam import Stepper, Trace
 from fastgen.decoding.leaving import closed_up, may_leave
 from fastgen.decoding.sample import chosen_of
 from fastgen.decoding.stop import Stop
-from fastgen.decoding.text import Edit, Text, edited
+from fastgen.decoding.text import Edit, Text, edited, keep_sentences
 
 
 class SeeingStepper(Stepper, Protocol):
@@ -132,6 +132,7 @@ class ContrastiveSearch:
         self.rows, self.ids, self.running = self.rows[stay], self.ids[stay], self.running[stay]
         self.mask = None if self.mask is None else self.mask[stay]
         self.seen = None if self.seen is None else self.seen[stay]
+        keep_sentences(self.edits, stay)
         model.keep(stay)
         return logits[stay]
 

@@ -15,7 +15,7 @@ from fastgen.decoding.beam import Stepper, Trace
 from fastgen.decoding.leaving import closed_up, may_leave
 from fastgen.decoding.pools import Hypothesis, Pool, Ranking, best_of
 from fastgen.decoding.stop import Stop
-from fastgen.decoding.text import Edit, Text
+from fastgen.decoding.text import Edit, Text, keep_sentences
 from fastgen.ops.tables import Table, extend_rows_
 
 
@@ -162,7 +162,9 @@ class PooledBeams:
         if may_leave(len(leaving), self.present, self.captured):
             staying = closed_up(self.present, leaving)
             self.drop(staying)
-            model.keep(torch.tensor(staying, device=self.ids.device))
+            kept = torch.tensor(staying, device=self.ids.device)
+            keep_sentences(self.edits, kept, self.beams)
+            model.keep(kept)
 
 
 def next_of(values: Tensor, indices: Tensor, vocabulary: int, first: int = 0) -> list[list[Next]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastgen.decoding.beam import Stepper, Trace
 from fastgen.decoding.leaving import Wanted, closed_up, may_leave
 from fastgen.decoding.stop import Stop
-from fastgen.decoding.text import Edit, Text, edited
+from fastgen.decoding.text import Edit, Text, edited, keep_sentences
 from fastgen.ops.kbest import argmax
 
 
@@ -103,6 +103,7 @@ class Sampling:
         stay = torch.tensor(closed_up(len(alive), leaving), device=self.ids.device)
         self.rows = stay if self.rows is None else self.rows[stay]
         self.ids, self.running = self.ids[stay], self.running[stay]
+        keep_sentences(self.edits, stay)
         model.keep(stay)
 
     def _choose(self, logits: Tensor, text: Text) -> Tensor:

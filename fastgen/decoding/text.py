@@ -1,6 +1,6 @@
 """The tokens of the running rows, and the edits that look at them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -238,12 +238,18 @@ class Penalty:
     factor: float
     start: int | Tensor
     dense: Callable[[Tensor, Tensor], Tensor]
+    _whole: bool = field(default=True, init=False)  # whether the rows are those that `dense` knows
 
     def idle(self, text: Text) -> bool:
         return False
 
+    def keep(self, rows: Tensor) -> None:
+        """Only these rows go on, int64 indices into the present ones."""
+        if isinstance(self.start, Tensor):
+            self.start, self._whole = self.start.to(rows.device)[rows], False
+
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
-        if text.filled is None:
+        if text.filled is None and self._whole:
             return self.dense(text.ids, scores)
         rows, vocabulary = scores.shape
         seen = torch.zeros(rows, vocabulary + 1, dtype=torch.bool, device=scores.device)
@@ -267,6 +273,14 @@ class Penalty:
         again = torch.nn.functional.pad(tokens[:, 1:] == tokens[:, :-1], (1, 0))
         factors = torch.full(tokens.shape, self.factor, dtype=torch.float32, device=tokens.device)
         return Changes(tokens.masked_fill(again, vocabulary), factors, torch.zeros_like(factors))
+
+
+def keep_sentences(edits: Iterable[Edit], sentences: Tensor, beams: int = 1) -> None:
+    """Only these sentences go on under edits, int64 indices into the present ones, of so many rows each."""
+    rows = (sentences[:, None] * beams + torch.arange(beams, device=sentences.device)).flatten()
+    for edit in edits:
+        if isinstance(edit, Penalty):
+            edit.keep(rows)
 
 
 @dataclass

@@ -24,7 +24,7 @@ _ROWWISE = (
     lp.NoRepeatNGramLogitsProcessor, lp.SequenceBiasLogitsProcessor, lp.NoBadWordsLogitsProcessor,
     lp.ForcedBOSTokenLogitsProcessor, lp.ForcedEOSTokenLogitsProcessor, lp.InfNanRemoveLogitsProcessor,
     lp.ExponentialDecayLengthPenalty, lp.LogitNormalization, lp.SuppressTokensAtBeginLogitsProcessor,
-    lp.SuppressTokensLogitsProcessor, lp.WhisperTimeStampLogitsProcessor,
+    lp.SuppressTokensLogitsProcessor, lp.WhisperTimeStampLogitsProcessor, lp.RepetitionPenaltyLogitsProcessor,
 )  # fmt: skip
 
 
@@ -54,9 +54,14 @@ def rowwise(processors: Sequence[Any]) -> str | None:
     return next((type(p).__name__ for p in processors if kind_of(p) not in _ROWWISE), None)
 
 
+def has_rows(processor: Any) -> bool:
+    """Whether a processor that treats every row by itself holds something of each."""
+    return isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
+
+
 def runs_code_of_others(processors: Sequence[Any]) -> str | None:
     """The name of a processor that is not one of those known here; None where there is none."""
-    own = (*_ROWWISE, lp.RepetitionPenaltyLogitsProcessor, lp.EncoderNoRepeatNGramLogitsProcessor)
+    own = (*_ROWWISE, lp.EncoderNoRepeatNGramLogitsProcessor)
     return next((type(p).__name__ for p in processors if kind_of(p) not in own), None)
 
 

@@ -16,7 +16,7 @@ from fastgen.patches import _engine
 from fastgen.patches._room import NO_MEMORY, make_room
 from fastgen.patches.transformers import awaited, pausing
 from fastgen.patches.transformers.decide import decide
-from fastgen.patches.transformers.edits import fill_of
+from fastgen.patches.transformers.edits import fill_of, has_rows
 from fastgen.patches.transformers.first_tokens import of_sentences
 from fastgen.patches.transformers.prepared import Prepared, generates_segments, prepare, without_wrappers
 from fastgen.patches.transformers.restored import method_of
@@ -75,6 +75,7 @@ def _separable(model: Any, kwargs: dict[str, Any]) -> Prepared | None:
     start: Any = prepared.config.decoder_start_token_id
     whole = (
         prepared.sentences == 1
+        or any(map(has_rows, kwargs.get("logits_processor") or ()))
         or not plan.drop
         or (isinstance(start, list | tuple | Tensor) and len(cast(Any, start)) > 1)
         or (of_sentences(prepared.config.forced_bos_token_id) is not None and kwargs.get(_FIRST) is None)
