@@ -33,7 +33,7 @@ RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 TORCH_PIN = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu gpu check docs tables bench bench-ops paper plot fuzz clean
+.PHONY: help demo test cuda test-gpu gpu check docs tables bench bench-ops paper plot fuzz clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -48,22 +48,28 @@ test: $(READY) $(OLDEST_READY)  ## all tests on the newest transformers, then th
 	  $(RUN) -m pytest $(PYTEST) $(NO_TOOLKIT); \
 	else echo "not tested on transformers $(OLDEST): $(OLDEST_DIR) is missing and ENV_READY=1 says to install nothing"; fi
 
-test-gpu: $(READY)  ## the tests that need a CUDA device
-	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch sees no CUDA device")'
+cuda: $(READY)
+	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device")'
+
+test-gpu: cuda  ## the tests that need a CUDA device
 	$(RUN) -m pytest -m gpu
 
-gpu: test-gpu  ## all that a GPU machine is for: its tests, the operations, whole calls
-	$(RUN) -m benchmarks.ops --device cuda
-	$(RUN) -m benchmarks.ops --device cuda --dtype bfloat16
-	$(RUN) -m benchmarks.launches --device cuda
-	$(RUN) -m benchmarks --device cuda --rounds 3 --case bart_large gpt2 t5_base marian_base trained kv_memory
-	$(RUN) -m benchmarks --device cuda --dtype bfloat16 --rounds 3 --case gpu_bart_large gpu_bart_one gpu_t5_base gpu_gpt2 \
-	  gpu_best_batch gpu_step_time
-	$(RUN) -m benchmarks --device cuda --dtype bfloat16 --rounds 5 --peer compiled --case greedy greedy_one
-	@if $(RUN) -c 'import fastgen, fairseq' 2>/dev/null; then set -x; \
-	  $(RUN) -m benchmarks --device cuda --dtype float16 --rounds 3 --case fairseq_iwslt fairseq_big fairseq_bart fairseq_one fairseq_command; \
-	else echo "fairseq is not installed here: its cases are left out"; fi
-	$(RUN) -m benchmarks.paper --device cuda --dtype bfloat16
+# All of it runs, whatever fails before it, and the exit status says whether anything has.
+gpu: cuda  ## all that a GPU machine is for: its tests, the operations, whole calls
+	@status=0; run() { echo "+ $$*"; "$$@" || status=1; }; \
+	export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"; bench="run $(PY) -m benchmarks --device cuda"; \
+	run $(MAKE) --no-print-directory test-gpu; \
+	run $(PY) -m benchmarks.ops --device cuda; \
+	run $(PY) -m benchmarks.ops --device cuda --dtype bfloat16; \
+	run $(PY) -m benchmarks.launches --device cuda; \
+	$$bench --dtype bfloat16 --rounds 3 --case gpu_bart_large gpu_bart_one gpu_t5_base gpu_gpt2 gpu_best_batch gpu_step_time; \
+	$$bench --dtype bfloat16 --rounds 5 --peer compiled --case greedy greedy_one; \
+	$$bench --rounds 3 --case bart_large gpt2 t5_base marian_base trained kv_memory; \
+	if $(PY) -c 'import fastgen, fairseq' 2>/dev/null; then \
+	  $$bench --dtype float16 --rounds 3 --case fairseq_iwslt fairseq_big fairseq_bart fairseq_one fairseq_command; \
+	else echo "fairseq is not installed here: its cases are left out"; fi; \
+	run $(PY) -m benchmarks.paper --device cuda --dtype bfloat16; \
+	exit $$status
 
 check: $(READY)  ## ruff (format, lint) and pyright
 	$(RUN) -m ruff format --check

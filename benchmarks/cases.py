@@ -496,10 +496,10 @@ CASES = {
             source=1024,
             beams=4,
             batch=32,
-            new_tokens=48,
+            new_tokens=140,
             options={"no_repeat_ngram_size": 3},
             floor_target=2.5,
-            grid={"batch": (1, 32)},
+            grid={"new_tokens": (140,), "batch": (1, 8, 32), "beams": (1, 4), "source": (256, 1024)},
             gpu=True,
         ),
         Case(

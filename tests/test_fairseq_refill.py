@@ -23,6 +23,7 @@ from fairseq.tasks import FairseqTask
 
 from fastgen.patches.fairseq.refill import Translated, Translations
 from tests import fairseq_zoo as zoo
+from tests.test_fairseq_split import run_out
 
 EMPTY = "rows that are freed stay empty: "
 
@@ -268,6 +269,17 @@ def test_out_of_memory(
     _assert_same(list(translations), batches, stock)
     assert list(translations.left_off) == [EMPTY + NO_MEMORY]
     assert ("not enough memory" in caplog.text) == (stage == "step")
+
+
+@pytest.mark.parametrize("stage", ["step", "encoder"])
+def test_one_that_is_too_large_alone_goes_in_halves(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, batches = [zoo.build("transformer", seed=1)], _batches(4)
+    stock = _stock(models, batches, {})
+    list(_translations(models, batches, {}))  # the first step of a model is made both ways
+    run_out(monkeypatch, stage, 3)
+    translations = _translations(models, batches, {})
+    _assert_same(list(translations), batches, stock)
+    assert list(translations.left_off) == [EMPTY + NO_MEMORY]
 
 
 @pytest.mark.parametrize("stage", ["step", "begin", "read"])

@@ -93,6 +93,25 @@ def test_errors(inputs: Any, options: dict[str, Any], error: type[Exception], sh
         list(fastgen.generate_stream(zoo.build("bart"), inputs, max_new_tokens=3, **options))
 
 
+@pytest.mark.parametrize("bad", [0, 1, 4, 7])
+@pytest.mark.parametrize("kind", ["sentence", "iterator"])
+def test_what_was_read_before_an_error_is_not_lost(kind: str, bad: int) -> None:
+    sentences, model = _sentences(9), zoo.build("bart")
+
+    def inputs() -> Iterator[list[int]]:
+        for number, sentence in enumerate(sentences):
+            if number == bad and kind == "iterator":
+                raise OSError("the disk is gone")
+            yield [] if number == bad else sentence
+
+    expected = list(fastgen.generate_stream(model, sentences[:bad], max_new_tokens=5))
+    stream = fastgen.generate_stream(model, inputs(), window=4, max_new_tokens=5)
+    found = [next(stream) for _ in range(bad)]
+    assert [one.tolist() for one in found] == [one.tolist() for one in expected]
+    with pytest.raises(OSError if kind == "iterator" else ValueError, match=r"the disk is gone|shape \(0,\)"):
+        next(stream)
+
+
 def test_a_decoder_needs_a_number_of_new_tokens() -> None:
     with pytest.raises(TypeError, match="max_new_tokens"):
         fastgen.generate_stream(zoo.build("gpt2"), [[4]], max_length=9)

@@ -152,7 +152,10 @@ def release() -> None:
         memory.drop_free()
 
 
-_MESSAGES = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# The last one is what oneDNN says, whatever it was that a product has lacked; there is nothing else.
+_MESSAGES = (
+    "DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "could not create a primitive"
+)  # fmt: skip
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fastgen.models.memory import is_out_of_memory
 from fastgen.ops import linear as ops
 
 OFTEN = 3
@@ -55,13 +56,23 @@ class Packed:
             self.uses += 1
             if self.uses >= OFTEN or _at_once.get():
                 if always or _affordable(weight):
-                    self.copy = ops.pack(plain, rows, activation)
-                else:
+                    self.copy = _pack(plain, rows, activation)
+                if self.copy is None:
                     self.uses = OFTEN - AGAIN
         return self.copy
 
     def probe_differs(self, weight: Tensor) -> bool:
         return not torch.equal(self.probe, _sample(weight, self.stride))
+
+
+def _pack(plain: Tensor, rows: int, activation: str | None) -> ops.Packed | None:
+    """A packed copy; None where there is no memory for one, whatever the system says is free."""
+    try:
+        return ops.pack(plain, rows, activation)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def _sample(weight: Tensor, stride: int) -> Tensor:

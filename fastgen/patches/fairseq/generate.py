@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from fastgen.patches.fairseq.decide import decide
 from fastgen.patches.fairseq.encoder import encode
 from fastgen.patches.fairseq.lengths import longest_of, source_lengths
 from fastgen.patches.fairseq.search import Beam, Toolkits
+from fastgen.patches.fairseq.split import in_halves
 from fastgen.patches.fairseq.stepper import Member, Stepper
 
 _engine.on_release(packed.release)
@@ -85,14 +86,19 @@ def generate(
         _engine.fallback("fairseq.generate", unsupported.reason)
         self.model.set_decoder_beam_size(self.beam_size)  # another generator of the model may have set its own
         return original(self, sample, prefix_tokens, constraints, bos_token)
-    began = time.perf_counter()
-    with _engine.running(plan), routes(self):
-        lengths = source_lengths(original, self, sample["net_input"])
-        begun, _ = begin(self, plan, sample, lengths, prefix_tokens, constraints, bos_token)
-    found = begun.finish()
+
+    def decoded(part: Any, prefix: Tensor | None) -> Begun:
+        of_part = replace(plan, sentences=len(part["net_input"]["src_tokens"]))
+        with _engine.running(of_part), routes(self):
+            lengths = source_lengths(original, self, part["net_input"])
+            begun, _ = begin(self, of_part, part, lengths, prefix, constraints, bos_token)
+        return begun
+
     if asked is None:
-        return found
-    return bild.of_large_alone(asked, self, found, begun.model.times, time.perf_counter() - began)
+        return in_halves(lambda part, prefix: decoded(part, prefix).finish(), self, sample, prefix_tokens)
+    began = time.perf_counter()
+    begun = decoded(sample, prefix_tokens)
+    return bild.of_large_alone(asked, self, begun.finish(), begun.model.times, time.perf_counter() - began)
 
 
 def models_of(generator: Any) -> list[Any]:

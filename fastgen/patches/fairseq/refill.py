@@ -170,10 +170,10 @@ class Translations:
         except Unsupported:
             self._leave_off("calls run on fairseq's own code")
         except Exception as error:
-            if not self._running:
-                raise
             if is_out_of_memory(error):
                 self._refuse()
+            elif not self._running:
+                raise
             else:
                 batch.error = error
         else:
@@ -190,11 +190,11 @@ class Translations:
 
     def _step(self) -> None:
         """Make a step of all that run."""
-        alone, over = len(self._running) == 1, None
+        over = None
         try:
             over = advance(self._running)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            if alone or not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         if over is None:  # out of the handler, so that nothing holds on to what the batches had made
             self._begin_anew()
@@ -204,13 +204,13 @@ class Translations:
             cohort.batch.runs, cohort.batch.found = False, cohort.begun.finish()
 
     def _begin_anew(self) -> None:
-        """Have all that run wait for their turns, as there is not enough memory for them together."""
+        """Have all that run wait for their turns, as there is not enough memory: then a batch may go in halves."""
         again = [batch for batch in self._queue if batch.runs]
         for batch in again:
             batch.runs = False
         self._running.clear()
         self._refuse()
-        _logger.warning("not enough memory for batches side by side: %d begin anew", len(again))
+        _logger.warning("not enough memory for batches that refill: %d begin anew", len(again))
         make_room()
 
     def _refuse(self) -> None:

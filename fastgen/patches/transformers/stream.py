@@ -57,7 +57,8 @@ def generate_stream(
 
     Raises:
         TypeError: an argument that a stream cannot have; the message names it.
-        ValueError: a sentence without tokens, or sizes that are not positive; the message has the value. There are more
+        ValueError: a sentence without tokens, or sizes that are not positive; the message has the value. What is wrong
+            with a sentence, or what `inputs` raises, comes behind what is yielded for those before it. There are more
             first tokens than sentences, or fewer, which is found before anything of the window is generated.
     """
     stream = _Stream(
@@ -108,25 +109,37 @@ class _Stream:
         self.refill = Refill(model, max_tokens, self._generate, config, kwargs)
 
     def run(self, inputs: Iterator[Sequence[int] | Tensor]) -> Iterator[Any]:
-        while waiting := self._window(inputs):
+        error = None
+        while error is None and (waiting := self._window(inputs)):
             found: dict[int, Any] = {}
             for batch, output in self.refill.run(waiting.take):
                 found.update(zip(batch.places, self._each(batch, output), strict=True))
             for i in range(len(waiting.sentences)):
                 yield found.pop(i)
-            self.begun += len(waiting.sentences)
+            self.begun, error = self.begun + len(waiting.sentences), waiting.error
+        if error is not None:
+            raise error
 
     def _window(self, inputs: Iterator[Sequence[int] | Tensor]) -> "_Waiting | None":
         """The next sentences; None where there are no more."""
-        sentences, first = list[Tensor](), list[int]()
-        for sentence in islice(inputs, self.window):
-            sentences.append(_ids(sentence))
-            if self.first is not None:
-                first.append(self.first.take())
-        if self.first is not None and len(sentences) < self.window:
+        sentences, first, error = list[Tensor](), list[int](), None
+        read = islice(inputs, self.window)
+        while error is None:
+            try:
+                sentences.append(_ids(next(read)))
+            except StopIteration:
+                break
+            except Exception as of_next:  # comes behind what is yielded for those that have been read
+                if not sentences:
+                    raise
+                error = of_next
+            else:
+                if self.first is not None:
+                    first.append(self.first.take())
+        if self.first is not None and error is None and len(sentences) < self.window:
             self.first.end()
         apart = self.first is not None and (self.drafts or not _engine.is_applied("transformers.first_tokens"))
-        return _Waiting(sentences, first, self.max_tokens, self.alike, apart) if sentences else None
+        return _Waiting(sentences, first, self.max_tokens, self.alike, apart, error) if sentences else None
 
     def _generate(self, batch: Batch) -> Any:
         ids = torch.full((len(batch.sentences), batch.width), self.fill)
@@ -193,12 +206,14 @@ class _Waiting:
 
     first: the first token of each output, or nothing.
     alike: a batch has sentences of one length alone. apart: of one first token alone.
+    error: why there are no more, where the inputs have failed behind them.
     """
 
     def __init__(
-        self, sentences: list[Tensor], first: list[int], max_tokens: int, alike: bool, apart: bool
+        self, sentences: list[Tensor], first: list[int], max_tokens: int, alike: bool, apart: bool,
+        error: Exception | None,
     ) -> None:  # fmt: skip
-        self.sentences, self.first, self.max_tokens = sentences, first, max_tokens
+        self.sentences, self.first, self.max_tokens, self.error = sentences, first, max_tokens, error
         lengths = [len(sentence) for sentence in sentences]
         self.kinds = [(first[i] if apart else 0, length if alike else 0) for i, length in enumerate(lengths)]
         self.order = sorted(range(len(sentences)), key=lambda i: (self.kinds[i][0], -lengths[i]))
