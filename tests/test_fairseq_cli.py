@@ -438,11 +438,19 @@ def test_without_standard_output(corpus: Path, command: str) -> None:
     assert found.returncode == 0, found.stderr[-2000:]
 
 
-@pytest.mark.parametrize(("where", "why"), [("pipe", "Broken pipe"), ("/dev/full", "No space left on device")])
-def test_output_that_fails_is_said_and_no_success(corpus: Path, where: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "where", "why"),
+    [
+        ("generate", "pipe", "Broken pipe"),
+        ("generate", "/dev/full", "No space left on device"),
+        ("interactive", "pipe", "Broken pipe"),
+    ],
+)
+def test_output_that_fails_is_said_and_no_success(corpus: Path, name: str, where: str, why: str) -> None:
     command = [
-        sys.executable, "-m", "fastgen", "run", "fairseq-generate", str(corpus / "data"), "--path",
-        str(corpus / "model/checkpoint_last.pt"), *GENERATE, "--beam", "1", "--batch-size", "2",
+        sys.executable, "-m", "fastgen", "run", f"fairseq-{name}", str(corpus / "data"), "--path",
+        str(corpus / "model/checkpoint_last.pt"), *GENERATE, "--beam", "1",
+        *(["--batch-size", "2"] if name == "generate" else []),
     ]  # fmt: skip
     if where == "pipe":
         reader, writer = os.pipe()
@@ -451,8 +459,8 @@ def test_output_that_fails_is_said_and_no_success(corpus: Path, where: str, why:
         pytest.skip(f"no {where} on this system")
     else:
         writer = os.open(where, os.O_WRONLY)
-    found = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=os.environ, check=False)
+    found = subprocess.run(command, input="a house\n", stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert found.returncode != 0
-    assert f"the output is not whole: {why}" in found.stderr
+    assert f"fairseq-{name}: the output is not whole: {why}" in found.stderr
     assert "Exception ignored" not in found.stderr

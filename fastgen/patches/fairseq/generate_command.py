@@ -6,7 +6,6 @@ What is printed, and where, is what fairseq prints, in its order. A file of resu
 import errno
 import logging
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from fastgen.patches.fairseq.bild_command import Pair
 from fastgen.patches.fairseq.lines import Scored, Sentence, Speaker, spoken
 from fastgen.patches.fairseq.options import given
 from fastgen.patches.fairseq.refill import Translations
-from fastgen.patches.fairseq.setup import Run, check_sampling, without
+from fastgen.patches.fairseq.setup import Run, check_sampling, standard_output, without
 
 _Original = Callable[..., Any]
 _Translate = Callable[[Iterable[Any], StopwatchMeter], Iterator["_ReadOff"]]
@@ -66,18 +65,11 @@ def _output(cfg: Any) -> Iterator[TextIO | None]:
     """Where results go: standard output, None where there is none, or a file with another name until all is there.
 
     Raises:
-        SystemExit: standard output was closed, or the disk is full; the message says so.
+        SystemExit: the output cannot be written; the message says why.
     """
     if cfg.common_eval.results_path is None:
-        try:
-            yield sys.stdout
-            print(end="", flush=True)
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:  # another file's
-                raise
-            # Python would complain once more when it closes standard output at its end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(f"fairseq-generate: the output is not whole: {error.strerror}") from error
+        with standard_output("fairseq-generate") as output:
+            yield output
         return
     folder = Path(cfg.common_eval.results_path)
     folder.mkdir(parents=True, exist_ok=True)

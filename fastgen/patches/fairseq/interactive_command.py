@@ -25,7 +25,7 @@ from fastgen.patches.fairseq.background import InOrder
 from fastgen.patches.fairseq.bild_command import Pair
 from fastgen.patches.fairseq.lines import Sentence, Speaker, Spoken, spoken
 from fastgen.patches.fairseq.options import given
-from fastgen.patches.fairseq.setup import Run, check_sampling, without
+from fastgen.patches.fairseq.setup import Run, check_sampling, standard_output, without
 
 
 def interactive(original: Callable[..., Any], cfg: Any) -> None:
@@ -33,7 +33,7 @@ def interactive(original: Callable[..., Any], cfg: Any) -> None:
     if isinstance(cfg, Namespace):
         cfg = convert_namespace_to_omegaconf(cfg)
     pair = Pair(cfg, "fairseq-interactive")
-    with _engine.running("fairseq-interactive"):
+    with _engine.running("fairseq-interactive"), standard_output("fairseq-interactive"):
         left_off = _interactive(cfg, pair)
     _engine.hit("fairseq.interactive_command", left_off)
 

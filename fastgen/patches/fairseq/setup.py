@@ -1,8 +1,13 @@
 """What `fairseq-generate` and `fairseq-interactive` set up in the same way."""
 
 import ast
+import errno
 import logging
-from typing import Any
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -84,6 +89,24 @@ def check_sampling(cfg: Any) -> None:
     assert not cfg.generation.sampling or cfg.generation.nbest == cfg.generation.beam, (
         "--sampling requires --nbest to be equal to --beam"
     )
+
+
+@contextmanager
+def standard_output(command: str) -> Iterator[TextIO | None]:
+    """Standard output, None where there is none; all of it is written when the context ends.
+
+    Raises:
+        SystemExit: it was closed, or the disk is full; the message says so.
+    """
+    try:
+        yield sys.stdout
+        print(end="", flush=True)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:  # another file's
+            raise
+        # Python would complain once more when it closes standard output at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(f"{command}: the output is not whole: {error.strerror}") from error
 
 
 def without(tokens: list[int], pad: int) -> list[int]:
