@@ -1,10 +1,14 @@
 """Work in the background: results in order, failures where the result would have been, nothing left hanging."""
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +84,36 @@ def _dies(piece: int) -> int:
     if piece == 3:
         os._exit(1)
     return piece
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_who_has_forked_it(how: signal.Signals) -> None:
+    """As where a scheduler ends a run."""
+    code = (
+        "import multiprocessing as m, time\n"
+        "from fastgen.patches.fairseq.background import InOrder\n"
+        "with InOrder(time.sleep, print, 2) as background:\n"
+        "    background.hand_in(0), background.hand_in(60)\n"
+        "    print(*(p.pid for p in m.active_children()), flush=True)\n"
+        "    background.finish()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        forked = next(line.split() for line in parent.stdout if "None" not in line)
+        parent.send_signal(how)
+    assert len(forked) == 2
+    ended = time.monotonic() + 5
+    while any(_runs(process) for process in forked) and time.monotonic() < ended:
+        time.sleep(0.02)
+    assert not any(_runs(process) for process in forked)
+
+
+def _runs(process: str) -> bool:
+    try:
+        state = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # dead, and nobody has asked how
 
 
 def test_no_thread_stays_behind() -> None:

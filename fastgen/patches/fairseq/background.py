@@ -1,5 +1,9 @@
 """Work in the background whose results come out in the order it was handed in."""
 
+import ctypes
+import os
+import signal
+import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -8,6 +12,9 @@ from typing import Any, Self
 
 _PENDING = 8
 """Pieces of work per worker that may wait: beyond, handing in another waits for the oldest."""
+
+
+_PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when the thread that forked it has ended
 
 
 class InOrder:
@@ -64,12 +71,23 @@ def _executor(work: Callable[[Any], Any], workers: int) -> Executor | None:
     from multiprocessing import get_context
 
     # Forked processes have the dictionaries and tokenizers that this one has, which cannot all be sent.
-    return ProcessPoolExecutor(workers, get_context("fork"), initializer=_inherit, initargs=(work,))
+    return ProcessPoolExecutor(workers, get_context("fork"), initializer=_inherit, initargs=(work, os.getpid()))
 
 
-def _inherit(work: Callable[[Any], Any]) -> None:
+def _inherit(work: Callable[[Any], Any], parent: int) -> None:
     global _work
     _work = work
+    end_with(parent)
+
+
+def end_with(parent: int) -> None:
+    """Let this process, which its parent's main thread has forked, end with it, and leave Ctrl-C to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _inherited(piece: Any) -> Any:

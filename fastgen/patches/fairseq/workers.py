@@ -5,13 +5,11 @@ translates batches of its own leaves no core idle. The processes are forked, so 
 of this one.
 """
 
-import ctypes
 import errno
 import logging
 import math
 import os
 import pickle
-import signal
 import sys
 import threading
 import traceback
@@ -34,6 +32,7 @@ from fastgen.config import settings
 from fastgen.models.memory import is_out_of_memory
 from fastgen.ops.processor import usable_cores
 from fastgen.patches import _engine
+from fastgen.patches.fairseq.background import end_with
 from fastgen.patches.fairseq.bild import asked
 
 _logger = logging.getLogger("fastgen")
@@ -44,7 +43,6 @@ BATCHES = 8
 LEAD = 32
 """Batches that may wait for a process before the others, who have none left, wait for it."""
 
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 _Translate = Callable[[Iterator[Any]], Iterator[Any]]
 _Numbered = tuple[int, "bytes | _Failed"]
@@ -353,11 +351,7 @@ def _result(message: _Found | _Failed) -> Any:
 
 def _work(translate: _Translate, connection: Connection, parent: int) -> None:
     """The main function of a process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # with the parent, this process ends at once
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with(parent)
     torch.set_num_threads(1)
     before = _engine.counted()
     try:
