@@ -180,6 +180,17 @@ def test_processors_look_at_drafts_and_checks_alike(family: str, name: str) -> N
         ]
 
 
+@pytest.mark.parametrize("padding", ["none", "natural"])
+def test_a_penalty_passes_over_the_padding_of_each_text(padding: str) -> None:
+    """The newest transformers tells its processor where each prompt begins."""
+    large, small = pair("llama", seed=4)
+    inputs, options = zoo.batch(large, 5, 9, padding), {"max_new_tokens": 24, "repetition_penalty": 1.5}
+    alone = large.generate(**inputs, **options)
+    for draft in (1, 4):
+        drafted = {"assistant_model": small, "lossless": True, "max_draft": draft, "adaptive_draft": False}
+        assert torch.equal(large.generate(**inputs, **options, **drafted), alone)
+
+
 def _exit_of(model: Any, layers: int) -> Any:
     """A model of the first layers, by its own modules."""
     early = copy.deepcopy(model)

@@ -12,6 +12,7 @@ large model has put there is replaced again.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
@@ -23,7 +24,7 @@ from fastgen.decoding.leaving import closed_up, may_leave
 from fastgen.decoding.pace import Pace
 from fastgen.decoding.policies import Place, Policy
 from fastgen.decoding.stop import Stop
-from fastgen.decoding.text import Edit, NGramBlock, Text, edited
+from fastgen.decoding.text import Edit, NGramBlock, Penalty, Text, edited
 from fastgen.models.ragged import Span
 
 
@@ -334,4 +335,7 @@ def _of_texts(edit: Edit, texts: list[int]) -> Edit:
     """An edit that has something of every text, with that of these."""
     if isinstance(edit, NGramBlock) and edit.source is not None and len(edit.source) > 1:
         return replace(edit, source=edit.source[texts])
+    if isinstance(edit, Penalty) and isinstance(edit.start, Tensor):
+        edit = copy(edit)
+        edit.keep(torch.tensor(texts))
     return edit
