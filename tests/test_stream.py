@@ -93,6 +93,16 @@ def test_errors(inputs: Any, options: dict[str, Any], error: type[Exception], sh
         list(fastgen.generate_stream(zoo.build("bart"), inputs, max_new_tokens=3, **options))
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_penalty_does_not_see_padding(family: str) -> None:
+    """Which is an end here, so that a penalty of it would be seen."""
+    model, sentences = zoo.build(family), _sentences(24)
+    options = {"eos_token_id": [2, 7, 9], "pad_token_id": 9, "max_new_tokens": 20, "repetition_penalty": 3.0}
+    with fastgen.disabled():
+        expected = [model.generate(input_ids=torch.tensor([one]), **options).tolist() for one in sentences]
+    assert [one.tolist() for one in fastgen.generate_stream(model, sentences, **options)] == expected
+
+
 @pytest.mark.parametrize("bad", [0, 1, 4, 7])
 @pytest.mark.parametrize("kind", ["sentence", "iterator"])
 def test_what_was_read_before_an_error_is_not_lost(kind: str, bad: int) -> None:

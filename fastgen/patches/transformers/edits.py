@@ -5,6 +5,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal, cast
 
 import torch
@@ -52,6 +53,16 @@ def edits_of(processors: Sequence[Any], vocabulary: Callable[[], int]) -> list[E
 def rowwise(processors: Sequence[Any]) -> str | None:
     """None when rows may leave the batch under these processors, else the name of one that forbids it."""
     return next((type(p).__name__ for p in processors if kind_of(p) not in _ROWWISE), None)
+
+
+@cache
+def penalty_sees_padding() -> bool:
+    """Whether a repetition penalty takes a prompt's padding for text, as where it cannot be told where each begins."""
+    try:
+        lp.RepetitionPenaltyLogitsProcessor(2.0, cast(Any, torch.zeros(1, dtype=torch.int64)))
+    except ValueError:
+        return True
+    return False
 
 
 def has_rows(processor: Any) -> bool:

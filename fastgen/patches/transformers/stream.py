@@ -11,6 +11,7 @@ from torch import Tensor
 from fastgen.decoding.leaving import Wanted
 from fastgen.patches import _engine
 from fastgen.patches.transformers import awaited, bild_call, first_tokens, scored
+from fastgen.patches.transformers.edits import penalty_sees_padding
 from fastgen.patches.transformers.pausing import Begun
 from fastgen.patches.transformers.refill import Batch, Refill, who_stands_between
 from fastgen.patches.transformers.said import said
@@ -95,7 +96,10 @@ class _Stream:
             raise TypeError(f"min_length = {config.min_length} would count a prompt's padding; say min_new_tokens")
         # Padding before a prompt is text to whoever looks at single tokens, or is the caller's own.
         sees_padding = (
-            config.no_repeat_ngram_size == 1 or config.forced_bos_token_id is not None or "logits_processor" in kwargs
+            config.no_repeat_ngram_size == 1
+            or config.forced_bos_token_id is not None
+            or (config.repetition_penalty not in (None, 1.0) and penalty_sees_padding())
+            or "logits_processor" in kwargs
         )
         self.alike = sees_padding and not self.encoder_decoder
         ends = config.eos_token_id
