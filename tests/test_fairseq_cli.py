@@ -28,6 +28,7 @@ from fairseq.tasks import setup_task
 from fairseq_cli import generate
 
 from fastgen.patches.fairseq.bild_command import Pair
+from fastgen.patches.fairseq.mend import UntrustedCheckpointError
 from tests.fairseq_commands import GENERATE, STOCK, assert_alike, preprocess, run, train
 
 
@@ -264,27 +265,84 @@ class Surprise:
 
 
 class Harmless:
-    pass
+    class Inner:
+        class Deep:
+            pass
 
 
 def test_a_checkpoint_runs_nothing(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     torch.save({"model": {}, "args": argparse.Namespace(), "extra": Surprise(str(tmp_path / "ran"))}, file)
-    with pytest.raises(ValueError if os.name == "nt" else Exception, match=r"model\.pt holds a (posix|nt)\.system"):
+    with pytest.raises(Exception, match=r"model\.pt holds a (posix|nt)\.system.* and cannot be allowed"):
         checkpoint_utils.load_checkpoint_to_cpu(str(file))
     assert not (tmp_path / "ran").exists()
 
 
+def holding(folder: Path, extra: Any, **how: Any) -> Path:
+    """A checkpoint with something beside the model."""
+    file = folder / "model.pt"
+    torch.save({"model": {}, "args": argparse.Namespace(arch="transformer"), "extra": extra}, file, **how)
+    return file
+
+
 def test_numbers_of_numpy_load(tmp_path: Path) -> None:
-    file = tmp_path / "model.pt"
-    numbers = {"best": np.float64(3.5), "count": np.int64(7)}
-    torch.save({"model": {}, "args": argparse.Namespace(arch="transformer"), "extra": numbers}, file)
+    kinds = "bool float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 longlong ulonglong"
+    assert isinstance(torch_load(holding(tmp_path, [np.dtype(kind).type(1) for kind in kinds.split()])), dict)
+
+
+@pytest.mark.parametrize(
+    ("extra", "names"),
+    [
+        (frozenset({1}), ["builtins.frozenset"]),
+        (Harmless.Inner(), [f"{__name__}.Harmless", f"{__name__}.Harmless.Inner"]),
+        (Harmless.Inner.Deep(), [f"{__name__}.Harmless{inner}" for inner in ("", ".Inner", ".Inner.Deep")]),
+        (np.str_("text"), ["numpy.dtypes.StrDType"]),
+    ],
+    ids=["of Python itself", "within a class", "deeper", "made without its name"],
+)
+def test_advice_that_is_followed_helps(tmp_path: Path, extra: Any, names: list[str], setting: Any) -> None:
+    """As often as it is given, and it names what may be allowed: nothing that could run what a file asks for."""
+    file = holding(tmp_path, extra)
+    for count in range(len(names)):
+        advice = re.escape(f"FASTGEN_FAIRSEQ_ALLOW={','.join(names[: count + 1])}")
+        with pytest.raises(UntrustedCheckpointError, match=f"{advice}$"):
+            torch_load(file)
+        setting("FASTGEN_FAIRSEQ_ALLOW", ",".join(names[: count + 1]))
+    assert isinstance(torch_load(file), dict)
+
+
+def test_a_name_without_a_module_is_of_python_itself(tmp_path: Path, setting: Any) -> None:
+    setting("FASTGEN_FAIRSEQ_ALLOW", "frozenset")
+    assert isinstance(torch_load(holding(tmp_path, frozenset({1}))), dict)
+
+
+class Reaches:
+    """Asks for a member of what is no class."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (argparse.Namespace(Inner=1), "Inner")
+
+
+def test_members_are_those_of_classes(tmp_path: Path) -> None:
+    with pytest.raises(UntrustedCheckpointError, match=r"holds a builtins\.getattr"):
+        torch_load(holding(tmp_path, Reaches()))
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
+def test_a_checkpoint_that_cannot_be_read_safely(tmp_path: Path) -> None:
+    """What helps is said, and nothing of PyTorch's about loading without safety."""
+    file = holding(tmp_path, 1, pickle_protocol=4)
+    said = (
+        rf"^{re.escape(str(file))} cannot be loaded safely: Unsupported operand 149\. If .*, save it again in [^\n]*$"
+    )
+    with pytest.raises(UntrustedCheckpointError, match=said):
+        torch_load(file)
+    torch.save(torch.load(file, weights_only=False), file)
     assert isinstance(torch_load(file), dict)
 
 
 def test_a_class_can_be_allowed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, name = tmp_path / "model.pt", f"{Harmless.__module__}.Harmless"
-    torch.save({"model": {}, "args": argparse.Namespace(arch="transformer"), "extra": Harmless()}, file)
+    file, name = holding(tmp_path, Harmless()), f"{Harmless.__module__}.Harmless"
     with pytest.raises(Exception, match=f"FASTGEN_FAIRSEQ_ALLOW={re.escape(name)}"):
         torch_load(file)
     monkeypatch.setenv("FASTGEN_FAIRSEQ_ALLOW", name)

@@ -6,8 +6,9 @@ Each function is as narrow as it can be: it does something where fairseq would f
 import dataclasses
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator
-from importlib import import_module
+from pkgutil import resolve_name
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -53,7 +54,7 @@ _ALLOWED = (
 # Numbers that came from numpy, under the name that a version before 2 wrote, and of today's.
 _NUMPY: tuple[Any, ...] = (
     np.dtype,
-    *(type(np.dtype(kind)) for kind in ("float32", "float64", "int32", "int64")),
+    *(type(np.dtype(kind)) for kind in f"?efd{np.typecodes['AllInteger']}"),
     *((np.float64().__reduce__()[0], f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
 )
 
@@ -66,7 +67,8 @@ def load_checkpoint(original: _Original, path: Any, *args: Any, **kwargs: Any) -
     """`checkpoint_utils.load_checkpoint_to_cpu`, with the classes named that PyTorch's safe loading may make.
 
     Raises:
-        UntrustedCheckpointError: the checkpoint holds another class; the message says which, and how to allow it.
+        UntrustedCheckpointError: the checkpoint holds another class, or cannot be read safely; the message says which,
+            and what helps where the file is trusted.
     """
     with torch.serialization.safe_globals([*_NUMPY, *_allowed()]):
         try:
@@ -78,26 +80,45 @@ def load_checkpoint(original: _Original, path: Any, *args: Any, **kwargs: Any) -
 
 
 def _allowed() -> Iterator[tuple[Any, str]]:
-    for name in (*_ALLOWED, *settings().fairseq_allow):
-        module, _, attribute = name.rpartition(".")
+    """What may be made, and its name in a pickle."""
+    own = tuple(_full(name) for name in settings().fairseq_allow)
+    classes: dict[str, Any] = {}
+    for name in (*_ALLOWED, *own):
         try:
-            yield getattr(import_module(module), attribute), name
+            classes[name] = resolve_name(name)
         except (ImportError, AttributeError, ValueError) as error:
-            if name in settings().fairseq_allow:
+            if name in own:
                 raise ValueError(f"FASTGEN_FAIRSEQ_ALLOW: there is no {name!r}: {error}") from error
+
+    def member(owner: Any, name: str) -> Any:
+        """What a pickle of protocol 2 calls for a class within a class: `getattr` for those that are allowed."""
+        full = f"{owner.__module__}.{owner.__qualname__}.{name}" if isinstance(owner, type) else "builtins.getattr"
+        if full not in classes:
+            raise pickle.UnpicklingError(f"GLOBAL {full} is not allowed")
+        return classes[full]
+
+    yield from ((kind, name) for name, kind in ({"builtins.getattr": member} | classes).items())
+
+
+def _full(name: str) -> str:
+    """A name with its module, which PyTorch leaves out for those of Python itself."""
+    return name if "." in name else f"builtins.{name}"
 
 
 def _advice(path: str, error: str) -> str:
-    marker = "GLOBAL "
-    name = error.partition(marker)[2].split(" ")[0] if marker in error else ""
-    if not name:
-        return f"{path} cannot be loaded safely: {error}"
+    if (found := re.search(r"GLOBAL (\S+)|Can only (?:build|create) .* but got <class '(\S+)'>", error)) is None:
+        reason = error.partition("WeightsUnpickler error:")[2].partition("Check the documentation")[0] or error
+        return (
+            f"{path} cannot be loaded safely: {reason.strip()}. If you trust the file, save it again in today's "
+            "form: torch.save(torch.load(path, weights_only=False), new_path)"
+        )
+    name = _full(found[1] or found[2])
+    refused = f"{path} holds a {name}, which is not on the list of harmless classes, so that it was not loaded. "
+    if "is blocked" in error:
+        return f"{refused}It can run anything, and cannot be allowed"
     allowed = os.environ.get("FASTGEN_FAIRSEQ_ALLOW", "")
     value = ",".join(filter(None, (allowed, name)))
-    return (
-        f"{path} holds a {name}, which is not on the list of harmless classes, so that it was not loaded. If you trust "
-        f"the file, allow this class by FASTGEN_FAIRSEQ_ALLOW={value}"
-    )
+    return f"{refused}If you trust the file, allow this class by FASTGEN_FAIRSEQ_ALLOW={value}"
 
 
 def encoder_layer(
