@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import MarianConfig, MarianMTModel, PreTrainedTokenizerFast
 
 import fastgen
-from fastgen.cli import main
+from fastgen.cli import main, status
 from fastgen.cli.workloads import Workload
 from fastgen.config import VARIABLES
+from fastgen.patches.fairseq import TOOLKIT as FAIRSEQ
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -76,6 +77,20 @@ def test_a_broken_toolkit_is_reported(tmp_path: Path):
     done = fastgen_command("status", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 0, done.stderr
     assert "half installed" in done.stdout
+
+
+def test_what_a_toolkit_needs_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def without_hydra(module: str) -> None:
+        if module.startswith("fairseq"):
+            raise ModuleNotFoundError("No module named 'hydra'", name="hydra")
+
+    monkeypatch.setattr(status, "import_module", without_hydra)
+    monkeypatch.setattr(status, "find_spec", lambda module: module)
+    assert main(["status"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "hydra" in line]
+    assert len(said) == 1
+    assert "fairseq.checkpoint_utils, " in said[0]
+    assert said[0].endswith(f"cannot be imported: ModuleNotFoundError: No module named 'hydra'; {FAIRSEQ.install_hint}")
 
 
 def test_help_imports_no_torch():

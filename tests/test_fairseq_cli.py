@@ -25,10 +25,12 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.tasks import setup_task
-from fairseq_cli import generate
+from fairseq_cli import generate, interactive
 
+from fastgen.cli.run import run_target
 from fastgen.patches.fairseq.bild_command import Pair
 from fastgen.patches.fairseq.mend import UntrustedCheckpointError
+from fastgen.patches.fairseq.options import given
 from tests.fairseq_commands import GENERATE, STOCK, assert_alike, preprocess, run, train
 
 
@@ -196,6 +198,17 @@ def test_hub_with_two_models(corpus: Path, small: Path) -> None:
     with fastgen.bild(hubs[1], lossless=True, adaptive_draft=False, fallback_threshold=0.05) as drafting:
         assert hubs[0].translate(sentences, **options) == stock
     assert drafting.counts["drafted"]
+
+
+@pytest.mark.parametrize("module", [generate, interactive])
+def test_a_module_runs_as_its_command(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fastgen run -m fairseq_cli.generate` runs the function that is patched, with the options that are added."""
+    ran: list[Any] = []
+    monkeypatch.setattr(module, "main", ran.append)
+    monkeypatch.setattr(sys, "argv", ["fastgen"])
+    run_target(module.__name__, ["DATA", "--path", "x.pt", "--cpu", "--generate-workers", "2"], module=True)
+    assert len(ran) == 1
+    assert given.generate_workers == 2
 
 
 @pytest.mark.parametrize("where", ["typed", "file"])

@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
-from fastgen.cli import hook, main
+from fastgen.cli import hook, main, run
+from fastgen.patches.fairseq import TOOLKIT as FAIRSEQ
 
 PROGRAM = """
 import sys
@@ -47,6 +49,39 @@ def test_console_script() -> None:
 def test_no_such_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "no-such-script"]) == 2
     assert "'no-such-script'" in capsys.readouterr().err
+
+
+def says_what_it_got() -> str:
+    """Stands for the function of a console script."""
+    print(sys.argv)
+    return "went wrong"
+
+
+def test_short_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(
+        run, "_script", lambda name: EntryPoint(name, f"{__name__}:says_what_it_got", "console_scripts")
+    )
+    for command in (run.generate, run.interactive):
+        monkeypatch.setattr(sys, "argv", ["bin/fastgen-x", "DATA", "--beam", "5"])
+        assert command() == 1
+        said = capsys.readouterr()
+        assert said.out == f"['fairseq-{command.__name__}', 'DATA', '--beam', '5']\n"
+        assert said.err == "went wrong\n"
+
+
+@pytest.mark.parametrize("what", ["fairseq", "hydra"])
+def test_what_to_install_is_said(
+    what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = None if what == "fairseq" else EntryPoint("fairseq-generate", "no_hydra:main", "console_scripts")
+    monkeypatch.setattr(run, "_script", lambda name: script)
+    monkeypatch.setattr(sys, "argv", ["bin/fastgen-generate", "DATA"])
+    missing = "there is no console script named" if script is None else "cannot be imported: No module named 'no_hydra'"
+    for command in (lambda: main(["run", "fairseq-generate", "DATA"]), run.generate):
+        assert command() == 2
+        said = capsys.readouterr().err
+        assert missing in said
+        assert said.endswith(f": {FAIRSEQ.install_hint}\n")
 
 
 def test_hook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,9 @@ import sys
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-import fastgen  # noqa: F401  (patches what the program will import)
+import fastgen
 from fastgen.errors import CommandError
+from fastgen.patches.fairseq import TOOLKIT as FAIRSEQ
 
 HELP = "run a console script (fairseq-generate), a Python file or a module, accelerated"
 
@@ -36,14 +37,21 @@ def run_target(target: str, args: list[str], module: bool = False) -> int:
     """Run a program in this process.
 
     Raises:
-        CommandError: there is no such program.
+        CommandError: there is no such program, or a part of fairseq's is not installed.
     """
-    script = None if module else _script(target)
+    script = _script_in(target) if module else _script(target)
+    advice = f": {FAIRSEQ.install_hint}" if target.startswith("fairseq-") else ""
     if script is None and not module and not Path(target).is_file():
-        raise CommandError(f"there is no console script named {target!r} here, and no such file")
+        raise CommandError(f"there is no console script named {target!r} here, and no such file{advice}")
     sys.argv = [target, *args]
     if script is not None:
-        return _status(script.load()())
+        try:
+            function = script.load()
+        except ModuleNotFoundError as error:
+            if not advice:
+                raise
+            raise CommandError(f"{target} cannot be imported: {error}{advice}") from error
+        return _status(function())
     if module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
@@ -54,6 +62,13 @@ def run_target(target: str, args: list[str], module: bool = False) -> int:
 
 def _script(name: str) -> EntryPoint | None:
     return next(iter(entry_points(group="console_scripts", name=name)), None)
+
+
+def _script_in(module: str) -> EntryPoint | None:
+    """The console script of a module that is patched: what runs as `__main__` is a second one, and is not."""
+    if not any(row.target.startswith(f"{module}:") for row in fastgen.status().rows):
+        return None
+    return next((script for script in entry_points(group="console_scripts") if script.module == module), None)
 
 
 def _status(result: object) -> int:
@@ -75,11 +90,9 @@ def interactive() -> int:
 
 
 def _short(script: str) -> int:
+    name = Path(sys.argv[0]).name
     try:
         return run_target(script, sys.argv[1:])
-    except CommandError:
-        print(
-            f"{Path(sys.argv[0]).name}: {script} is not installed: pip install --no-deps fairseq==0.12.2",
-            file=sys.stderr,
-        )
+    except CommandError as error:
+        print(f"{name}: {error}", file=sys.stderr)
         return 2

@@ -1,13 +1,14 @@
 """Show what fastgen patches in the toolkits that are installed here, and every variable that changes it."""
 
 import argparse
-import importlib
 import json
 import os
+from importlib import import_module
 from importlib.util import find_spec
 
 import fastgen
 from fastgen.config import VARIABLES
+from fastgen.patches import fairseq, transformers
 
 HELP = "show the patches, their state, and the variables"
 
@@ -33,8 +34,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**status.to_dict(), "import_problems": problems, "variables": variables}, indent=2))
         return 0
     print(status)
-    for module, problem in problems.items():
-        print(f"\n{module} cannot be imported: {problem}")
+    for problem in dict.fromkeys(problems.values()):
+        modules = ", ".join(module for module, found in problems.items() if found == problem)
+        print(f"\n{modules} cannot be imported: {problem}")
     width = max(len("value"), *(len(variable["value"]) for variable in variables))
     longest = max(len(variable["name"]) for variable in variables) + 2
     print(f"\n{'variable':<{longest}}{'value':<{width}}  what it does (allowed values; the default comes first)")
@@ -48,14 +50,18 @@ def import_targets() -> dict[str, str]:
     """Import the modules that hold patch targets, where their toolkit is installed: only then are they patched.
 
     Returns:
-        What went wrong, by module: a broken toolkit is part of the report, not its end.
+        What went wrong, by module: a broken toolkit is part of the report, not its end. Where something that a toolkit
+        needs is not installed, with what to type.
     """
     problems: dict[str, str] = {}
-    for module in dict.fromkeys(row.target.partition(":")[0] for row in fastgen.status().rows):
+    hints = {toolkit.name: toolkit.install_hint for toolkit in (transformers.TOOLKIT, fairseq.TOOLKIT)}
+    targets = {row.target.partition(":")[0]: row.name.partition(".")[0] for row in fastgen.status().rows}
+    for module, toolkit in targets.items():
         if find_spec(module.partition(".")[0]) is None:
             continue
         try:
-            importlib.import_module(module)
+            import_module(module)
         except Exception as error:
-            problems[module] = f"{type(error).__name__}: {error}"
+            hint = f"; {hints[toolkit]}" if isinstance(error, ModuleNotFoundError) else ""
+            problems[module] = f"{type(error).__name__}: {error}{hint}"
     return problems

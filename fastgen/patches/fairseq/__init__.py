@@ -10,7 +10,7 @@ TOOLKIT = Toolkit(
     module="fairseq",
     versions=">=0.12.2,<0.13",
     tested="0.12.3.1",  # and 0.12.2
-    install_hint="pip install --no-deps fairseq==0.12.2",
+    install_hint='pip install "fastgen[fairseq]" && pip install --no-deps fairseq==0.12.2',
 )
 
 PATCHES = (
