@@ -111,6 +111,24 @@ def test_half_imported(sandbox: Sandbox, where: str, version_comes: str) -> None
     )
 
 
+def test_an_import_that_failed_before_is_tried_again(sandbox: Sandbox) -> None:
+    """What it has left, a submodule without its package, is no arrival, and would be found in place of a new one."""
+    sandbox.write("toolkit/__init__.py", '__version__ = "1.5"\nfrom toolkit import gen\nimport needed')
+    sandbox.run(
+        """
+        import sys, types
+        try:
+            import toolkit
+        except ModuleNotFoundError:
+            assert "toolkit.gen" in sys.modules and "toolkit" not in sys.modules
+        import fastgen
+        assert states() == {"pending": 5}
+        sys.modules["needed"] = types.ModuleType("needed")
+        patched()
+        """
+    )
+
+
 def test_half_imported_waits_for_the_version_at_the_end_of_the_top_module(sandbox: Sandbox) -> None:
     sandbox.write(
         "toolkit/__init__.py", 'from toolkit import gen\nfrom checks import plain; plain()\n__version__ = "1.5"'

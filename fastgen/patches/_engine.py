@@ -306,6 +306,10 @@ def status() -> Status:
 
 
 def _hook(module: str) -> None:
+    top = module.partition(".")[0]
+    if module in sys.modules and top not in sys.modules:  # left by an import that failed: to be imported anew
+        for name in [name for name in sys.modules if name.startswith(f"{top}.")]:
+            del sys.modules[name]
     when_imported(module, lambda: _arrive(module))
 
 
