@@ -70,6 +70,20 @@ def test_an_interrupt_ends_at_once(workers: int) -> None:
     assert len(found) < 8
 
 
+def test_processes_leave_ctrl_c_to_their_parent() -> None:
+    """A terminal sends it to all of them, and each would print a traceback."""
+    found: list[int] = []
+    with InOrder(_interrupted, found.append, 2) as background:
+        for piece in range(4):
+            background.hand_in(piece)
+    assert found == [0, 1, 2, 3]
+
+
+def _interrupted(piece: int) -> int:
+    os.kill(os.getpid(), signal.SIGINT)
+    return piece
+
+
 def _long(piece: int) -> int:
     time.sleep(0.5)
     return piece
