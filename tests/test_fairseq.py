@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -202,6 +203,24 @@ def test_beams_of_one_call_do_not_reach_the_next() -> None:
     zoo.call([model], sample, options | {"beam_size": 4})
     after, _ = zoo.call([model], sample, options)
     assert [h[0]["tokens"].tolist() for h in after] == [h[0]["tokens"].tolist() for h in alone]
+
+
+@pytest.mark.parametrize("switched_off", [True, False])
+def test_generators_of_one_model_keep_their_beams(switched_off: bool) -> None:
+    """One that was made before another, on fairseq's own code and on ours."""
+    model, sample = copy.deepcopy(zoo.build("bart")), zoo.batch(4, 8)
+    alone = {
+        beams: _tokens(SequenceGenerator([copy.deepcopy(model)], zoo.dictionary(), beams, max_len_b=14), sample)
+        for beams in (1, 4)
+    }
+    generators = {beams: SequenceGenerator([model], zoo.dictionary(), beams, max_len_b=14) for beams in alone}
+    with fastgen.disabled() if switched_off else nullcontext():
+        for beams in (1, 4, 1):
+            assert _tokens(generators[beams], sample) == alone[beams]
+
+
+def _tokens(generator: SequenceGenerator, sample: dict[str, Any]) -> list[list[int]]:
+    return [found[0]["tokens"].tolist() for found in generator.generate([], sample)]
 
 
 def test_an_encoder_that_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,8 @@ PATCHES = (
         target="fairseq.ngram_repeat_block:NGramRepeatBlock.forward",
         replacement="fastgen.patches.fairseq.mend:ngram_block",
         parameters=("self", "tokens", "lprobs", "bsz", "beam_size", "step"),
-        help="--no-repeat-ngram-size works without fairseq's CUDA extension, where it does nothing",
+        help="--no-repeat-ngram-size works without fairseq's CUDA extension, where it does nothing; a size of 1 blocks "
+        "nothing, as in fairseq",
         mends=True,
     ),
     Patch(
@@ -58,6 +59,15 @@ PATCHES = (
         replacement="fastgen.patches.fairseq.mend:set_decoder_beam_size",
         parameters=("self", "beam_size"),
         help="BART with one beam after a call with several attends to its own sentence, not to another",
+        mends=True,
+    ),
+    Patch(
+        name="fairseq.beam_size.again",
+        toolkit=TOOLKIT,
+        target="fairseq.sequence_generator:EnsembleModel.forward_encoder",
+        replacement="fastgen.patches.fairseq.mend:forward_encoder",
+        parameters=("self", "net_input"),
+        help="so it does for a generator that was made before another one of the same models",
         mends=True,
     ),
     Patch(

@@ -84,7 +84,6 @@ def generate(
         plan = decide(self, sample, constraints)
     except Unsupported as unsupported:
         _engine.fallback("fairseq.generate", unsupported.reason)
-        self.model.set_decoder_beam_size(self.beam_size)  # another generator of the model may have set its own
         return original(self, sample, prefix_tokens, constraints, bos_token)
 
     def decoded(part: Any, prefix: Tensor | None) -> Begun:

@@ -165,12 +165,25 @@ def ngram_block(
 
 def set_decoder_beam_size(original: _Original, self: Any, beam_size: int) -> None:
     """`EnsembleModel.set_decoder_beam_size`, which leaves a number of an earlier call where the new one is 1."""
+    self.decoder_beam_size = beam_size  # for what follows
     original(self, beam_size)
     if beam_size == 1:
         for model in self.models:
             if hasattr(model, "set_beam_size"):
                 _engine.hit("fairseq.beam_size")
                 model.set_beam_size(1)
+
+
+def forward_encoder(original: _Original, self: Any, net_input: Any) -> Any:
+    """`EnsembleModel.forward_encoder`, with which a search begins.
+
+    The models may have the beam size of another generator that has been made since.
+    """
+    beam_size = getattr(self, "decoder_beam_size", None)
+    if beam_size is not None and any(hasattr(model, "set_beam_size") for model in self.models):
+        _engine.hit("fairseq.beam_size.again")
+        self.set_decoder_beam_size(beam_size)
+    return original(self, net_input)
 
 
 # What numpy has given up, and what it was.
