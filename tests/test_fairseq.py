@@ -18,10 +18,14 @@ from fastgen.models import encoder as encoders
 pytest.importorskip("fairseq")
 from fairseq import utils
 from fairseq.data import TokenBlockDataset
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.models.bart.hub_interface import BARTHubInterface
 from fairseq.modules import LayerDropModuleList
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 from fairseq.sequence_scorer import SequenceScorer
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from fairseq.token_generation_constraints import pack_constraints
+from omegaconf import OmegaConf
 
 from fastgen.patches.fairseq.generate import source_lengths
 from tests import fairseq_zoo as zoo
@@ -93,6 +97,47 @@ def test_option(name: str, beams: int, option: str) -> None:
     options = {"beam_size": beams, "max_len_b": 14} | OPTIONS[option]
     for seed in range(3):
         _served([zoo.build(name, seed=seed)], zoo.batch(5, 8, seed=seed), options)
+
+
+@pytest.mark.parametrize("switched_off", [False, True])
+def test_no_ngram_is_repeated(switched_off: bool) -> None:
+    """The option is mended on fairseq's own code too, where without it there would be nothing to block."""
+    model, sample = zoo.build("transformer", torch.float32), zoo.batch(8, 9)
+    options = {"beam_size": 4, "max_len_b": 25, "min_len": 15}
+    with fastgen.disabled() if switched_off else nullcontext():
+        for size in (2, 3):
+            blocked, _ = zoo.call([model], sample, options | {"no_repeat_ngram_size": size})
+            free, _ = zoo.call([model], sample, options)
+            assert (_repeated(blocked, size), _repeated(free, size) > 0) == (0, True)
+
+
+def _repeated(found: Any, size: int) -> int:
+    """How many hypotheses have an n-gram twice."""
+    texts = [hypothesis["tokens"].tolist() for hypotheses in found for hypothesis in hypotheses]
+    ngrams = [[tuple(text[i : i + size]) for i in range(len(text) - size + 1)] for text in texts]
+    return sum(len(set(of_text)) < len(of_text) for of_text in ngrams)
+
+
+class _Words:
+    """Takes words for their pieces."""
+
+    encode = decode = staticmethod(str)
+
+
+def test_bart_from_the_hub() -> None:
+    """`bart.sample`, whose hypotheses begin with a token that is given."""
+    cfg: Any = OmegaConf.structured(FairseqConfig())
+    task = TranslationTask(TranslationConfig(), zoo.dictionary(), zoo.dictionary())
+    bart = BARTHubInterface(cfg, task, zoo.build("bart", torch.float32)).eval()
+    bart.bpe = _Words()
+    sentences = ["w1 w5 w9 w3", "w2 w2", "w8 w7 w6 w5 w4 w3"]
+    options: dict[str, Any] = {"beam": 4, "lenpen": 2.0, "max_len_b": 14, "min_len": 3, "no_repeat_ngram_size": 3}
+    before = zoo.hits()
+    ours = bart.sample(sentences, **options)
+    assert zoo.hits() > before
+    with fastgen.disabled():
+        assert bart.sample(sentences, **options) == ours
+    assert all(ours)
 
 
 @pytest.mark.parametrize("beams", [2, 4])

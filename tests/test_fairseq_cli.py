@@ -25,7 +25,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.tasks import setup_task
-from fairseq_cli import generate, interactive
+from fairseq_cli import eval_lm, generate, interactive
 
 from fastgen.cli.run import run_target
 from fastgen.patches.fairseq.bild_command import Pair
@@ -238,7 +238,7 @@ def test_hub(corpus: Path) -> None:
 
 
 def test_a_language_model_by_itself(corpus: Path, tmp_path: Path) -> None:
-    """Its training, the hub and `fairseq-interactive` read texts line by line."""
+    """Its training, the hub and `fairseq-interactive` read texts line by line; `fairseq-eval-lm` agrees."""
     data, model = tmp_path / "data", tmp_path / "model"
     data.mkdir()
     for file in (corpus / "data").glob("*.es.*"):
@@ -265,6 +265,12 @@ def test_a_language_model_by_itself(corpus: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     typed = run(*command, text="\n".join(lines) + "\n", FASTGEN_STRICT="1").stdout
     assert re.findall(r"^D-\d+\t\S+\t(.*)$", typed, re.M) == ours
+    evaluated = (str(data), "--path", str(model / "checkpoint_last.pt"), "--gen-subset", "test", "--cpu")
+    parser = fairseq_options.get_eval_lm_parser()
+    cfg = convert_namespace_to_omegaconf(fairseq_options.parse_args_and_arch(parser, list(evaluated)))
+    loss = eval_lm.main(cfg)["loss"]
+    with fastgen.disabled():
+        assert eval_lm.main(cfg)["loss"] == pytest.approx(loss, rel=1e-5)
 
 
 class Surprise:
