@@ -62,7 +62,7 @@ PATCHES = (
         mends=True,
     ),
     Patch(
-        name="fairseq.beam_size.again",
+        name="fairseq.beam_size_again",
         toolkit=TOOLKIT,
         target="fairseq.sequence_generator:EnsembleModel.forward_encoder",
         replacement="fastgen.patches.fairseq.mend:forward_encoder",

@@ -181,7 +181,7 @@ def forward_encoder(original: _Original, self: Any, net_input: Any) -> Any:
     """
     beam_size = getattr(self, "decoder_beam_size", None)
     if beam_size is not None and any(hasattr(model, "set_beam_size") for model in self.models):
-        _engine.hit("fairseq.beam_size.again")
+        _engine.hit("fairseq.beam_size_again")
         self.set_decoder_beam_size(beam_size)
     return original(self, net_input)
 
