@@ -24,15 +24,12 @@ from fastgen.patches.fairseq.decide import decide
 from fastgen.patches.fairseq.encoder import encode
 from fastgen.patches.fairseq.lengths import longest_of, source_lengths
 from fastgen.patches.fairseq.search import Beam, Toolkits
-from fastgen.patches.fairseq.split import in_halves
+from fastgen.patches.fairseq.split import Found, in_halves
 from fastgen.patches.fairseq.stepper import Member, Stepper
 
 _engine.on_release(packed.release)
 _engine.on_release(memory.release)
 _engine.on_release(graph.release)
-
-Found = list[list[dict[str, Tensor]]]
-"""What `_generate` returns: the hypotheses of each sentence, best first."""
 
 
 @dataclass

@@ -29,8 +29,9 @@ from fastgen.patches import _engine
 from fastgen.patches._room import NO_MEMORY, make_room
 from fastgen.patches.fairseq.bild import asked
 from fastgen.patches.fairseq.decide import decide
-from fastgen.patches.fairseq.generate import Begun, Found, answered, begin, models_of, routes
+from fastgen.patches.fairseq.generate import Begun, answered, begin, models_of, routes
 from fastgen.patches.fairseq.lengths import source_lengths
+from fastgen.patches.fairseq.split import Found
 
 _logger = logging.getLogger("fastgen")
 

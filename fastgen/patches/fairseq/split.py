@@ -14,12 +14,11 @@ from fastgen.patches._room import NO_MEMORY, make_room
 
 _logger = logging.getLogger("fastgen")
 
-Hypotheses = list[list[dict[str, Tensor]]]
+Found = list[list[dict[str, Tensor]]]
+"""What `_generate` returns: the hypotheses of each sentence, best first."""
 
 
-def in_halves(
-    call: Callable[[Any, Tensor | None], Hypotheses], generator: Any, sample: Any, prefix: Tensor | None
-) -> Hypotheses:
+def in_halves(call: Callable[[Any, Tensor | None], Found], generator: Any, sample: Any, prefix: Tensor | None) -> Found:
     """Return what `call` does of a sample and its prefix (B, P); where memory runs out, of one half and the other.
 
     The halves are padded as the whole is, so that nobody can tell.
@@ -34,7 +33,7 @@ def in_halves(
     _logger.warning("not enough memory for a batch of %d sentences: it is generated in halves", sentences)
     _engine.hit("fairseq.generate", [f"a batch at once: {NO_MEMORY}"])
     make_room()
-    found: Hypotheses = []
+    found: Found = []
     for at in (slice(0, sentences // 2), slice(sentences // 2, sentences)):
         part = {name: value[at] if _by_sentence(value, sentences) else value for name, value in sample.items()}
         part["net_input"] = {name: None if value is None else value[at] for name, value in sample["net_input"].items()}
