@@ -117,13 +117,13 @@ def test_values_that_are_no_numbers() -> None:
 
 
 def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What C says then is what torch raises, for who splits a batch."""
+    """What C says then is what torch raises: a batch goes in halves, until one sentence is too much."""
     from fastgen.ops.native import search as c
 
     model, options = _build("transformer"), {"beam_size": 3, "max_len_b": 14}
     _same(model, zoo.batch(5, 8), options)
     monkeypatch.setattr(c, "search_first_finished", lambda *_: c.NO_MEMORY)
-    with pytest.raises(torch.OutOfMemoryError, match="decode steps of 15 rows in C"):
+    with pytest.raises(torch.OutOfMemoryError, match="decode steps of 3 rows in C"):
         zoo.call([model], zoo.batch(5, 8), options)
 
 

@@ -189,8 +189,9 @@ def test_calls_at_the_same_time(variant: str) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "llama"])
-def test_stream(variant: str, family: str) -> None:  # noqa: F811
-    """Sentences of several calls in one step."""
+def test_stream(variant: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Sentences of several calls in one step; steps are made one by one here."""
+    monkeypatch.setattr(cohorts, "_several", lambda *_: None)
     model = zoo.build(family, torch.float32)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 12, (23,), generator=generator).tolist()
