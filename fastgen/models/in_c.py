@@ -59,20 +59,23 @@ class EncoderInC:
         records, by = self.records, native.library()
         if by is None or sentences.first is not None or any(group.padding for group in sentences.groups):
             return None
-        if records.planned(x):
-            return None
-        able = lambda: plain(x, stream) and records.ready(by, lambda _: 0)  # noqa: E731
-        if not in_c(chosen("encoder", never, able, x)):
+        if records.memory.planned:
+            able_in_c = records.is_packable(by)
+        else:
+            able = lambda: plain(x, stream) and records.ready(by, lambda _: 0)  # noqa: E731
+            able_in_c = in_c(chosen("encoder", never, able, x))
+        if not able_in_c:
             return None
         x, stream = x.clone(), stream.clone() if records.norm_first else stream
+        masks = [None if mix.bias is None else mix.bias.table.float() for mix in self.attending]
+        if records.planned(x):
+            return x
         calls = [Rows(group.sentences, group.tokens) for group in sentences.groups]
         seen = (c.Seen * (len(self.attending) * len(calls)))()
-        masks: list[Tensor] = []
-        for i, mix in enumerate(self.attending):
-            if mix.bias is not None:
-                masks.append(mix.bias.table.float())
+        for i, mask in enumerate(masks):
+            if mask is not None:
                 for at in seen[i * len(calls) : (i + 1) * len(calls)]:
-                    at.mask, (_, at.mask_h, at.mask_m, _) = masks[-1].data_ptr(), masks[-1].stride()
+                    at.mask, (_, at.mask_h, at.mask_m, _) = mask.data_ptr(), mask.stride()
         work = max(call.sentences * call.beams**2 for call in calls) * max(
             mix.heads * mix.dims for mix in self.attending
         )

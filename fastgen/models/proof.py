@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.models import memory, packed
+from fastgen.ops.dispatch import uncounted
 
 _T = TypeVar("_T")
 
@@ -106,8 +107,9 @@ def first_verdict(step: Proven, found: Sequence[Tensor] | None, own: Sequence[Te
 
 
 def _known(outcomes: "_Outcomes", step: Proven) -> bool | None:
-    facts, same = outcomes.get(step.module, (None, False))
-    return same if facts == step.facts else None
+    facts, same = outcomes.get(step.module, (None, None))
+    known = same if facts == step.facts else None
+    return True if known is None and uncounted.get() else known  # tensors without values prove nothing
 
 
 def outcome_in_c(step: Proven) -> bool | None:

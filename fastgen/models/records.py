@@ -19,7 +19,7 @@ from fastgen.models.memory import Memory
 from fastgen.models.norm import Norm, NormLike, unnormed
 from fastgen.models.step import FeedForward, SourceAttention, Sublayer, TextAttention
 from fastgen.ops import native
-from fastgen.ops.linear import PanelWeight
+from fastgen.ops.linear import PanelWeight, native_for
 from fastgen.ops.native import step as c
 
 
@@ -154,6 +154,18 @@ class Records:
         self.work = sum(p.outputs * p.inputs for p in self.products) // len(self.products)  # of a product of one row
         self._sizes = max(map(_made, sublayers)), max(map(_mixed, sublayers))
 
+    def is_packable(self, by: native.Library) -> bool:
+        """Whether there may be records for this library, once all weights are packed."""
+        modules = [product.module for product in self.products]
+        biases = [module.bias for module in modules]
+        return (
+            not any(_is_cut(sublayer.mix, by.panel) for sublayer in self.sublayers)
+            and all(x is None or (is_readable(x) and x.is_contiguous()) for x in biases)
+            and all(module.weight.dtype == torch.float32 for module in modules)
+            and all(native_for(product.outputs, product.inputs) is not None for product in self.products)
+            and all(map(_is_written, self.sublayers))
+        )
+
     def ready(self, by: native.Library, source_heads: Callable[[int], int]) -> bool:
         """Whether there are records for this library, of weights as they are now.
 
@@ -162,14 +174,13 @@ class Records:
         if self.made is not None and self._made_by is by and self._held is not None and self._held.is_same:
             return True
         self.made = None
-        if any(_is_cut(sublayer.mix, by.panel) for sublayer in self.sublayers):
+        if not self.is_packable(by):
             return False
         modules = [product.module for product in self.products]
         panels = [each for product in self.products if (each := product.in_panels()) is not None]  # all count as used
-        biases = [module.bias for module in modules]
-        readable = all(x is None or (is_readable(x) and x.is_contiguous()) for x in biases)
-        if not (len(panels) == len(modules) and readable and all(map(_is_written, self.sublayers))):
+        if len(panels) != len(modules):
             return False
+        biases = [module.bias for module in modules]
         self._others = []
         self._panels, self._made_by = panels, by
         weights = [c.Weight(w.panels.data_ptr(), None if b is None else b.data_ptr(), w.outputs, w.panels.shape[1])
