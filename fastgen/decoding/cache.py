@@ -68,7 +68,7 @@ class Ancestry:
             slots = filled + room_for(self.steps, self.longest) * self.beams
             grown = self._visible.new_empty(*self._visible.shape[:2], slots)
             grown[:, :, :filled] = self.visible
-            self._visible = grown
+            self._visible, self._whole = grown, None
 
     def begin_step(self) -> None:
         """Open the slots of one more token: each beam sees its own."""
@@ -90,7 +90,7 @@ class Ancestry:
         mask: (B, .., prefix) additive, alike in each call; None where all are seen.
         """
         whole = self._whole
-        if whole is None or self._visible.data_ptr() != whole[:, :, prefix:].data_ptr():
+        if whole is None:
             sentences, beams, slots = self._visible.shape
             whole = self._visible.new_zeros(sentences, beams, prefix + slots)
             if mask is not None:
@@ -138,20 +138,30 @@ class Ancestry:
         sentence has more: to be told to every `LayerKV` of the text. None where all stay. On a CPU only: elsewhere
         the look at the device may cost more than it saves.
         """
-        if self.beams == 1 or self.own.device.type != "cpu" or self.steps == 0 or self.steps % SWEEP:
+        if not self.is_due:
             return None
         seen = self.visible.eq(0).any(1)
         longest = int(seen.sum(1).max()) if seen.numel() else 0
         if 2 * longest > self.filled:
             return None
         slots = _first_true(seen, longest)
+        self.give_up(slots)
+        return slots
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for a sweep."""
+        return self.beams > 1 and self.own.device.type == "cpu" and self.steps > 0 and self.steps % SWEEP == 0
+
+    def give_up(self, slots: Tensor) -> None:
+        """Give up all slots but these, (B, L) int64 in the order of time."""
+        count = slots.shape[1]
         if self.times is None:
             self.times = torch.arange(self.filled, device=slots.device).div(self.beams, rounding_mode="floor")
             self.times = self.times.expand(slots.shape[0], -1)
         self.times = self.times.gather(1, slots)
-        self._visible[:, :, :longest] = self.visible.gather(2, slots[:, None].expand(-1, self.beams, -1))
-        self.filled, self._open = longest, False
-        return slots
+        self._visible[:, :, :count] = self.visible.gather(2, slots[:, None].expand(-1, self.beams, -1))
+        self.filled, self._open = count, False
 
     @property
     def slots(self) -> Tensor:

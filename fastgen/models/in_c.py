@@ -133,7 +133,7 @@ class InC:
         if not (self._covers(places) and self.records.ready(by, heads)):
             return None
         held: list[Tensor | None] = [*self._turn_several(context, steps)]
-        biases: dict[int, Tensor] = {}
+        biases = self.biases(context, steps)
         for i, (mix, of_text, part, layer) in enumerate(places):
             at, read = self.seen[i], mask if of_text else part.source_mask
             self._point(i, layer)
@@ -152,12 +152,15 @@ class InC:
                 at.mask = read.data_ptr()
                 at.mask_b, at.mask_h, at.mask_m = _strides(read)
             if of_text and mix.bias is not None:
-                if id(mix.bias) not in biases:
-                    biases[id(mix.bias)] = context.biases(mix.bias, steps).float()
                 bias = biases[id(mix.bias)]
                 at.bias = bias.data_ptr()
                 at.bias_b, at.bias_h, at.bias_step = _strides(bias)
         return [*held, *biases.values()]
+
+    def biases(self, context: Context, steps: int) -> dict[int, Tensor]:
+        """What is added to scores over the text in so many steps, by the `id` of each bias."""
+        found = {id(mix.bias): mix.bias for _, mix, of_text, _ in self.attending if of_text and mix.bias is not None}
+        return {key: context.biases(bias, steps).float() for key, bias in found.items()}
 
     def most(self, context: Context, steps: int) -> int:
         """How many of so many steps may be made ready at once: biases of each are held for all of them."""

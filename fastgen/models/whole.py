@@ -6,7 +6,7 @@ something to decide. Source: Wang et al. 2021 (LightSeq), section 2.1.
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from fastgen.models.records import Rows, is_norm, norm_of
 from fastgen.models.step import Context, DecoderStep
 from fastgen.ops import native
 from fastgen.ops.dispatch import chosen, in_c, never, plain
+from fastgen.ops.linear import native_for
 from fastgen.ops.native import search as c
 
 
@@ -54,7 +55,7 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
     inner, embedding = step.together, step.embedding
     assert isinstance(inner, InC)
     beams, tokens = context.text[0].beams, embedding.tokens.data
-    rows, width = context.sentences * beams, tokens.shape[1]
+    rows = context.sentences * beams
     head: Any = step.head
     if embedding.positions is not None:
         steps = min(steps, _rows_left(embedding.positions, embedding.first, context.position))
@@ -64,7 +65,12 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
     read = [each if each is None else each.data for each in (tokens, positions, *biases)]
     by = native.library()
     able = lambda: plain(*read) and all(x is None or x.stride(-1) == 1 for x in read)  # noqa: E731
-    if steps < 1 or by is None or inner.records.memory.planned or not in_c(chosen("search", never, able, tokens)):
+    if inner.records.memory.planned:  # nothing is computed, and the memory that it would take is counted
+        made = inner.biases(context, steps)
+        inner.records.planned(_room(step, rows)[0][0])
+        del made
+        return None
+    if steps < 1 or by is None or not in_c(chosen("search", never, able, tokens)):
         return None
     if (panels := head.in_panels()) is None:
         return None
@@ -72,8 +78,7 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
     if seen is None:
         return None
     held: list[Any] = [*read, *seen, panels]
-    x = inner.records.memory.take(tokens, 2, rows, width)
-    logits = inner.records.memory.take(tokens, rows, panels.outputs)
+    x, logits = _room(step, rows)
     given, others = inner.records.given(x[0], x[1], inner.seen, [Rows(context.sentences, beams)])
     began = torch.empty(steps + 1, dtype=torch.float64)
     bias = next((each for each in read[2:] if each is not None), None)
@@ -97,6 +102,19 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
     text: Any = context.text[0]
     held += (x, given, others)
     return Prepared(by, decoder, steps, logits, began, mask, own, text.prefix, text.filled, held)
+
+
+def _room(step: DecoderStep, rows: int) -> tuple[Tensor, Tensor]:
+    """What C writes to: hidden states and sums (2, R, C), and logits (R, V)."""
+    memory, tokens = cast(InC, step.together).records.memory, step.embedding.tokens.data
+    return memory.take(tokens, 2, rows, tokens.shape[1]), memory.take(tokens, rows, cast(Linear, step.head).outputs)
+
+
+def is_packable(step: DecoderStep) -> bool:
+    """Whether C may make steps of a decoder that `is_written`, once all weights are packed."""
+    by, inner, head = native.library(), cast(InC, step.together), cast(Linear, step.head)
+    packed = native_for(head.outputs, head.inputs) is not None
+    return by is not None and packed and inner.records.is_packable(by)
 
 
 def is_written(step: DecoderStep) -> bool:

@@ -66,8 +66,10 @@ class Explanation:
         reason: why transformers' own loop would run.
         kv_bytes, stock_kv_bytes: what keys and values take at the maximal length, with fastgen and with transformers'
             own cache; None without a plan, and for a cache that is of neither a dynamic nor a static kind.
-        peak_bytes: the most memory that the call takes beside what there is before it, at the maximal length, with
-            nothing kept from earlier calls but packed copies of weights; None without a plan, and where it is not
+        least_peak_bytes, peak_bytes: the most memory that the call takes beside what there is before it, at the maximal
+            length, with nothing kept from earlier calls but packed copies of weights. Slots of generated tokens that no
+            beam sees any more are given up, which depends on the text: the least is where beams share all tokens
+            whenever that is looked at, the other where none is given up. None without a plan, and where it is not
             predicted, which the notes say with the reason.
         linears: how linear layers would run, with a plan or without.
         notes: what a plan leaves out and why, and what else to know.
@@ -78,6 +80,7 @@ class Explanation:
     reason: str | None
     kv_bytes: int | None
     stock_kv_bytes: int | None
+    least_peak_bytes: int | None
     peak_bytes: int | None
     linears: Linears
     notes: tuple[str, ...] = ()
@@ -101,8 +104,11 @@ class Explanation:
         if self.kv_bytes is not None and self.stock_kv_bytes is not None:
             ours, stock = _readable(self.kv_bytes), _readable(self.stock_kv_bytes)
             lines.append(("keys and values", f"at most {ours}, with transformers' own cache {stock}"))
-        if self.peak_bytes is not None:
-            lines.append(("peak memory", f"{_readable(self.peak_bytes)} beside weights and their packed copies"))
+        if self.least_peak_bytes is not None and self.peak_bytes is not None:
+            least, most = _readable(self.least_peak_bytes), _readable(self.peak_bytes)
+            close = self.peak_bytes <= 1.05 * self.least_peak_bytes
+            said = most if close else f"{least} where beams share most tokens, at most {most},"
+            lines.append(("peak memory", f"{said} beside weights and their packed copies"))
         lines.append(("linear layers", str(self.linears)))
         lines += [("note", note) for note in self.notes]
         return "\n".join([f"{self.call}.generate", *(f"  {name:<19} {text}" for name, text in lines)])
@@ -141,16 +147,16 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
             _check_patch("transformers.generation_mode")
         note = _check_patch({"beam": "transformers.beam_search", "sample": "transformers.sample"}[prepared.loop])
     except Unsupported as unsupported:
-        return Explanation(type(bare).__name__, None, unsupported.reason, None, None, None, linears)
+        return Explanation(type(bare).__name__, None, unsupported.reason, None, None, None, None, linears)
     ours, stock = _kv_bytes(bare, prepared, plan)
     notes = (*plan.left_off, note) if note else plan.left_off
     if generates_segments(bare):
         notes = ("this is the first segment's first attempt: each of them comes to a loop by itself", *notes)
     try:
-        peak = peak_bytes(bare, prepared, plan, arguments_of(model, generate_kwargs) | {"streamer": None})
+        peaks = peak_bytes(bare, prepared, plan, arguments_of(model, generate_kwargs) | {"streamer": None})
     except NotPredicted as reason:
-        peak, notes = None, (*notes, f"peak memory is not predicted: {reason}")
-    return Explanation(type(bare).__name__, plan, None, ours, stock, peak, linears, notes)
+        peaks, notes = (None, None), (*notes, f"peak memory is not predicted: {reason}")
+    return Explanation(type(bare).__name__, plan, None, ours, stock, *peaks, linears, notes)
 
 
 def _asked(bare: Any, kwargs: dict[str, Any]) -> bild.Asked | None:
@@ -187,7 +193,7 @@ def _of_two_models(bare: Any, asked: bild.Asked, linears: Linears, kwargs: dict[
     else:
         plan = replace(plan, method="big-little decoding")
     notes = (drafts, *plan.left_off, "peak memory is not predicted: two models decode together")
-    return Explanation(type(bare).__name__, plan, None, ours, stock, None, linears, notes)
+    return Explanation(type(bare).__name__, plan, None, ours, stock, None, None, linears, notes)
 
 
 def _call(model: Any, prepared: Prepared) -> Call:

@@ -1,7 +1,7 @@
 """The most memory that a call of `generate` takes, found without running it.
 
 transformers' own `generate` runs on a copy of the model that shares its weights, over tensors without values
-(`models.footprint`): the encoder, the prompt, the first decode step, and one at the end of the longest text.
+(`models.footprint`): the encoder, the prompt, the first choice, and a decode step at the end of the longest text.
 """
 
 import copy
@@ -16,18 +16,19 @@ from torch import Tensor
 from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
-from fastgen.decoding.beam import BeamSearch, Stepper
-from fastgen.decoding.cohorts import chooses_in_c, run
+from fastgen.decoding import cache as kv
+from fastgen.decoding.beam import BeamSearch
+from fastgen.decoding.cohorts import chooses_in_c
 from fastgen.decoding.plan import Plan
 from fastgen.decoding.sample import Sampling
 from fastgen.decoding.stop import Stop
-from fastgen.decoding.text import Text
 from fastgen.models.families import family_of
 from fastgen.models.footprint import Footprint
 from fastgen.models.instance import untouched
 from fastgen.models.memory import Memory, plan_for
 from fastgen.models.routes import routed
 from fastgen.models.step import DecoderStep
+from fastgen.models.whole import is_packable
 from fastgen.ops.dispatch import runs_kernels
 from fastgen.patches import _engine
 from fastgen.patches.transformers import generate as loops
@@ -36,6 +37,7 @@ from fastgen.patches.transformers.cache import SharedCache
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import bounded, known, runs_code_of_others
+from fastgen.patches.transformers.fused import FusedDecoder
 from fastgen.patches.transformers.given import IS_GIVEN, is_given
 from fastgen.patches.transformers.prepared import MIXIN, Prepared, generates_segments
 from fastgen.patches.transformers.restored import METHODS
@@ -46,8 +48,11 @@ class NotPredicted(Exception):
     """What a call takes cannot be told beforehand; with the reason."""
 
 
-def peak_bytes(bare: Any, prepared: Prepared, plan: Plan, kwargs: dict[str, Any]) -> int:
-    """Return the most bytes that a call's tensors take beside those of before it.
+def peak_bytes(bare: Any, prepared: Prepared, plan: Plan, kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Return the most bytes that a call's tensors take beside those of before it: at least, and at most.
+
+    The two differ by the slots that are given up in the text (`decoding.cache`): all that beams may ever share, or
+    none.
 
     Args:
         bare: the model. prepared: what its `generate` hands to a loop, by which `plan` was made.
@@ -76,12 +81,22 @@ def peak_bytes(bare: Any, prepared: Prepared, plan: Plan, kwargs: dict[str, Any]
     others = runs_code_of_others(prepared.logits_processor) or known(prepared.stopping_criteria)
     if others is not None:
         raise NotPredicted(f"{others} may take any")
+    most = _peak(bare, prepared, plan, kwargs, shared=False)
+    steps = config.max_length - prepared.input_ids.shape[1]
+    if plan.beams == 1 or steps <= kv.SWEEP:
+        return most, most
+    return min(most, _peak(bare, prepared, plan, kwargs, shared=True)), most
+
+
+def _peak(bare: Any, prepared: Prepared, plan: Plan, kwargs: dict[str, Any], shared: bool) -> int:
+    """The most bytes that tensors take; shared: as `_Ends` has it."""
+    config = prepared.config
     try:
         clone = _clone(bare)
         with routed(clone, family_of(clone.config.model_type)), torch.no_grad():
             given = (prepared.logits_processor, prepared.stopping_criteria, config, prepared.kwargs)
             step = decide(clone, prepared.loop, prepared.input_ids, *given)[1] if plan.fused else None
-            clone.__class__ = _planned(type(clone), plan, step)
+            clone.__class__ = _planned(type(clone), plan, step, shared)
             with Footprint() as footprint, _unheard(), source.unread_padding(clone, kwargs):
                 inspect.unwrap(MIXIN.generate)(clone, **kwargs)
     except NotPredicted:
@@ -120,8 +135,11 @@ def _clone(model: Any) -> Any:
     return clone
 
 
-def _planned(kind: Any, plan: Plan, step: DecoderStep | None) -> type:
-    """Return a model's class with loops that make only the first decode step and one at the longest text."""
+def _planned(kind: Any, plan: Plan, step: DecoderStep | None, shared: bool) -> type:
+    """Return a model's class with loops that make only the first decode step and one at the longest text.
+
+    shared: as `_Ends` has it.
+    """
 
     def loop(name: Literal["beam", "sample"]) -> Any:
         def planned(
@@ -132,10 +150,9 @@ def _planned(kind: Any, plan: Plan, step: DecoderStep | None) -> type:
             config = bounded(name, generation_config, stopping_criteria)
             call = Call(self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, kwargs)
             model = cast(SharedStepper, call.stepper(plan, step))
-            model.first_proven = True  # as it is from a model's second call on
             decoding = loops.decoding_of(name, call, model)
             with _engine.running(plan), decoding.around():
-                run(_Ends(cast("BeamSearch | Sampling", decoding.search), config.max_length), model, model.prefill())
+                _Ends(cast("BeamSearch | Sampling", decoding.search), model, config.max_length, shared).run()
 
         return planned
 
@@ -144,40 +161,86 @@ def _planned(kind: Any, plan: Plan, step: DecoderStep | None) -> type:
 
 
 class _Ends:
-    """A search that has only the first decode step and the last one of the longest text."""
+    """A search that has only the first decode step and the last one of the longest text.
 
-    def __init__(self, search: BeamSearch | Sampling, max_length: int) -> None:
-        self.search, self.max_length = search, max_length
-        self.in_c, self.begun = chooses_in_c(search), False
+    shared: whether beams share all their tokens whenever it is time for a sweep; else all slots stay.
+    """
+
+    def __init__(self, search: BeamSearch | Sampling, model: SharedStepper, max_length: int, shared: bool) -> None:
+        self.search, self.model, self.max_length, self.shared = search, model, max_length, shared
+        self.in_c = chooses_in_c(search)
         search.may_drop = False
         search.stop = Stop()
         if isinstance(search, BeamSearch):
             search.memory = Memory(planned=True)
 
-    @property
-    def text(self) -> Text:
-        return self.search.text
+    def run(self) -> None:
+        model = self.model
+        going = self._advance(model.prefill())
+        if going and self.in_c and model.in_a_row and model.fused is not None and is_packable(model.fused.step):
+            self._go_to_end_in_c(model.fused)
+            return
+        while going:
+            # A model's own first step does more than the others.
+            if self._cache.text[0].steps == int(model.fused is None):
+                self._lengthen(self.max_length - 1 - self.search.text.length)
+            going = self._advance(model.step(self.search.text.ids))
 
     @property
-    def present(self) -> int:
-        return self.search.present
-
-    def advance(self, model: Stepper, logits: Tensor) -> bool:
-        stepper = cast(SharedStepper, model)
-        cache, length = stepper.cache, self.search.text.length + 1
-        if cache is None:
+    def _cache(self) -> SharedCache:
+        if self.model.cache is None:
             raise NotPredicted("the cache is transformers' own")
-        if not (self.in_c and self.begun and stepper.in_a_row):  # C takes next to nothing for its choices
-            self.search.advance(model, logits)
-        self.begun = True
-        skipped = 0
-        if stepper.fused is not None:
-            stepper.fused.ready = True  # this, too
-        if cache.text[0].steps == int(stepper.fused is None):  # a model's own first step does more than the others
-            skipped = max(0, self.max_length - 1 - length)
-        _lengthen(stepper, cache, skipped)
-        self._set_length(length + skipped)
+        return self.model.cache
+
+    def _advance(self, logits: Tensor) -> bool:
+        length = self.search.text.length + 1
+        self.search.advance(self.model, logits)
+        self._set_length(length)
         return length < self.max_length
+
+    def _go_to_end_in_c(self, fused: FusedDecoder) -> None:
+        """Have room for all steps, as C makes them in a row; it takes next to nothing for its choices."""
+        left = self.max_length - self.search.text.length
+        while left > 0:
+            self._sweep()
+            steps = self._cache.begin_steps(left)
+            fused.prepared(steps)
+            self._cache.end_steps(steps, is_open=True)
+            left -= steps
+
+    def _lengthen(self, steps: int) -> None:
+        """Leave a call as it would be after so many more steps, with all the memory that keys and values get."""
+        model, cache = self.model, self._cache
+        for _ in range(steps):
+            self._sweep()
+            for layer in cache.text:
+                layer.make_room()
+                layer.note_step()
+            if cache.ancestry is not None:
+                cache.ancestry.make_room()
+                cache.ancestry.note_steps(1, is_open=False)
+            if model.fused is None:
+                model.kwargs = model.model._update_model_kwargs_for_generation(
+                    ModelOutput(), model.kwargs, is_encoder_decoder=model.model.config.is_encoder_decoder
+                )
+        self._set_length(self.search.text.length + max(0, steps))
+
+    def _sweep(self) -> None:
+        """Sweep slots if it is time: most of them, or half, which takes the most memory for a moment."""
+        cache, ancestry = self._cache, self._cache.ancestry
+        if ancestry is None or not ancestry.is_due:
+            return
+        filled = ancestry.filled
+        kept = ancestry.steps if self.shared else filled // 2
+        if 2 * kept > filled:
+            return
+        slots = torch.zeros(cache.sentences, kept, dtype=torch.int64)
+        if self.shared:
+            ancestry.give_up(slots)
+        for layer in cache.text:
+            layer.sweep(slots)
+            if not self.shared:
+                layer.filled = filled
 
     def _set_length(self, length: int) -> None:
         """Let the text have a length, and tokens with values: edits look at them."""
@@ -186,16 +249,3 @@ class _Ends:
         else:
             rows = self.search.present
             self.search.ids = self.search.outcome = torch.zeros(rows, length, dtype=torch.int64)
-
-
-def _lengthen(model: SharedStepper, cache: SharedCache, steps: int) -> None:
-    """Leave a call as it would be after so many more steps, with all the memory that keys and values get for them."""
-    grown = [*cache.text, *([] if cache.ancestry is None else [cache.ancestry])]
-    for _ in range(steps):
-        for layer in grown:
-            layer.make_room()
-            layer.note_step()
-        if model.fused is None:
-            model.kwargs = model.model._update_model_kwargs_for_generation(
-                ModelOutput(), model.kwargs, is_encoder_decoder=model.model.config.is_encoder_decoder
-            )
