@@ -1,0 +1,12 @@
+"""fairseq's iterative refinement, which is left to fairseq: whole texts are written anew, so that nothing is kept."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fastgen.patches import _engine
+
+
+def refine(original: Callable[..., Any], self: Any, models: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
+    """`IterativeRefinementGenerator.generate`: fairseq's own, and counted."""
+    _engine.fallback("fairseq.refine", "iterative refinement")
+    return original(self, models, sample, *args, **kwargs)
