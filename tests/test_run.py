@@ -116,6 +116,6 @@ def test_hook_leaves_alone_what_is_not_its_own(tmp_path: Path, capsys: pytest.Ca
 def test_hook_costs_little() -> None:
     """The line imports one small module, which imports nothing."""
     path = str(Path(hook.__file__).parents[2])
-    reports = [_python("-X", "importtime", "-c", "import fastgen_hook", PYTHONPATH=path).stderr for _ in range(5)]
-    lines = [line for report in reports for line in report.splitlines() if line.endswith("fastgen_hook")]
-    assert min(int(line.split("|")[1]) for line in lines) < 2_000  # microseconds
+    code = "import time; began = time.process_time(); import fastgen_hook; print(time.process_time() - began)"
+    seconds = [float(_python("-c", code, PYTHONPATH=path).stdout) for _ in range(8)]
+    assert min(seconds) < 0.002  # of the processor's: others may have it in between
