@@ -117,5 +117,5 @@ def test_hook_costs_little() -> None:
     """The line imports one small module, which imports nothing."""
     path = str(Path(hook.__file__).parents[2])
     code = "import time; began = time.process_time(); import fastgen_hook; print(time.process_time() - began)"
-    seconds = [float(_python("-c", code, PYTHONPATH=path).stdout) for _ in range(8)]
-    assert min(seconds) < 0.002  # of the processor's: others may have it in between
+    # Of the processor's time; once is enough, as whatever else runs on the machine can only add to it.
+    assert any(float(_python("-c", code, PYTHONPATH=path).stdout) < 0.002 for _ in range(40))
