@@ -10,6 +10,7 @@ is what a step launches. One JSON file, launches.json, goes to benchmarks/result
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -37,8 +38,31 @@ def launched(call: Any, device: str) -> int:
     events = profiler.events() or []
     if cuda:
         return sum("CUDA" in str(event.device_type) and "memcpy" not in event.name.lower() for event in events)
-    # Operators that others are made of, such as matmul of bmm, are left out.
-    return sum(event.name.startswith(("aten::", "mkldnn::")) and not event.cpu_children for event in events)
+    return sum(_works(event.name) and not _made_of_others(event) for event in events)
+
+
+NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "resize_", "_unsafe_view")
+"""Operators that write nothing, though what they return is not declared a view."""
+
+
+@functools.cache
+def _works(name: str) -> bool:
+    """Whether an operator writes memory itself, as a kernel would: views do not, nor do those that call others."""
+    import torch
+
+    space, _, short = name.partition("::")
+    packet = getattr(getattr(torch.ops, space), short, None) if space in ("aten", "mkldnn") else None
+    if packet is None or short in NOTHING:
+        return False
+    returned = [of.alias_info for overload in packet.overloads() for of in getattr(packet, overload)._schema.returns]
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    made_of_others = torch._C._dispatch_has_kernel(name) and has(name, "CompositeImplicitAutograd")
+    return all(info is None or info.is_write for info in returned) and not made_of_others
+
+
+def _made_of_others(event: Any) -> bool:
+    """Whether an operator leaves its work to others, as matmul does to bmm."""
+    return any(_works(child.name) or _made_of_others(child) for child in event.cpu_children)
 
 
 def per_step(model: Any, case: Any, device: str) -> float:

@@ -20,6 +20,9 @@ from transformers.generation.logits_process import (
 )
 
 from fastgen import config
+from fastgen.decoding import first_finished, first_finished_replay
+from fastgen.decoding.beam import Choice
+from fastgen.decoding.rules import Merged
 from fastgen.ops import (
     activation,
     beam_attention,
@@ -33,6 +36,8 @@ from fastgen.ops import (
     tables,
     token_mask,
 )  # fmt: skip
+from fastgen.ops import choice as choices
+from tests.beam_choices import assert_alike, choice
 from tests.poison import poison
 
 INF = torch.inf
@@ -683,6 +688,98 @@ def test_tables_of_one_sentence_and_many_beams(device: str) -> None:
         torch.testing.assert_close(table.rows, expected, atol=0, rtol=0, equal_nan=True)
 
 
+# Choices of beam search
+
+
+def _check_choice(ops: Any, device: str, trials: int, beams: int, penalty: float, early: Any, ends: int = 2) -> None:
+    """What the rules say in torch; once the search is over, nothing finishes any more."""
+    for trial in range(trials):
+        search, candidates, length = choice(trial, beams, penalty, early, device, ends)
+        powers = search.rule._powers_of_lengths(candidates.values)
+        rules = choices.Rules(search.rule.never, early is True, powers, search.rule.far or 0)
+        wanted, finished = search._by_rules(candidates, length), search.finished
+        for over in (False, True):
+            kept = (each.clone() for each in (search.scores, finished.scores, finished.done, search.improvable))
+            state, count = choices.State(*kept, torch.tensor([over], device=device)), torch.tensor([length])
+            with _Watched(*candidates, powers, choose=1, over=1):
+                found = ops.choose_(candidates, state, rules, count.to(device))
+            merged, flags = Merged(state.finished, state.done, found.order), wanted.flags.clone()
+            flags[3] |= over
+            assert torch.equal(state.improvable, found.flags[1])
+            assert state.over.tolist() == [bool(flags[3, 0])]
+            if over:  # what has finished is as it was, and what could still finish is of no interest
+                order = torch.arange(beams, device=device).expand_as(found.order)
+                flags[1], flags[2] = found.flags[1], finished.done.all(1)
+                wanted = wanted._replace(merged=Merged(finished.scores, finished.done, order), improvable=flags[1])
+            chosen = Choice(found.parents, found.tokens, state.scores, merged, state.improvable, found.flags)
+            assert_alike(chosen, wanted._replace(flags=flags))
+
+
+@pytest.mark.parametrize("early", [True, False, "never"])
+@pytest.mark.parametrize("penalty", [1.0, 0.0, -1.5, 2.0])
+@pytest.mark.parametrize("beams", [1, 3, 5])
+def test_choice(beams: int, penalty: float, early: Any, device: str) -> None:
+    _check_choice(choices, device, 12, beams, penalty, early)
+
+
+def test_choice_of_many(device: str) -> None:
+    """More warps than one; more than the kernels take."""
+    _check_choice(choices, device, 3, 30, 0.7, True, 7)
+    values = torch.zeros(2, 4)
+    assert choices.covered(values, choices.MOST - 4)
+    assert not choices.covered(values, choices.MOST - 3)
+    assert not choices.covered(values.double(), 2)
+    assert not choices.covered(values.expand(2, 4).repeat(choices.MOST_SENTENCES, 1), 2)
+
+
+def _check_first(ops: Any, device: str, trials: int, m: int, k: int, last: bool) -> None:
+    """What `decoding.first_finished_replay` does in torch, in a sentence at any stage of its search."""
+    for trial in range(trials):
+        generator, b = torch.Generator().manual_seed(100 * trial + m), 1 + trial % 4
+        scores = (torch.randn(b, k, generator=generator) * 3 - 8).sort(descending=True).values
+        scores[torch.rand(b, k, generator=generator) < 0.1] = -INF
+        tokens = torch.randint(2, (9, 3, 5)[trial % 3], (b, k), generator=generator)
+        beams = torch.randint(0, m, (b, k), generator=generator)
+        counts, lengths = (torch.randint(0, m + 1, shape, generator=generator) for shape in ((b,), (b, m)))
+        ignored = (torch.rand(b, m, generator=generator) < 0.3).sort(1).values
+        found = first_finished.Candidates(*(each.to(device) for each in (scores, tokens, beams)))
+        state = [each.to(device) for each in (ignored, counts, lengths)]
+        search: Any = _First(m, state[0].clone())
+        finished = first_finished_replay.Finished([], state[2].clone(), state[1].clone())
+        length = torch.tensor([7 + trial], device=device)
+        wanted = search.by_torch(found, finished, length, last)
+        slots = choices.Slots(*state)
+        with _Watched(*found, length, choose_first=1):
+            chosen = ops.choose_first(found.scores, found.tokens, found.beams, slots, 2, length, last)
+        for name in ("scores", "tokens", "beams", "order", "over"):
+            assert torch.equal(getattr(chosen, name), getattr(wanted, name)), name
+        for one, other in zip(slots, (search.ignored, finished.counts, finished.lengths), strict=True):
+            assert torch.equal(one, other)
+
+
+class _First(first_finished_replay.ReplayedFirstFinished):
+    """A search of which nothing is there but what its choices look at."""
+
+    def __init__(self, beams: int, ignored: Tensor) -> None:
+        self.beams, self.ignored, self.end, self.device = beams, ignored, 2, ignored.device
+
+    by_torch = first_finished_replay.ReplayedFirstFinished._chosen_by_torch
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("m", "k"), [(1, 2), (3, 6), (4, 7), (5, 5), (30, 60)])
+def test_choice_by_the_first_finished(m: int, k: int, last: bool, device: str) -> None:
+    _check_first(choices, device, 9, m, k, last)
+
+
+def test_what_the_choice_by_the_first_finished_covers() -> None:
+    assert choices.first_covered(torch.zeros(1, 6), 3)
+    assert not choices.first_covered(torch.zeros(1, 6).double(), 3)
+    assert not choices.first_covered(torch.zeros(1, 7), 3)
+    assert not choices.first_covered(torch.zeros(1, 2), 3)
+    assert not choices.first_covered(torch.zeros(1, choices.MOST + 1), choices.MOST)
+
+
 # What is asked for, and what is wrong
 
 
@@ -845,6 +942,51 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
     "cache: moves": (
         cache, "* BLOCK + tl.arange(0, BLOCK) < size", "* BLOCK + tl.arange(0, BLOCK) < BLOCK",
         lambda ops: _check_cache(ops, "cpu"),
+    ),
+    "choice: what ends does not go on": (
+        choices, "tl.where(hit, value + never, value)", "value",
+        lambda ops: _check_choice(ops, "cpu", 6, 3, 1.0, False),
+    ),
+    "choice: who may finish": (
+        choices, "(slot < 2 * BEAMS)", "(slot < 3 * BEAMS)", lambda ops: _check_choice(ops, "cpu", 6, 3, 1.0, False),
+    ),
+    "choice: full sentences": (
+        choices, "tl.where(full, ranked + never, ranked)", "ranked",
+        lambda ops: _check_choice(ops, "cpu", 12, 3, 1.0, True),
+    ),
+    "choice: hopeless sentences": (
+        choices, "tl.where(improvable, ranked, ranked + never)", "ranked",
+        lambda ops: _check_choice(ops, "cpu", 12, 3, 1.0, False),
+    ),
+    "choice: the length that is judged by": (
+        choices, "tl.where(far > 0, far, new_tokens)", "new_tokens",
+        lambda ops: _check_choice(ops, "cpu", 24, 3, 2.0, "never"),
+    ),
+    "choice: empty slots": (
+        choices, "(open_slots > 0) &", "(open_slots < 0) &", lambda ops: _check_choice(ops, "cpu", 12, 1, 1.0, False),
+    ),
+    "choice: enough has finished": (
+        choices, "over = over | full", "over = over", lambda ops: _check_choice(ops, "cpu", 12, 3, 1.0, True),
+    ),
+    "choice: once it is over": (
+        choices, "old | (new & (tl.load(over_ptr) == 0))", "old | new",
+        lambda ops: _check_choice(ops, "cpu", 6, 3, 1.0, False),
+    ),
+    "choice: who may fill a slot": (
+        choices, "(candidate < BEAMS) & (ignored == 0)", "(candidate < BEAMS)",
+        lambda ops: _check_first(ops, "cpu", 9, 4, 8, False),
+    ),
+    "choice: how many slots there are": (
+        choices, "finishing & (place <= BEAMS)", "finishing", lambda ops: _check_first(ops, "cpu", 9, 4, 8, False),
+    ),
+    "choice: -inf does not end": (
+        choices, " & (score != float(\"-inf\"))", "", lambda ops: _check_first(ops, "cpu", 18, 4, 8, False),
+    ),
+    "choice: who goes on": (
+        choices, "tl.where(ends | ignored,", "tl.where(ends,", lambda ops: _check_first(ops, "cpu", 9, 4, 8, False),
+    ),
+    "choice: the longest text": (
+        choices, "LAST=last", "LAST=False", lambda ops: _check_first(ops, "cpu", 9, 4, 8, True),
     ),
     "tables: parents": (
         tables, "tl.load(table + (parents", "tl.load(table + (beam",

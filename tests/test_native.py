@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastgen
 from fastgen import config
 from fastgen.cli import checks
-from fastgen.decoding.beam import BeamSearch
 from fastgen.decoding.rules import TransformersRule
 from fastgen.ops import native, processor
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
@@ -29,6 +27,7 @@ from fastgen.ops.kbest import best_of_log_probs, best_of_log_probs_reference
 from fastgen.ops.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.native import build
 from tests import zoo
+from tests.beam_choices import assert_alike, choice
 from tests.poison import poison
 
 ROOT = Path(__file__).parents[1]
@@ -328,40 +327,16 @@ def test_doctor_says_why(folder: Path) -> None:
 @pytest.mark.parametrize("early", [True, False, "never"])
 @pytest.mark.parametrize("penalty", [1.0, 0.0, -1.5, 2.0])
 @pytest.mark.parametrize("beams", [1, 3, 5])
-def test_choice(variant: str, beams: int, penalty: float, early: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice(variant: str, beams: int, penalty: float, early: Any) -> None:
     """What follows for the candidates of a step, as the rules say in torch."""
-    generator, never, decided = torch.Generator().manual_seed(beams), TransformersRule.never, 0
+    decided = 0
     for trial in range(60):
-        b, length = 1 + trial % 4, 2 + trial % 17
-        rule = TransformersRule(beams, 40, 7, 2, penalty, early)
-        values = (torch.randn(b, rule.candidates, generator=generator) * 3 - 8).sort(descending=True).values
-        hits = torch.rand(b, rule.candidates, generator=generator) < (0.3, 0.7, 0.05)[trial % 3]
-        beam = torch.randint(0, beams, (b, rule.candidates), generator=generator)
-        token = torch.randint(0, 99, (b, rule.candidates), generator=generator)
-        done = (torch.rand(b, beams, generator=generator) < 0.5).sort(1, descending=True).values
-        finished = torch.where(done, torch.randn(b, beams, generator=generator) * 2 - 4, never).sort(
-            1, descending=True
-        )[0]
-        so_far = SimpleNamespace(scores=finished, done=done)
-        improvable = ~done.all(1) | (torch.rand(b, generator=generator) < 0.5)
-        search: Any = SimpleNamespace(rule=rule, finished=so_far, improvable=improvable, sample=False)
+        search, candidates, length = choice(trial, beams, penalty, early)
         calls.clear()
-        found = BeamSearch._chosen(search, values, beam, token, hits, length)
+        found = search._chosen(candidates, length)
         assert calls["choice", "native"] == 1
-        enough = bool(((~hits).sum(1) >= beams).all())
-        with monkeypatch.context() as patch:
-            patch.setattr(rule, "all_at_once", lambda *_: None)
-            wanted = BeamSearch._chosen(search, values, beam, token, hits, length)
-        decided += enough
-        for name in ("parents", "tokens", "scores", "improvable"):
-            assert torch.equal(getattr(found, name), getattr(wanted, name)), name
-        assert torch.equal(found.flags[1:], wanted.flags[1:])
-        assert torch.equal(found.merged.scores, wanted.merged.scores)
-        assert torch.equal(found.merged.done, wanted.merged.done)
-        there = found.merged.done  # which of the others stands where says nothing
-        assert torch.equal(found.merged.order[there], wanted.merged.order[there])
-        moved = there & found.merged.order.ne(torch.arange(beams))
-        assert (found.flags[0] >= moved.any(1)).all()
+        assert_alike(found, search._by_rules(candidates, length))
+        decided += bool(((~candidates.hits).sum(1) >= beams).all())
     assert decided > 20
 
 

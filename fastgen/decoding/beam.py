@@ -18,6 +18,7 @@ from fastgen.decoding.rules import Merged, TransformersRule
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Edit, Text, edited, keep_sentences, only_ban, sparse
 from fastgen.models.memory import Memory
+from fastgen.ops.choice import Candidates
 from fastgen.ops.kbest import NO_EDITS, best_of_log_probs, fused, kbest
 from fastgen.ops.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
@@ -161,6 +162,7 @@ class BeamSearch:
             torch.zeros(b, m, dtype=torch.bool, device=device),
         )
         self.sentences = torch.arange(b, device=device)  # which of all sentences the running rows are
+        self._first_rows = self._rows_of(self.sentences)
         self.result = self.finished  # all sentences; another table once some have left
 
     @property
@@ -183,7 +185,7 @@ class BeamSearch:
         """Choose the next token of every beam; False when the search is over."""
         values, beam, token = self._candidates(logits, self.text, torch.multinomial)
         hits = self.stop(token, self.length + 1, lambda: self._extended(self.ids, beam, token), self._scores_so_far())
-        chosen = self._chosen(values, beam, token, hits, self._new_tokens() + 1)
+        chosen = self._chosen(Candidates(values, beam, token, hits), self._new_tokens() + 1)
         changed, improvable, done, over = read(chosen.flags)  # the one read of the device in a step
         # What finished is gathered from the tables as they are before the running beams move on.
         if any(changed):
@@ -201,14 +203,19 @@ class BeamSearch:
             self.on_step(self)
         return True
 
-    def _chosen(self, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor, new_tokens: int | Tensor) -> Choice:
-        """What becomes of the candidates (B, K), of so many new tokens; `hits` says which of them end."""
-        if isinstance(new_tokens, int) and not self.sample:
+    def _chosen(self, candidates: Candidates, new_tokens: int) -> Choice:
+        """What becomes of the candidates (B, K), of so many new tokens."""
+        if not self.sample:
             so_far = self.finished.scores, self.finished.done
-            found = self.rule.all_at_once(values, beam, token, hits, so_far, self.improvable, new_tokens)
+            found = self.rule.all_at_once(*candidates, so_far, self.improvable, new_tokens)
             if found is not None:
                 merged = Merged(found.merged, found.merged_done, found.order)
                 return Choice(found.parents, found.tokens, found.scores, merged, found.flags[1], found.flags)
+        return self._by_rules(candidates, new_tokens)
+
+    def _by_rules(self, candidates: Candidates, new_tokens: int | Tensor) -> Choice:
+        """What torch makes of them, as `rule` says."""
+        values, beam, token, hits = candidates
         scores, order = self.rule.running(values, hits)
         merged = self.rule.merged(self.finished.scores, self.finished.done, values, hits, self.improvable, new_tokens)
         improvable = self.improvable & self.rule.improvable(scores[:, 0], merged, new_tokens)
@@ -265,8 +272,12 @@ class BeamSearch:
 
     def _tables(self, beam: Tensor, token: Tensor) -> list[Table]:
         """The running beams' tables and what comes next to them: tokens (B, N) behind beams (B, N)."""
-        rows = beam + self.sentences[:, None] * self.rule.beams  # in the whole batch, as the toolkit counts them
+        rows = beam + self._first_rows
         return [Table(self.ids, token[:, :, None], self.prompt.shape[1]), Table(self.beams, rows[:, :, None])]
+
+    def _rows_of(self, sentences: Tensor) -> Tensor:
+        """The first row (B, 1) of each of some sentences in the whole batch, as the toolkit counts them."""
+        return sentences[:, None] * self.rule.beams
 
     def _finish(self, order: Tensor, beam: Tensor, token: Tensor, steps: int | Tensor) -> None:
         """Rebuild the table of finished hypotheses: `order` (B, M) indexes finished ones, then candidates."""
@@ -298,6 +309,7 @@ class BeamSearch:
         self.prompt, self.ids, self.beams = self.prompt[staying], self.ids[staying], self.beams[staying]
         self.scores, self.improvable = self.scores[staying], self.improvable[staying]
         self.sentences = self.sentences[staying]
+        self._first_rows = self._rows_of(self.sentences)
         keep_sentences(self.edits, staying, self.rule.beams)
         model.keep(staying)
         return True

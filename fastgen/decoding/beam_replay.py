@@ -18,6 +18,7 @@ from fastgen.decoding.beam import BeamSearch, Stepper, read
 from fastgen.decoding.choices import Choices
 from fastgen.decoding.text import Text, phases
 from fastgen.models import graph
+from fastgen.ops.choice import Candidates, Chosen, State
 from fastgen.ops.tables import Table, extend_rows_
 
 
@@ -28,8 +29,11 @@ class ReplayedBeamSearch(BeamSearch):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.choices = Choices(graph.generator(self.prompt.device) if self.sample else None)
-        self._end = torch.empty(1, dtype=torch.int64, device=self.prompt.device)  # the text's length
-        self._over = torch.zeros(1, dtype=torch.bool, device=self.prompt.device)
+        # Of the text: its length, the newest tokens' column behind the prompt, and how many they are with the next.
+        behind, device = self.prompt.shape[1], self.prompt.device
+        self._offsets = torch.tensor([0, -behind, 1 - behind], device=device)
+        self._numbers = torch.empty_like(self._offsets)
+        self._over = torch.zeros(1, dtype=torch.bool, device=device)
 
     def advance(self, model: Stepper, logits: Tensor) -> bool:
         if self.choices.able(logits):
@@ -39,9 +43,9 @@ class ReplayedBeamSearch(BeamSearch):
         return (before is None or not before[3, 0]) and super().advance(model, logits)
 
     def _advance(self, model: Stepper, logits: Tensor) -> bool:
-        text = Text(self.ids.flatten(0, 1), self.prompt.shape[1], self.length, self._end)
+        text = Text(self.ids.flatten(0, 1), self.prompt.shape[1], self.length, self._numbers[:1])
         last = self.stop.ends_all(self.length + 1)
-        self._end.fill_(self.length)
+        torch.add(self._offsets, self.length, out=self._numbers)
         ancestry = model.ancestry
         slots = None if ancestry is None else ancestry.next_slots()
         choose = functools.partial(self._choose, logits, text, last, slots)
@@ -70,19 +74,29 @@ class ReplayedBeamSearch(BeamSearch):
 
         slots: what each beam sees, where that is a table.
         """
-        b, m = self.scores.shape
+        column, new_tokens = self._numbers[1:2], self._numbers[2:]
         values, beam, token = self._candidates(logits, text, self.choices.draw)
-        column = self._end - self.prompt.shape[1]
-        chosen = self._chosen(values, beam, token, self.stop.hits(token, last), column + 1)
-        merged, finished, over = chosen.merged, self.finished, self._over
-        order = torch.where(over, torch.arange(m, device=over.device), merged.order)
-        self._finish(order, beam, token, column)
-        finished.scores.copy_(torch.where(over, finished.scores, merged.scores))
-        finished.done.copy_(torch.where(over, finished.done, merged.done))
+        candidates = Candidates(values, beam, token, self.stop.hits(token, last))
+        chosen = self._kept(candidates, new_tokens)
+        self._finish(chosen.order, beam, token, column)
         running = self._tables(chosen.parents, chosen.tokens)
         extend_rows_(running if slots is None else [*running, slots], chosen.parents, column)
+        return chosen.parents, self.choices.seen(chosen.flags)
+
+    def _kept(self, candidates: Candidates, new_tokens: Tensor) -> Chosen:
+        """What becomes of the candidates (B, K); the new state is written where it was."""
+        finished, over = self.finished, self._over
+        state = State(self.scores, finished.scores, finished.done, self.improvable, over)
+        found = self.rule.in_place(candidates, state, new_tokens)
+        if found is not None:
+            return found
+        chosen = self._by_rules(candidates, new_tokens)
+        merged, flags = chosen.merged, chosen.flags
+        order = torch.where(over, torch.arange(self.rule.beams, device=over.device), merged.order)
+        finished.scores.copy_(torch.where(over, finished.scores, merged.scores))
+        finished.done.copy_(torch.where(over, finished.done, merged.done))
         self.scores.copy_(chosen.scores)
         self.improvable.copy_(chosen.improvable)
-        over.logical_or_(chosen.flags[3, :1])
-        chosen.flags[3].copy_(over.expand(b))
-        return chosen.parents, self.choices.seen(chosen.flags)
+        over.logical_or_(flags[3, :1])
+        flags[3].copy_(over.expand(self.present))
+        return Chosen(chosen.parents, chosen.tokens, order, flags)

@@ -19,6 +19,8 @@ from fastgen.decoding.first_finished import Candidates, FirstFinished, Hypothesi
 from fastgen.decoding.rules import length_powers, per_power
 from fastgen.decoding.text import Text
 from fastgen.models import graph
+from fastgen.ops.choice import FirstChosen, Slots, choose_first, first_covered
+from fastgen.ops.dispatch import use_triton
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
 
 
@@ -122,35 +124,41 @@ class ReplayedFirstFinished(FirstFinished):
         found = self.search.of_logits(rows, text, scores, self.beams)
         if self.attention is not None and attention is not None:
             self.attention.write(attention, step)
-        ends = self._ends(found)
-        over = self._finish_slots(finished, found, ends[:, : self.beams], step, length)
-        if last:
-            over = over | ends[:, : self.beams].any(1)
-        _, running = self._running(found, ends)
-        tables = self._tables(running)
+        chosen = self._chosen(found, finished, length, last)
+        finish_rows_(finished.rows, self._tables(found), chosen.order, found.beams, step)
+        tables = self._tables(Candidates(chosen.scores, chosen.tokens, chosen.beams))
         if self._prefilled:
-            extend_rows_([slots], running.beams, filled)
+            extend_rows_([slots], chosen.beams, filled)
         else:
             tables.append(slots)
-        extend_rows_(tables, running.beams, step)
-        return over
+        extend_rows_(tables, chosen.beams, step)
+        return chosen.over
 
-    def _finish_slots(
-        self, finished: Finished, found: Candidates, ends: Tensor, step: Tensor, length: Tensor
-    ) -> Tensor:
-        """Fill slots with the candidates that end, ends (B, M), as long as there are any; return which are full, (B,).
+    def _chosen(self, found: Candidates, finished: Finished, length: Tensor, last: bool) -> FirstChosen:
+        """What runs on and what finishes: slots are filled with candidates that end, as long as there are any.
 
         length: of what ends in this step.
         """
+        slots = Slots(self.ignored, finished.counts, finished.lengths)
+        if use_triton("choice", lambda: first_covered(found.scores, self.beams), found.scores, found.tokens, *slots):
+            return choose_first(found.scores, found.tokens, found.beams, slots, self.end, length, last)
+        return self._chosen_by_torch(found, finished, length, last)
+
+    def _chosen_by_torch(self, found: Candidates, finished: Finished, length: Tensor, last: bool) -> FirstChosen:
         m, device = self.beams, self.device
-        place = ends.cumsum(1) + finished.counts[:, None]  # 1 is the first slot, and 0 none
-        place = place * (ends & (place <= m))
+        ends = self._ends(found)
+        ending = ends[:, :m].clone()
+        place = ending.cumsum(1) + finished.counts[:, None]  # 1 is the first slot, and 0 none
+        place = place * (ending & (place <= m))
         order = torch.arange(-1, m, device=device).expand(len(place), -1)
         order = order.scatter(1, place, torch.arange(m, 2 * m, device=device).expand(len(place), -1))[:, 1:]
-        finish_rows_(finished.rows, self._tables(found), order, found.beams, step)
         torch.where(order >= m, length, finished.lengths, out=finished.lengths)
         torch.maximum(finished.counts, place.amax(1), out=finished.counts)
-        return finished.counts >= m
+        over = finished.counts >= m
+        if last:
+            over = over | ending.any(1)
+        _, running = self._running(found, ends)
+        return FirstChosen(*running, order, over)
 
     def _keep(self, model: Stepper, staying: list[int]) -> Tensor:
         if self._finished is not None:

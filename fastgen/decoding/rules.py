@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.ops import native
-from fastgen.ops.dispatch import chosen, in_c, never, plain
+from fastgen.ops import choice, native
+from fastgen.ops.dispatch import chosen, in_c, never, plain, use_triton
 
 
 class Merged(NamedTuple):
@@ -94,6 +94,18 @@ class TransformersRule:
             by, values, beam, token, hits, *finished, improvable, self.never, power, far, self.early_stopping is True
         )
 
+    def in_place(self, candidates: choice.Candidates, state: choice.State, new_tokens: Tensor) -> choice.Chosen | None:
+        """All that follows for candidates, the new state written where it was; None where kernels do not run.
+
+        Which of equal candidates stands first is theirs to say, where a search has no other that lives on.
+        """
+        able = lambda: choice.covered(candidates.values, self.beams)  # noqa: E731
+        if not use_triton("choice", able, candidates.values, *candidates[1:], *state, new_tokens):
+            return None
+        powers = self._powers_of_lengths(candidates.values)
+        rules = choice.Rules(self.never, self.early_stopping is True, powers, self.far or 0)
+        return choice.choose_(candidates, state, rules, new_tokens)
+
     @property
     def far(self) -> int | None:
         """The length by which running beams are judged, if it is not their own."""
@@ -104,10 +116,14 @@ class TransformersRule:
         """Scores divided by a length to the power of the penalty."""
         if isinstance(length, int):
             return scores / (length**self.length_penalty)
+        return per_power(scores, self._powers_of_lengths(scores).index_select(0, length))
+
+    def _powers_of_lengths(self, scores: Tensor) -> Tensor:
+        """`length_powers` of all lengths, 0 as 1."""
         if self._powers is None or self._powers.device != scores.device:
             lengths = range(self.max_length - self.prompt_length + 1)
             self._powers = length_powers((max(n, 1) for n in lengths), self.length_penalty, scores)
-        return per_power(scores, self._powers.index_select(0, length))
+        return self._powers
 
     def improvable(self, best: Tensor, merged: Merged, new_tokens: int | Tensor) -> Tensor:
         """Whether the best running beam (B,) could still beat the worst finished hypothesis."""

@@ -161,18 +161,18 @@ def _unordered(ordered):
 
 
 @jit
-def _key(value, index):
+def key_of(value, index):
     """(value, index) as an int64 that sorts by the value, then by the lowest index."""
     return (_ordered(value).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
 @jit
-def _value_of(key):
+def value_of(key):
     return _unordered((key >> 32).to(tl.int32))
 
 
 @jit
-def _index_of(key):
+def index_of(key):
     return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
 
 
@@ -223,7 +223,7 @@ def _part_kernel(
         token, inside, sharpness, BIAS, BANNED, SUMMED,
     )  # fmt: skip
     lowest = tl.full([BLOCK], -0x7FFFFFFFFFFFFFFF, tl.int64)
-    key = tl.where(inside, _key(value, token), lowest)
+    key = tl.where(inside, key_of(value, token), lowest)
     for i in range(KEPT):
         best = tl.max(key, 0)
         tl.store(keys_ptr + at * KEPT + i, best)
@@ -301,12 +301,12 @@ def _merge_kernel(
         value = _normalised(value, top[:, None], rest[:, None], WITHOUT_NAN)
         if FORCED:
             value = tl.where((forced >= 0)[:, None], float("-inf"), value)
-        group_key = tl.where(there, _key(value + score[:, None], beam[:, None] * groups + candidate[None, :]), lowest)
+        group_key = tl.where(there, key_of(value + score[:, None], beam[:, None] * groups + candidate[None, :]), lowest)
         slot = tl.arange(0, SLOTS)
         chosen = tl.full([SLOTS], -1, tl.int32)
         for i in range(K):
             best = tl.max(tl.max(group_key, 1), 0)
-            chosen = tl.where((slot == i) & (best != -0x7FFFFFFFFFFFFFFF), _index_of(best), chosen)
+            chosen = tl.where((slot == i) & (best != -0x7FFFFFFFFFFFFFFF), index_of(best), chosen)
             group_key = tl.where(group_key == best, lowest, group_key)
         of = tl.where(chosen >= 0, chosen // groups, 0)
         token = (chosen - of * groups)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -319,18 +319,18 @@ def _merge_kernel(
         if FORCED:
             value = tl.where((_of_beam(forced.to(tl.float32), beam, of) >= 0)[:, None], float("-inf"), value)
         value += _of_beam(score, beam, of)[:, None]
-        key = tl.where(there, _key(value, of[:, None] * vocabulary + token), -0x7FFFFFFFFFFFFFFF)
+        key = tl.where(there, key_of(value, of[:, None] * vocabulary + token), -0x7FFFFFFFFFFFFFFF)
     else:
         there = is_beam[:, None] & (candidate < parts * KEPT)[None, :]
         kept = tl.load(found_ptr + row[:, None] * (parts * KEPT) + candidate[None, :], mask=there, other=0)
         there = there & (kept != -0x7FFFFFFFFFFFFFFF)  # a part with fewer tokens than are kept
-        value = _normalised(_value_of(kept), top[:, None], rest[:, None], WITHOUT_NAN)
+        value = _normalised(value_of(kept), top[:, None], rest[:, None], WITHOUT_NAN)
         if FORCED:
             value = tl.where((forced >= 0)[:, None], float("-inf"), value)
-        key = tl.where(there, _key(value + score[:, None], beam[:, None] * vocabulary + _index_of(kept)), lowest)
+        key = tl.where(there, key_of(value + score[:, None], beam[:, None] * vocabulary + index_of(kept)), lowest)
     best_forced = tl.full([BEAMS], -0x7FFFFFFFFFFFFFFF, tl.int64)
     if FORCED:
-        best_forced = tl.where(forced >= 0, _key(score, beam * vocabulary + forced.to(tl.int32)), best_forced)
+        best_forced = tl.where(forced >= 0, key_of(score, beam * vocabulary + forced.to(tl.int32)), best_forced)
     changed = best_forced
     if CHANGES:
         change = tl.arange(0, CHANGES)
@@ -346,7 +346,7 @@ def _merge_kernel(
             new = tl.where(_has(banned_ptr + row[:, None] * banned_stride, tokens, given), float("-inf"), new)
         if FORCED:
             new = tl.where((forced >= 0)[:, None], float("-inf"), new)
-        changed = _key(new + score[:, None], beam[:, None] * vocabulary + tokens.to(tl.int32))
+        changed = key_of(new + score[:, None], beam[:, None] * vocabulary + tokens.to(tl.int32))
         changed = tl.where(given & (new > float("-inf")), changed, -0x7FFFFFFFFFFFFFFF)
     for i in range(K):
         best = tl.maximum(tl.max(tl.max(key, 1), 0), tl.max(best_forced, 0))
@@ -355,5 +355,5 @@ def _merge_kernel(
             changed = tl.where(changed == best, -0x7FFFFFFFFFFFFFFF, changed)
         key = tl.where(key == best, -0x7FFFFFFFFFFFFFFF, key)
         best_forced = tl.where(best_forced == best, -0x7FFFFFFFFFFFFFFF, best_forced)
-        tl.store(values_ptr + sentence * K + i, _value_of(best))
-        tl.store(indices_ptr + sentence * K + i, _index_of(best).to(tl.int64))
+        tl.store(values_ptr + sentence * K + i, value_of(best))
+        tl.store(indices_ptr + sentence * K + i, index_of(best).to(tl.int64))
