@@ -33,7 +33,7 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from benchmarks.ops import Rig, rows  # noqa: E402
-from fastgen.ops import beam_attention, cache, dispatch, tables, token_mask  # noqa: E402
+from fastgen.ops import beam_attention, cache, choice, dispatch, tables, token_mask  # noqa: E402
 from fastgen.ops.kbest import Changes, SparseEdits, best_of_log_probs, kbest  # noqa: E402
 
 
@@ -112,6 +112,17 @@ def _calls() -> Iterator[Callable[[], Any]]:
         yield partial(cache.reorder_rows_, rows_of, parents)
         yield partial(tables.extend_rows_, [table, table], parents, steps)
         yield partial(tables.finish_rows_, finished, [candidates], parents, of_candidates, steps)
+
+
+    for beams, (last, early) in itertools.product((1, 4, 16, 100), ((False, True), (True, False))):
+        row, one = torch.zeros(2, beams), torch.zeros(1).long()
+        values, indices = torch.zeros(2, 2 * beams), torch.zeros(2, 2 * beams).long()
+        candidates = choice.Candidates(values, indices, indices, indices.bool())
+        state = choice.State(row, row, row.bool(), row[:, 0].bool(), one.bool())
+        rules = choice.Rules(-1.0e9, early, values[0], int(last))
+        yield partial(choice.choose_, candidates, state, rules, one)
+        slots = choice.Slots(row.bool(), indices[:, 0], row.long())
+        yield partial(choice.choose_first, values, indices, indices, slots, 2, one, last)
 
 
 def _spills(ptx: str) -> int:
