@@ -28,7 +28,8 @@ OLDEST_DIR = $(abspath $(VENV)/oldest)
 READY := $(if $(ENV_READY),,$(VENV)/.ready)
 OLDEST_READY := $(if $(ENV_READY),,$(OLDEST_DIR)/.ready-$(OLDEST))
 # Tests that no toolkit's version can change, or only by what others test, and that take long.
-NO_TOOLKIT := $(foreach name,architecture bild compiled corpus_* docs doctor examples fairseq* graphs kernel* measure ops paper ray serve,--ignore-glob='*/test_$(name).py')
+NO_TOOLKIT := $(foreach name,architecture bench bild bild_tools compiled corpus_* docs doctor draw examples fairseq* graphs in_c kernel* measure native native_search ops paper peak ray serve,\
+  --ignore-glob='*/test_$(name).py')
 RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 TORCH_PIN = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 

@@ -113,7 +113,6 @@ def _calls() -> Iterator[Callable[[], Any]]:
         yield partial(tables.extend_rows_, [table, table], parents, steps)
         yield partial(tables.finish_rows_, finished, [candidates], parents, of_candidates, steps)
 
-
     for beams, (last, early) in itertools.product((1, 4, 16, 100), ((False, True), (True, False))):
         row, one = torch.zeros(2, beams), torch.zeros(1).long()
         values, indices = torch.zeros(2, 2 * beams), torch.zeros(2, 2 * beams).long()

@@ -77,7 +77,7 @@ class Replay:
         self.refused: str | None = None
         self._repeated = graph.Repeated()
         self._tokens: Tensor | None = None
-        self._start: Tensor | None = None
+        self._numbers: Tensor | None = None  # steps so far, slots that are filled, and those behind this step
 
     def able(self, rows: int) -> bool:
         """Whether the next step, of so many rows, is to be run here."""
@@ -96,12 +96,16 @@ class Replay:
         """
         for layer in self.text:
             layer.make_room(self.step.tokens)
-        if self._tokens is None or self._start is None or tokens.shape != self._tokens.shape:
+        first = self.text[0]
+        if self._tokens is None or self._numbers is None or tokens.shape != self._tokens.shape:
             self._tokens = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-            self._start = torch.empty(1, dtype=torch.int64, device=tokens.device)
+            before, beams = first.keys.shape[2] - first.filled, first.beams
+            self._offsets = torch.tensor([0, before, before + beams], device=tokens.device)
+            self._slopes = torch.tensor([1, beams, beams], device=tokens.device)
+            self._numbers = torch.empty_like(self._offsets)
         self._tokens.copy_(tokens)
-        self._start.fill_(self.text[0].keys.shape[2])
-        body = functools.partial(self._body, self._tokens, self._start, make)
+        torch.add(self._offsets, self._slopes, alpha=first.filled // first.beams, out=self._numbers)
+        body = functools.partial(self._body, self._tokens, self._numbers, make)
         try:
             result = self._repeated(body, tokens.device, self._tokens, *(layer.room[0] for layer in self.text), *inputs)
         except graph.NotCaptured as reason:
@@ -111,12 +115,11 @@ class Replay:
             layer.note_step()
         return result
 
-    def _body(self, tokens: Tensor, start: Tensor, make: Callable[[Tensor], Context]) -> Result:
-        first = self.text[0]
-        prefix, beams = first.keys.shape[2] - first.filled, first.beams
-        context = make((start - prefix) // beams)
-        context.text = [_Fixed(*layer.room, beams, start) for layer in self.text]
-        context.seen = start + beams
+    def _body(self, tokens: Tensor, numbers: Tensor, make: Callable[[Tensor], Context]) -> Result:
+        steps, start, seen = numbers.split(1)
+        context = make(steps)
+        context.text = [_Fixed(*layer.room, layer.beams, start) for layer in self.text]
+        context.seen = seen
         logits, weights = self.step(tokens, context), context.weights
         weights = None if weights is None else weights.to(logits.dtype)
         return logits.float() if self.wide else logits, weights

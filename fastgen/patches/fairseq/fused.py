@@ -91,9 +91,9 @@ class FusedDecoder:
 
     def _context(self, steps: int | Tensor, visible: Tensor | None = None) -> Context:
         """What a step reads that is `steps` behind the prefix; visible (B, M, F): slots, if not those of the step."""
-        layers, at = self.layers, self.text[0].prefix + steps
+        layers, prefix = self.layers, self.text[0].prefix
         mask = layers.text_mask if visible is None else layers.masked(visible, self.step.dtype)
         return Context(
-            layers.sentences, at + 1, self.text[0].prefix, at, self.text, self.source, mask, layers.source_mask,
-            watched=len(self.source) - 1 if self.source else None,
+            layers.sentences, steps + (prefix + 1), prefix, steps + prefix, self.text, self.source, mask,
+            layers.source_mask, watched=len(self.source) - 1 if self.source else None,
         )  # fmt: skip

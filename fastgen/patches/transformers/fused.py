@@ -180,7 +180,7 @@ class FusedDecoder:
         if isinstance(self.first, Tensor):
             position = cast(Tensor, position).repeat_interleave(cache.beams)
         return Context(
-            cache.sentences, self.prefix + steps + 1, self.prefix, position, cache.text, cache.source,
+            cache.sentences, steps + (self.prefix + 1), self.prefix, position, cache.text, cache.source,
             self._text_mask(visible, whole), self.source_mask,
         )  # fmt: skip
 
