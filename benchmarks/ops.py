@@ -151,6 +151,11 @@ def rows() -> Iterator[Row]:
             "tables", f"{b}x{m}, {t} of {2 * t} tokens", "transformers' gathers",
             lambda rig, b=b, m=m, t=t: _tables(rig, b, m, t), lambda _: 0, {},
         )  # fmt: skip
+    for b, m in ((32, 4), (1, 4), (32, 9)):
+        yield Row(
+            "choice", f"{b}x{m}", "transformers' rules in torch", lambda rig, b=b, m=m: _choice(rig, b, m), lambda _: 0,
+            {}, only="cuda",
+        )  # fmt: skip
 
 
 def _kbest(rig: Rig, b: int, m: int, v: int, k: int, in_place: bool = False) -> tuple[Call, Call]:
@@ -309,6 +314,36 @@ def _reorder(rig: Rig, b: int, m: int, t: int, h: int, d: int) -> tuple[Call, Ca
     parents = rig.integers(m, b, m)
     index = (parents + torch.arange(b, device=rig.device)[:, None] * m).flatten()
     return lambda: (keys.index_select(0, index), values.index_select(0, index)), lambda: reorder_rows_(table, parents)
+
+
+def _choice(rig: Rig, b: int, m: int) -> tuple[Call, Call]:
+    """What becomes of a step's candidates: what runs on is the same, however often it has been found."""
+    import torch
+
+    from fastgen.decoding.beam import BeamSearch
+    from fastgen.decoding.rules import TransformersRule
+    from fastgen.decoding.stop import Stop
+    from fastgen.ops.choice import Candidates, State
+
+    rule = TransformersRule(m, 64, 1, 1, 1.0, early_stopping=False)
+    prompt = torch.zeros(b, 1, dtype=torch.int64, device=rig.device)
+    search, count = BeamSearch(prompt, rule, Stop(), [], 0), torch.full((1,), 5, device=rig.device)
+    beam = torch.arange(2 * m, device=rig.device).expand(b, -1)
+    values = torch.randn(b, 2 * m, device=rig.device).sort(descending=True).values
+    candidates = Candidates(values, beam % m, beam.contiguous(), values < -1.5)
+    state = State(*(each.clone() for each in (search.scores, search.finished.scores, search.finished.done)),
+                  search.improvable.clone(), torch.zeros(1, dtype=torch.bool, device=rig.device))  # fmt: skip
+
+    def stock() -> tuple[Tensor, Tensor]:
+        found = search.by_rules(candidates, count)
+        return found.parents, found.tokens
+
+    def ours() -> tuple[Tensor, Tensor]:
+        found = rule.in_place(candidates, state, count)
+        assert found is not None
+        return found.parents, found.tokens
+
+    return stock, ours
 
 
 def _tables(rig: Rig, b: int, m: int, t: int) -> tuple[Call, Call]:

@@ -697,7 +697,7 @@ def _check_choice(ops: Any, device: str, trials: int, beams: int, penalty: float
         search, candidates, length = choice(trial, beams, penalty, early, device, ends)
         powers = search.rule._powers_of_lengths(candidates.values)
         rules = choices.Rules(search.rule.never, early is True, powers, search.rule.far or 0)
-        wanted, finished = search._by_rules(candidates, length), search.finished
+        wanted, finished = search.by_rules(candidates, length), search.finished
         for over in (False, True):
             kept = (each.clone() for each in (search.scores, finished.scores, finished.done, search.improvable))
             state, count = choices.State(*kept, torch.tensor([over], device=device)), torch.tensor([length])

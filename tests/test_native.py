@@ -335,7 +335,7 @@ def test_choice(variant: str, beams: int, penalty: float, early: Any) -> None:
         calls.clear()
         found = search._chosen(candidates, length)
         assert calls["choice", "native"] == 1
-        assert_alike(found, search._by_rules(candidates, length))
+        assert_alike(found, search.by_rules(candidates, length))
         decided += bool(((~candidates.hits).sum(1) >= beams).all())
     assert decided > 20
 

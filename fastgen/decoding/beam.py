@@ -211,9 +211,9 @@ class BeamSearch:
             if found is not None:
                 merged = Merged(found.merged, found.merged_done, found.order)
                 return Choice(found.parents, found.tokens, found.scores, merged, found.flags[1], found.flags)
-        return self._by_rules(candidates, new_tokens)
+        return self.by_rules(candidates, new_tokens)
 
-    def _by_rules(self, candidates: Candidates, new_tokens: int | Tensor) -> Choice:
+    def by_rules(self, candidates: Candidates, new_tokens: int | Tensor) -> Choice:
         """What torch makes of them, as `rule` says."""
         values, beam, token, hits = candidates
         scores, order = self.rule.running(values, hits)

@@ -90,7 +90,7 @@ class ReplayedBeamSearch(BeamSearch):
         found = self.rule.in_place(candidates, state, new_tokens)
         if found is not None:
             return found
-        chosen = self._by_rules(candidates, new_tokens)
+        chosen = self.by_rules(candidates, new_tokens)
         merged, flags = chosen.merged, chosen.flags
         order = torch.where(over, torch.arange(self.rule.beams, device=over.device), merged.order)
         finished.scores.copy_(torch.where(over, finished.scores, merged.scores))
