@@ -121,7 +121,7 @@ def _calls() -> Iterator[Callable[[], Any]]:
         rules = choice.Rules(-1.0e9, early, values[0], int(last))
         yield partial(choice.choose_, candidates, state, rules, one)
         slots = choice.Slots(row.bool(), indices[:, 0], row.long())
-        yield partial(choice.choose_first, values, indices, indices, slots, 2, one, last)
+        yield partial(choice.choose_first_, values, indices, indices, slots, 2, one, last)
 
 
 def _spills(ptx: str) -> int:

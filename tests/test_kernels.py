@@ -747,10 +747,10 @@ def _check_first(ops: Any, device: str, trials: int, m: int, k: int, last: bool)
         search: Any = _First(m, state[0].clone())
         finished = first_finished_replay.Finished([], state[2].clone(), state[1].clone())
         length = torch.tensor([7 + trial], device=device)
-        wanted = search.by_torch(found, finished, length, last)
+        wanted = search.by_rules(found, finished, length, last)
         slots = choices.Slots(*state)
         with _Watched(*found, length, choose_first=1):
-            chosen = ops.choose_first(found.scores, found.tokens, found.beams, slots, 2, length, last)
+            chosen = ops.choose_first_(found.scores, found.tokens, found.beams, slots, 2, length, last)
         for name in ("scores", "tokens", "beams", "order", "over"):
             assert torch.equal(getattr(chosen, name), getattr(wanted, name)), name
         for one, other in zip(slots, (search.ignored, finished.counts, finished.lengths), strict=True):
@@ -762,8 +762,6 @@ class _First(first_finished_replay.ReplayedFirstFinished):
 
     def __init__(self, beams: int, ignored: Tensor) -> None:
         self.beams, self.ignored, self.end, self.device = beams, ignored, 2, ignored.device
-
-    by_torch = first_finished_replay.ReplayedFirstFinished._chosen_by_torch
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -162,7 +162,7 @@ class BeamSearch:
             torch.zeros(b, m, dtype=torch.bool, device=device),
         )
         self.sentences = torch.arange(b, device=device)  # which of all sentences the running rows are
-        self._first_rows = self._rows_of(self.sentences)
+        self._first_rows = self.sentences[:, None] * m  # in the whole batch, as the toolkit counts them
         self.result = self.finished  # all sentences; another table once some have left
 
     @property
@@ -214,7 +214,7 @@ class BeamSearch:
         return self.by_rules(candidates, new_tokens)
 
     def by_rules(self, candidates: Candidates, new_tokens: int | Tensor) -> Choice:
-        """What torch makes of them, as `rule` says."""
+        """What becomes of the candidates (B, K), in torch; new_tokens: (1,) int64 where only the device knows."""
         values, beam, token, hits = candidates
         scores, order = self.rule.running(values, hits)
         merged = self.rule.merged(self.finished.scores, self.finished.done, values, hits, self.improvable, new_tokens)
@@ -275,10 +275,6 @@ class BeamSearch:
         rows = beam + self._first_rows
         return [Table(self.ids, token[:, :, None], self.prompt.shape[1]), Table(self.beams, rows[:, :, None])]
 
-    def _rows_of(self, sentences: Tensor) -> Tensor:
-        """The first row (B, 1) of each of some sentences in the whole batch, as the toolkit counts them."""
-        return sentences[:, None] * self.rule.beams
-
     def _finish(self, order: Tensor, beam: Tensor, token: Tensor, steps: int | Tensor) -> None:
         """Rebuild the table of finished hypotheses: `order` (B, M) indexes finished ones, then candidates."""
         finished = self.finished.ids, self.finished.beams
@@ -309,7 +305,7 @@ class BeamSearch:
         self.prompt, self.ids, self.beams = self.prompt[staying], self.ids[staying], self.beams[staying]
         self.scores, self.improvable = self.scores[staying], self.improvable[staying]
         self.sentences = self.sentences[staying]
-        self._first_rows = self._rows_of(self.sentences)
+        self._first_rows = self._first_rows[staying]
         keep_sentences(self.edits, staying, self.rule.beams)
         model.keep(staying)
         return True

@@ -19,7 +19,7 @@ from fastgen.decoding.first_finished import Candidates, FirstFinished, Hypothesi
 from fastgen.decoding.rules import length_powers, per_power
 from fastgen.decoding.text import Text
 from fastgen.models import graph
-from fastgen.ops.choice import FirstChosen, Slots, choose_first, first_covered
+from fastgen.ops.choice import FirstChosen, Slots, choose_first_, first_covered
 from fastgen.ops.dispatch import use_triton
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
 
@@ -141,10 +141,11 @@ class ReplayedFirstFinished(FirstFinished):
         """
         slots = Slots(self.ignored, finished.counts, finished.lengths)
         if use_triton("choice", lambda: first_covered(found.scores, self.beams), found.scores, found.tokens, *slots):
-            return choose_first(found.scores, found.tokens, found.beams, slots, self.end, length, last)
-        return self._chosen_by_torch(found, finished, length, last)
+            return choose_first_(found.scores, found.tokens, found.beams, slots, self.end, length, last)
+        return self.by_rules(found, finished, length, last)
 
-    def _chosen_by_torch(self, found: Candidates, finished: Finished, length: Tensor, last: bool) -> FirstChosen:
+    def by_rules(self, found: Candidates, finished: Finished, length: Tensor, last: bool) -> FirstChosen:
+        """The same, in torch."""
         m, device = self.beams, self.device
         ends = self._ends(found)
         ending = ends[:, :m].clone()

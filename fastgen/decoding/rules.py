@@ -95,10 +95,7 @@ class TransformersRule:
         )
 
     def in_place(self, candidates: choice.Candidates, state: choice.State, new_tokens: Tensor) -> choice.Chosen | None:
-        """All that follows for candidates, the new state written where it was; None where kernels do not run.
-
-        Which of equal candidates stands first is theirs to say, where a search has no other that lives on.
-        """
+        """All that follows for candidates, the new state written where it was; None where kernels do not run."""
         able = lambda: choice.covered(candidates.values, self.beams)  # noqa: E731
         if not use_triton("choice", able, candidates.values, *candidates[1:], *state, new_tokens):
             return None

@@ -104,7 +104,7 @@ def choose_(candidates: Candidates, state: State, rules: Rules, new_tokens: Tens
 class Slots(NamedTuple):
     """What the sentences of a search by `decoding.first_finished` have finished: counts (B,), lengths (B, M) int64.
 
-    ignored: (B, M) bool, the candidates that take no part in a step. All three get what holds behind the step.
+    ignored: (B, M) bool, the candidates that take no part in a step.
     """
 
     ignored: Tensor
@@ -130,10 +130,10 @@ def first_covered(scores: Tensor, beams: int) -> bool:
     return scores.dtype == torch.float32 and beams <= scores.shape[1] <= min(2 * beams, MOST)
 
 
-def choose_first(
+def choose_first_(
     scores: Tensor, tokens: Tensor, beams: Tensor, slots: Slots, end: int, length: Tensor, last: bool
 ) -> FirstChosen:
-    """Run the kernel by which a sentence ends with its M-th hypothesis.
+    """Run the kernel by which a sentence ends with its M-th hypothesis; it writes the new slots where they were.
 
     Args:
         scores, tokens, beams: (B, K) fp32, int64, int64, of the candidates, best first; M <= K <= 2 * M.
