@@ -1,19 +1,19 @@
 """Compile Triton's kernels for devices that are not here, and say what each takes of one.
 
-    python -m tests.compiled 8.0 9.0
+    python -m tests.compiled 8.6:float32 9.0:bfloat16
 
-For each compute capability the operations run at the shapes of `benchmarks.ops`, and attention at its largest, in fp32
-and bfloat16, with kernels that are compiled and never launched. Prints a JSON list of objects: kernel, capability,
+For each compute capability the operations run at the shapes of `benchmarks.ops`, and attention at its largest, in the
+dtype named, with kernels that are compiled and never launched. Prints a JSON list of objects: kernel, capability,
 shared (bytes of shared memory of a program), spills (bytes of registers that a thread spills), constants, error (None
 where it was compiled). Runs in a process of its own, as it says that there is a device.
 """
 
 import contextlib
+import io
 import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,12 +22,12 @@ from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ["FASTGEN_OPS"] = "triton"
+os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"  # which says what spills
 
 import torch
 
 torch.version.cuda = torch.version.cuda or "13.0"  # so that kernels are declared for a device
 
-import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
@@ -53,7 +53,7 @@ class Device:
         return 0
 
 
-def main(capabilities: list[str]) -> None:
+def main(devices: list[str]) -> None:
     found: list[dict[str, Any]] = []
     compile_and_run = JITFunction.run
 
@@ -63,47 +63,51 @@ def main(capabilities: list[str]) -> None:
             "capability": capability,
             "constants": {k: str(v) for k, v in constants.items()},
         }
+        log = io.StringIO()
         try:
-            kernel: Any = compile_and_run(self, *args, grid=grid, warmup=True, **constants)
+            with contextlib.redirect_stdout(log):
+                kernel: Any = compile_and_run(self, *args, grid=grid, warmup=True, **constants)
         except Exception as error:
             found.append(said | {"error": str(error)})
             return
-        if (kernel.hash, capability) not in seen:
-            seen.add((kernel.hash, capability))
-            found.append(said | {"error": None, "shared": kernel.metadata.shared, "spills": _spills(kernel.asm["ptx"])})
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            spills = re.findall(r"(\d+) bytes spill stores", log.getvalue())
+            assert spills, f"the assembler's log does not say what spills: {log.getvalue()}"
+            found.append(said | {"error": None, "shared": kernel.metadata.shared, "spills": sum(map(int, spills))})
 
-    JITFunction.run, dispatch.INTERPRETED, seen = run, True, set[tuple[str, str]]()
-    for call in _calls():
-        for capability in capabilities:
-            driver.set_active(Device(capability))
+    JITFunction.run, dispatch.INTERPRETED, seen = run, True, set[str]()
+    for device in devices:
+        capability, dtype = device.split(":")
+        driver.set_active(Device(capability))
+        for call in _calls(getattr(torch, dtype)):
             with contextlib.suppress(Exception):  # on what no kernel has written
                 call()
     print(json.dumps(found))
 
 
-def _calls() -> Iterator[Callable[[], Any]]:
+def _calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     """Operations at realistic shapes, those of few lines beside them, and attention and k-best at their largest."""
-    for dtype in (torch.float32, torch.bfloat16):
-        rig = Rig("cpu", dtype)
-        for row in rows():
-            if row.only != "cpu":
-                yield row.make(rig)[1]
-        for dims, (beams, groups) in itertools.product((32, 64, 128, 256), ((4, 1), (4, 8), (8, 8), (16, 8))):
-            query = torch.zeros(1, beams, groups, dims, dtype=dtype)
-            keys, mask = torch.zeros(1, 1, 1_100, dims, dtype=dtype), torch.zeros(1, 1, beams, 1_100)
-            yield partial(beam_attention.beam_attention, query, keys, keys, mask, 1.0)
-        for b, m, v, k in ((2, 4, 50_264, 8), (1, 16, 262_144, 64), (1, 1, 300, 1)):
-            logits, scores = torch.zeros(b, m, v, dtype=dtype), torch.zeros(b, m)
-            tokens, banned = torch.zeros(b * m, 40).long(), torch.zeros(b * m, -(-v // 32), dtype=torch.int32)
-            changes = Changes(tokens, tokens.float(), tokens.float())
-            edits = SparseEdits(changes, banned, torch.zeros(b * m).long())
-            yield partial(kbest, logits, scores, k, edits, logits[0, 0], 0.5, normalisers=True, without_nan=True)
-            yield partial(best_of_log_probs, logits.float(), scores, k)
-            yield partial(token_mask.add_tokens_, banned, tokens, v)
-        keys, new = torch.zeros(4, 16, 600, 64, dtype=dtype), torch.zeros(16, 16, 1, 64, dtype=dtype)
-        for start in (5, torch.tensor([5])):
-            yield partial(cache.write_slots_, keys, keys.clone(), new, new, start)
-        yield partial(cache.move_sentences_, keys, torch.tensor([0]), torch.tensor([3]))
+    rig = Rig("cpu", dtype)
+    for row in rows():
+        if row.only != "cpu":
+            yield row.make(rig)[1]
+    for dims, (beams, groups) in itertools.product((32, 64, 128, 256), ((4, 1), (4, 8), (8, 8), (16, 8))):
+        query = torch.zeros(1, beams, groups, dims, dtype=dtype)
+        keys, mask = torch.zeros(1, 1, 1_100, dims, dtype=dtype), torch.zeros(1, 1, beams, 1_100)
+        yield partial(beam_attention.beam_attention, query, keys, keys, mask, 1.0)
+    for b, m, v, k in ((2, 4, 50_264, 8), (1, 16, 262_144, 64), (1, 1, 300, 1)):
+        logits, scores = torch.zeros(b, m, v, dtype=dtype), torch.zeros(b, m)
+        tokens, banned = torch.zeros(b * m, 40).long(), torch.zeros(b * m, -(-v // 32), dtype=torch.int32)
+        changes = Changes(tokens, tokens.float(), tokens.float())
+        edits = SparseEdits(changes, banned, torch.zeros(b * m).long())
+        yield partial(kbest, logits, scores, k, edits, logits[0, 0], 0.5, normalisers=True, without_nan=True)
+        yield partial(best_of_log_probs, logits.float(), scores, k)
+        yield partial(token_mask.add_tokens_, banned, tokens, v)
+    keys, new = torch.zeros(4, 16, 600, 64, dtype=dtype), torch.zeros(16, 16, 1, 64, dtype=dtype)
+    for start in (5, torch.tensor([5])):
+        yield partial(cache.write_slots_, keys, keys.clone(), new, new, start)
+    yield partial(cache.move_sentences_, keys, torch.tensor([0]), torch.tensor([3]))
     for beams, steps in itertools.product((4, 16), (9, torch.tensor([9]))):
         parents, rows_of = torch.zeros(2, beams).long(), torch.zeros(2, beams, 512)
         table = tables.Table(rows_of.long(), parents[:, :, None])
@@ -124,16 +128,7 @@ def _calls() -> Iterator[Callable[[], Any]]:
         yield partial(choice.choose_first_, values, indices, indices, slots, 2, one, last)
 
 
-def _spills(ptx: str) -> int:
-    """Bytes that a thread spills, as the assembler says."""
-    (target,) = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-v", f"-arch={target}", file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", said))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with tempfile.TemporaryDirectory() as folder:  # what is there already would not be compiled, and nothing said of it
+        os.environ["TRITON_CACHE_DIR"] = folder
+        main(sys.argv[1:])

@@ -1,6 +1,8 @@
 """What must hold before a test module is imported: no network, one thread, Triton's interpreter without a GPU."""
 
 import atexit
+import contextlib
+import gc
 import importlib.metadata
 import os
 import shutil
@@ -20,6 +22,10 @@ atexit.register(shutil.rmtree, os.environ["FASTGEN_CACHE_DIR"], ignore_errors=Tr
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared, so before fastgen.ops is imported
+    with contextlib.suppress(ModuleNotFoundError):
+        from tests import interpreter
+
+        interpreter.hasten()
 
 
 def pytest_configure() -> None:
@@ -28,6 +34,12 @@ def pytest_configure() -> None:
     found = _version("transformers")
     if wanted and found != wanted:
         pytest.exit(f"EXPECT_TRANSFORMERS={wanted}, but transformers {found} is the one that would be imported", 4)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what there is now out of garbage collection, which would look at millions of objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="kernels are Triton's")
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.compiled", "8.6", "9.0"]
+    command = [sys.executable, "-m", "tests.compiled", "8.6:float32", "9.0:bfloat16"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

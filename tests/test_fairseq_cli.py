@@ -38,7 +38,7 @@ from tests.fairseq_commands import GENERATE, STOCK, assert_alike, preprocess, ru
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small corpus, preprocessed in data/, and a transformer trained on it, model/checkpoint_last.pt."""
     folder = tmp_path_factory.mktemp("fairseq")
-    train(preprocess(folder), folder / "model", 150, "--arch", "transformer", "--share-all-embeddings")
+    train(preprocess(folder), folder / "model", 200, "--arch", "transformer", "--share-all-embeddings")
     return folder
 
 

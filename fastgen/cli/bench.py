@@ -10,7 +10,6 @@ and every output is compared. No speed is shown where outputs differ.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import random
@@ -93,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
 def _measured(model: Any, sources: list[list[int]], args: argparse.Namespace) -> list[Cell]:
     """Measure cell by cell, each with its share of the time that is left, and print what was found."""
     from fastgen.cli.cell import Cell, measure
+    from fastgen.cli.measure import frozen
 
     options: dict[str, Any] = {"do_sample": False, "num_return_sequences": 1, "max_new_tokens": args.max_new_tokens}
     if args.input is None:
@@ -101,8 +101,7 @@ def _measured(model: Any, sources: list[list[int]], args: argparse.Namespace) ->
     cells: list[Cell] = []
     grid = list(itertools.product(dict.fromkeys(args.num_beams), dict.fromkeys(args.batch_size)))
     end = time.monotonic() + 60 * args.minutes
-    gc.freeze()  # so that collecting before each call costs little
-    try:
+    with frozen():
         for place, (beams, batch) in enumerate(grid):
             seconds = (end - time.monotonic()) / (len(grid) - place)
             if seconds > 0:
@@ -110,8 +109,6 @@ def _measured(model: Any, sources: list[list[int]], args: argparse.Namespace) ->
             else:
                 cells.append(Cell(beams, batch))
             print("\n".join(_lines(cells[-1], args.minutes)), flush=True)
-    finally:
-        gc.unfreeze()
     return cells
 
 

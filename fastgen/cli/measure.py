@@ -6,6 +6,7 @@ the order is reversed from round to round (A B, B A, ...), and the speed-up is t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
 import math
@@ -15,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -173,18 +174,32 @@ def interleave(
         return [], difference
 
     times: list[tuple[float, ...]] = []
-    begin = time.perf_counter()
-    for done in range(rounds):
-        order = range(len(arms)) if done % 2 == 0 else reversed(range(len(arms)))
-        measured = {i: _timed(arms[i], synchronize) for i in order}
-        if (difference := check([measured[i][1] for i in range(len(arms))])) is not None:
-            return [], difference
-        times.append(tuple(measured[i][0] for i in range(len(arms))))
-        if progress is not None:
-            progress(done + 1, rounds)
-        if enough is not None and enough(times, time.perf_counter() - begin):
-            break
+    with frozen():
+        begin = time.perf_counter()
+        for done in range(rounds):
+            order = range(len(arms)) if done % 2 == 0 else reversed(range(len(arms)))
+            measured = {i: _timed(arms[i], synchronize) for i in order}
+            if (difference := check([measured[i][1] for i in range(len(arms))])) is not None:
+                return [], difference
+            times.append(tuple(measured[i][0] for i in range(len(arms))))
+            if progress is not None:
+                progress(done + 1, rounds)
+            if enough is not None and enough(times, time.perf_counter() - begin):
+                break
     return times, None
+
+
+@contextlib.contextmanager
+def frozen() -> Iterator[None]:
+    """Leave what there is now out of garbage collection: collecting before each call costs little then."""
+    already = gc.get_freeze_count() > 0  # who froze the first ends it
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not already:
+            gc.unfreeze()
 
 
 def _timed(call: Callable[[], T], synchronize: Callable[[], object] | None) -> tuple[float, T]:

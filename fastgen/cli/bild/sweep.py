@@ -6,7 +6,6 @@ So each way is timed within moments of the first one, and what is left of the ma
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.cli.measure import interleave, paired_ratio
+from fastgen.cli.measure import frozen, interleave, paired_ratio
 
 WARM_UP = 2
 """Batches that every way generates once, untimed."""
@@ -98,9 +97,7 @@ def measure(
     for batch in batches[:WARM_UP]:
         for arm in arms.values():
             arm(batch)
-    gc.collect()
-    gc.freeze()  # so that collecting before each call costs little
-    try:
+    with frozen():
         for number in range(rounds):
             for place, batch in enumerate(batches):
                 names = list(arms) if (number + place) % 2 == 0 else list(arms)[::-1]
@@ -113,8 +110,6 @@ def measure(
                     if number == 0:
                         _note(found[name], output)
                 advance()
-    finally:
-        gc.unfreeze()
     return found
 
 
