@@ -23,8 +23,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, TypeVar
 
-from packaging.version import Version
-
 from fastgen.config import settings
 from fastgen.ops.counts import calls
 from fastgen.patches._canary import Canary, asking, resolve
@@ -343,8 +341,7 @@ def _apply(entry: Entry) -> None:
             raise _NotYet(top)
         raise ValueError(f"{toolkit.module} has no __version__; {toolkit.versions} is supported")
     _versions[toolkit.name] = str(found)
-    version = Version(str(found))
-    if not toolkit.supports(version):
+    if not toolkit.supports(str(found)):
         advice = "; ".join(filter(None, (f"{toolkit.versions} is supported", toolkit.install_hint)))
         entry.settle("skipped", f"{toolkit.name} {found} found; {advice}")
         return
@@ -357,7 +354,7 @@ def _apply(entry: Entry) -> None:
     names = tuple(inspect.signature(function_in(slot.read())).parameters)
     if names[: len(patch.parameters)] != patch.parameters:
         raise TypeError(f"parameters ({', '.join(patch.parameters)}, ...) expected, ({', '.join(names)}) found")
-    newer = version > Version(toolkit.tested)
+    newer = not toolkit.has_tested(str(found))
     if newer and toolkit.canary is not None:
         canary = _canaries.get(toolkit.name)
         if canary is None or canary.version != str(found):

@@ -3,9 +3,6 @@
 from dataclasses import dataclass
 from typing import Self
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
-
 from fastgen.patches._slot import Address
 
 
@@ -22,7 +19,7 @@ class Toolkit:
             ``(equal, reason)``; None to trust newer versions as long as the signatures hold.
         install_hint: what to type to get a supported version.
     Raises:
-        ValueError: a version, range or function is not readable as such.
+        ValueError: `canary` is not readable as a function.
     """
 
     name: str
@@ -33,14 +30,25 @@ class Toolkit:
     install_hint: str = ""
 
     def __post_init__(self) -> None:
-        SpecifierSet(self.versions)
-        Version(self.tested)
         if self.canary is not None:
             _check_function(self.canary)
 
-    def supports(self, version: Version) -> bool:
-        """Whether ``version`` is in the supported range; development versions are taken by their number."""
-        return SpecifierSet(self.versions).contains(version, prereleases=True)
+    def supports(self, version: str) -> bool:
+        """Whether ``version`` is in the supported range; development versions are taken by their number.
+
+        Raises:
+            ValueError: a version or the range is not readable as such.
+        """
+        from packaging.specifiers import SpecifierSet  # a quarter of what `import fastgen` would take
+        from packaging.version import Version
+
+        return SpecifierSet(self.versions).contains(Version(version), prereleases=True)
+
+    def has_tested(self, version: str) -> bool:
+        """Whether ``version`` is not newer than the newest that is tested; raises as `supports` does."""
+        from packaging.version import Version
+
+        return Version(version) <= Version(self.tested)
 
 
 @dataclass(frozen=True)
