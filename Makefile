@@ -40,7 +40,7 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
 	@sed -n 's/^#  \( [A-Z_]*=\)/ \1/p' Makefile
 
-demo: $(READY)  ## translate real sentences unpatched and patched, side by side (under 4 minutes on 2 cores)
+demo: $(READY)  ## translate real sentences unpatched and patched, side by side (about 4 minutes on 2 cores)
 	$(RUN) -m fastgen demo $(ARGS)
 
 test: $(READY) $(OLDEST_READY)  ## all tests on the newest transformers, then those that touch it on the oldest supported

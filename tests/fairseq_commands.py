@@ -2,9 +2,10 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
+
+from tests.processes import python
 
 TEXTS = Path(__file__).parents[1] / "examples" / "en-es"
 # Without these two fairseq's own generator runs, on the versions of today.
@@ -13,12 +14,9 @@ GENERATE = ("--cpu", "--max-len-b", "30", "--num-workers", "0", "--no-progress-b
 _SIZES = {"embed-dim": 32, "ffn-embed-dim": 64, "attention-heads": 2, "layers": 2}
 
 
-def run(*command: str, status: int = 0, text: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str, status: int = 0, text: str = "", **environment: str) -> CompletedProcess[str]:
     """Run `fastgen run ...` in a process of its own."""
-    found = subprocess.run(
-        [sys.executable, "-m", "fastgen", "run", *command],
-        input=text, capture_output=True, text=True, env=os.environ | environment, check=False,
-    )  # fmt: skip
+    found = python(["-m", "fastgen", "run", *command], text, environment=os.environ | environment)
     assert found.returncode == status, found.stdout[-2000:] + found.stderr[-4000:]
     return found
 

@@ -16,6 +16,7 @@ from fastgen.cli import main, status
 from fastgen.cli.workloads import Workload
 from fastgen.config import VARIABLES
 from fastgen.patches.fairseq import TOOLKIT as FAIRSEQ
+from tests.processes import python
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -46,10 +47,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fastgen_command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fastgen", *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | variables, timeout=300, check=False
-    )
+    return python(["-m", "fastgen", *words], environment=os.environ | variables)
 
 
 def test_status_imports_the_toolkits_and_lists_every_variable():

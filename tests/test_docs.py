@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 import fastgen
 from fastgen.cli import COMMANDS
 from fastgen.config import VARIABLES
+from tests.processes import python
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -109,9 +110,7 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 def test_examples_run(page: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
     code = "\n".join(blocks)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=os.environ, timeout=300, check=False
-    )
+    done = python(["-c", code])
     assert done.returncode == 0, done.stderr
     assert re.search(r"^transformers.beam_search +applied +1 +0$", done.stdout, re.M)
 

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -11,6 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from tests.processes import python
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples"
@@ -85,11 +85,11 @@ def _run(name: str, folder: Path, variables: dict[str, str]) -> Ran:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("FASTGEN")}
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
     report = folder / "status.json"
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(FOLDER / name), str(report)], cwd=FOLDER,
-        env=kept | {"PYTHONPATH": path, "FASTGEN_CACHE_DIR": str(folder)} | variables,
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = python(
+        ["-c", RUN, str(FOLDER / name), str(report)],
+        cwd=FOLDER,
+        environment=kept | {"PYTHONPATH": path, "FASTGEN_CACHE_DIR": str(folder)} | variables,
+    )
     assert done.returncode == 0, done.stderr
     return Ran(done.stdout.partition("\nfastgen ")[0].splitlines(), json.loads(report.read_text()))
 

@@ -4,8 +4,6 @@ import copy
 import json
 import os
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
@@ -29,6 +27,7 @@ from fastgen.models.proof import by_modules
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.parity import fallbacks, left_off
+from tests.processes import python
 
 ROOT = Path(__file__).parents[1]
 
@@ -306,8 +305,8 @@ def test_without_the_attention_patch() -> None:
         row = fastgen.status()["transformers.beam_search"]
         assert (row.hits, row.fallbacks, row.left_off) == (1, {}, {explanation.notes[0]: 1}), row
     """
-    environ = {**os.environ, "FASTGEN_SKIP": "transformers.attention"}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environ, cwd=ROOT, check=True, timeout=300)
+    done = python(["-c", textwrap.dedent(code)], environment=os.environ | {"FASTGEN_SKIP": "transformers.attention"})
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ import copy
 import io
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +28,7 @@ from fastgen.patches import _engine
 from fastgen.patches.transformers import attention
 from tests import zoo
 from tests.parity import assert_same, fallbacks, hits, left_off
+from tests.processes import python
 
 ROOT = Path(__file__).parents[1]
 BEAMS: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 10}
@@ -455,10 +454,7 @@ def test_copy_during_a_call(how: Callable[[Any], Any]) -> None:
 
 def _python(script: str, **environment: str) -> str:
     """Run a script in a process of its own; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])} | environment,
-    )  # fmt: skip
+    done = python(["-c", script], environment=os.environ | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
