@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -14,9 +16,17 @@ GENERATE = ("--cpu", "--max-len-b", "30", "--num-workers", "0", "--no-progress-b
 _SIZES = {"embed-dim": 32, "ffn-embed-dim": 64, "attention-heads": 2, "layers": 2}
 
 
-def run(*command: str, status: int = 0, text: str = "", **environment: str) -> CompletedProcess[str]:
-    """Run `fastgen run ...` in a process of its own."""
-    found = python(["-m", "fastgen", "run", *command], text, environment=os.environ | environment)
+def run(
+    *command: str, status: int = 0, text: str = "", afresh: bool = False, **environment: str
+) -> CompletedProcess[str]:
+    """Run `fastgen run ...` in a process of its own: afresh one that is no fork, for other threads or a data loader."""
+    words, variables = ["-m", "fastgen", "run", *command], os.environ | environment
+    if afresh:
+        found = subprocess.run(
+            [sys.executable, *words], input=text, capture_output=True, text=True, env=variables, check=False
+        )
+    else:
+        found = python(words, text, environment=variables)
     assert found.returncode == status, found.stdout[-2000:] + found.stderr[-4000:]
     return found
 

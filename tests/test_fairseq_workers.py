@@ -549,7 +549,7 @@ def test_the_command_prints_the_same(
     assert len(counted) == 2
     assert all(counts["hit", "fairseq.generate"] for counts in counted)
     assert _row("fairseq.generate").hits > hits
-    found = run("fairseq-generate", *arguments, **PLAIN)
+    found = run("fairseq-generate", *arguments, afresh="--num-workers 1" in options, **PLAIN)
     stock = found.stdout
     text = (tmp_path / "generate-test.txt").read_text("utf-8")
     assert_alike(text, stock)
@@ -611,11 +611,11 @@ def test_by_itself_where_there_are_threads(corpus: Path, command: str) -> None:
     )  # fmt: skip
     text = (corpus / "test.en").read_text("utf-8")
     lines = len(text.splitlines())
-    found = run(*arguments, text=text, OMP_NUM_THREADS="2", FASTGEN_STRICT="1").stdout
+    found = run(*arguments, text=text, afresh=True, OMP_NUM_THREADS="2", FASTGEN_STRICT="1").stdout
     dealt = found.count("processes: 2")
     assert dealt == (2 if command == "interactive" else 1)  # a buffer, or all; and the end of interactive's processes
     assert f"left off: {{}} {-(-lines // 2)}" in found
-    found = run(*arguments, "--sampling", "--nbest", "2", text=text, OMP_NUM_THREADS="2").stdout
+    found = run(*arguments, "--sampling", "--nbest", "2", text=text, afresh=True, OMP_NUM_THREADS="2").stdout
     assert "processes:" not in found
     assert "one process translates: Sampling may depend on the batches before" in found
 
