@@ -1,5 +1,6 @@
 """The comparison of speeds (fastgen.cli.measure) and the logic of the benchmarks, at toy size."""
 
+import gc
 import json
 import math
 import time
@@ -93,9 +94,19 @@ def test_bad_numbers_are_named(rounds, warmup):
         compare(lambda: 0, lambda: 0, rounds, exactly, warmup=warmup)
 
 
-def test_an_exception_of_an_arm_passes_and_garbage_collection_is_on_again():
-    import gc
+def test_who_leaves_things_out_of_collections_first_takes_them_in_again():
+    gc.unfreeze()  # what the tests' own set-up has left out
+    try:
+        with measure.frozen():
+            with measure.frozen():
+                assert gc.get_freeze_count() > 0
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
 
+
+def test_an_exception_of_an_arm_passes_and_garbage_collection_is_on_again():
     calls = iter([None, None])
 
     def fails():
