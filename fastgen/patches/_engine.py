@@ -340,10 +340,10 @@ def _apply(entry: Entry) -> None:
         if unfinished(top):
             raise _NotYet(top)
         raise ValueError(f"{toolkit.module} has no __version__; {toolkit.versions} is supported")
-    _versions[toolkit.name] = str(found)
-    if not toolkit.supports(str(found)):
+    version = _versions[toolkit.name] = str(found)
+    if not toolkit.supports(version):
         advice = "; ".join(filter(None, (f"{toolkit.versions} is supported", toolkit.install_hint)))
-        entry.settle("skipped", f"{toolkit.name} {found} found; {advice}")
+        entry.settle("skipped", f"{toolkit.name} {version} found; {advice}")
         return
     try:
         slot = patch.address.find(module)
@@ -354,11 +354,11 @@ def _apply(entry: Entry) -> None:
     names = tuple(inspect.signature(function_in(slot.read())).parameters)
     if names[: len(patch.parameters)] != patch.parameters:
         raise TypeError(f"parameters ({', '.join(patch.parameters)}, ...) expected, ({', '.join(names)}) found")
-    newer = not toolkit.has_tested(str(found))
+    newer = not toolkit.has_tested(version)
     if newer and toolkit.canary is not None:
         canary = _canaries.get(toolkit.name)
-        if canary is None or canary.version != str(found):
-            _canaries[toolkit.name] = Canary(toolkit.canary, toolkit.name, str(found), settings().cache_dir)
+        if canary is None or canary.version != version:
+            _canaries[toolkit.name] = Canary(toolkit.canary, toolkit.name, version, settings().cache_dir)
     if entry.layer is not None and entry.layer.reachable:
         entry.layer.active = True  # disable() had to leave it below another's wrapper
     else:
