@@ -93,7 +93,8 @@ class Case:
     """One row of the table.
 
     Attributes:
-        kind: which runner measures it: generate, best_batch, text, grid, step_time, memory, fairseq or command.
+        kind: which runner measures it: generate, best_batch, text, grid, step_time, refill, memory, fairseq or
+            command.
         help: one line for the reader.
         shape: the model; None where `models` or a trained model is used.
         batch, source, beams, new_tokens: sentences, tokens of each source or prompt, beams, tokens generated.
@@ -500,6 +501,20 @@ CASES = {
             options={"no_repeat_ngram_size": 3},
             floor_target=2.5,
             grid={"new_tokens": (140,), "batch": (1, 8, 32), "beams": (1, 4), "source": (256, 1024)},
+            gpu=True,
+        ),
+        Case(
+            "refill",
+            "refill",
+            "a stream of sentences that end far apart: batches that refill, beside batches one after the other",
+            SHAPES["marian_base"],
+            batch=32,
+            source=32,
+            beams=1,
+            new_tokens=128,
+            options={"bad_words_ids": [[58100]]},
+            target=1.0,
+            rounds=5,
             gpu=True,
         ),
         Case(

@@ -16,6 +16,7 @@ Ops = Literal["auto", "reference", "native", "triton"]
 Linear = Literal["auto", "off", "plain", "packed"]
 Step = Literal["auto", "module"]
 Graphs = Literal["auto", "off"]
+Refill = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ VARIABLES = (
     Variable("FASTGEN_LINEAR", "auto", get_args(Linear), "how linear layers run on a CPU: in C, by oneDNN or MKL"),
     Variable("FASTGEN_STEP", "auto", get_args(Step), "module: decode steps run through the model's own modules alone"),
     Variable("FASTGEN_GRAPHS", "auto", get_args(Graphs), "off: decode steps on a GPU are not captured as CUDA graphs"),
+    Variable("FASTGEN_REFILL", "auto", get_args(Refill), "whether batches start beside others; auto: on a CPU"),
     Variable("FASTGEN_FAIRSEQ_ALLOW", "", (), "comma-separated classes that a fairseq checkpoint you trust may hold"),
     Variable("FASTGEN_CACHE_DIR", "", (), "folder for kept results; empty: fastgen in the platform's user cache"),
 )
@@ -72,6 +74,7 @@ class Settings:
     linear: Linear
     step: Step
     graphs: Graphs
+    refill: Refill
     fairseq_allow: tuple[str, ...]
     cache_dir: Path
 
@@ -109,6 +112,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         linear=cast(Linear, value["FASTGEN_LINEAR"]),
         step=cast(Step, value["FASTGEN_STEP"]),
         graphs=cast(Graphs, value["FASTGEN_GRAPHS"]),
+        refill=cast(Refill, value["FASTGEN_REFILL"]),
         fairseq_allow=_names(value["FASTGEN_FAIRSEQ_ALLOW"]),
         cache_dir=Path(folder).expanduser().absolute() if folder else _user_cache(environ) / "fastgen",
     )

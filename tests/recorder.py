@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from fastgen.decoding import cache
 from fastgen.models import graph
+from fastgen.models.replay import JointReplay
 from fastgen.ops import native
 
 _T = TypeVar("_T")
@@ -91,7 +92,7 @@ def _views(result: Any, arguments: Any) -> bool:
 class Graphs:
     """Stands in for `models.graph` on a CPU; counts what is captured and replayed, by the name of the function.
 
-    kernels: of the newest capture of each.
+    kernels: of the newest capture of each. texts: how often steps of how many texts at once were replayed.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,11 +100,13 @@ class Graphs:
         self.captured: Counter[str] = Counter()
         self.replayed: Counter[str] = Counter()
         self.kernels: dict[str, Counter[str]] = {}
+        self.texts: Counter[int] = Counter()
         self._recording: Recorder | None = None
         monkeypatch.setattr(graph, "wanted", lambda _: True)
         monkeypatch.setattr(cache, "SWEEP", 10**9)  # on CPUs only
         monkeypatch.setattr(native, "library", lambda: None)  # so are these; and no dispatcher sees what they do
         monkeypatch.setattr(graph, "capture", self._capture)
+        monkeypatch.setattr(JointReplay, "__call__", self._counting(JointReplay.__call__))
         for name, module in list(sys.modules.items()):
             if name.startswith("fastgen.ops.") and "launch" in vars(module):
                 monkeypatch.setattr(module, "launch", self._launching(module.launch))
@@ -115,6 +118,15 @@ class Graphs:
     @property
     def replays(self) -> int:
         return self.replayed.total()
+
+    def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(replay: JointReplay, decoders: Any, texts: Any) -> Any:
+            before = self.replays
+            found = original(replay, decoders, texts)
+            self.texts[len(texts)] += self.replays - before
+            return found
+
+        return call
 
     def _launching(self, original: Callable[..., None]) -> Callable[..., None]:
         def launch(*args: Any, **constants: Any) -> None:

@@ -23,6 +23,7 @@ from fairseq.tasks import FairseqTask
 
 from fastgen.patches.fairseq.refill import Translated, Translations
 from tests import fairseq_zoo as zoo
+from tests.recorder import Graphs
 from tests.test_fairseq_split import run_out
 
 EMPTY = "rows that are freed stay empty: "
@@ -39,14 +40,19 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many batches each step of several was of; they start as soon as a few sentences have left."""
     seen, step = list[int](), cohorts.step
 
-    def noted(running: Any) -> Any:
+    def noted(running: Any, replay: Any) -> Any:
         seen.append(len(running))
-        return step(running)
+        return step(running, replay)
 
     monkeypatch.setattr(cohorts, "step", noted)
     monkeypatch.setattr(cohorts, "FREED", 0.2)
     monkeypatch.setattr(cohorts, "OCCUPIED", 2.0)
     return seen
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    return Graphs(monkeypatch)
 
 
 def _batches(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -137,6 +143,17 @@ def test_ensemble(members: list[str], beside: bool, together: list[int]) -> None
     batches = _batches(7)
     _assert_same(list(_translations(models, batches, options)), batches, _stock(models, batches, options))
     assert max(together) > 1
+
+
+@pytest.mark.parametrize("options", ["beams", "ngrams", "unk_penalty", "soft"])
+@pytest.mark.parametrize("members", [["transformer"], ["bart", "transformer"]])
+def test_captured(members: list[str], options: str, together: list[int], graphs: Graphs) -> None:
+    """As on a GPU: a step of several batches is captured as it is, until one of them comes, leaves or moves."""
+    models, batches = [zoo.build(name, seed=seed) for seed, name in enumerate(members)], _batches(7)
+    found = list(_translations(models, batches, OPTIONS[options]))
+    _assert_same(found, batches, _stock(models, batches, OPTIONS[options]))
+    assert max(together) > 1
+    assert graphs.texts[2] + graphs.texts[3] >= 1
 
 
 def test_a_batch_that_is_done_first_waits_for_its_turn(together: list[int]) -> None:

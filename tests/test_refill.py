@@ -18,6 +18,7 @@ from fastgen.patches._room import NO_MEMORY
 from fastgen.patches.transformers.shared import SharedStepper
 from tests import zoo
 from tests.parity import hits, left_off
+from tests.recorder import Graphs
 
 EMPTY = "rows that are freed stay empty: "
 ENDS = {"eos_token_id": [2, *range(20, 40)], "pad_token_id": 5}
@@ -52,9 +53,9 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many batches each step of several was of; they start as soon as a few sentences have left."""
     seen, step = list[int](), cohorts.step
 
-    def noted(running: Any) -> Any:
+    def noted(running: Any, replay: Any) -> Any:
         seen.append(len(running))
-        return step(running)
+        return step(running, replay)
 
     monkeypatch.setattr(cohorts, "step", noted)
     monkeypatch.setattr(cohorts, "FREED", 0.2)
@@ -73,6 +74,55 @@ def test_each_sentence_as_by_itself(family: str, options: str, together: list[in
     together.clear()
     assert _streamed(model, sentences, OPTIONS[options], window=30) == expected
     assert max(together) > 1
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    return Graphs(monkeypatch)
+
+
+@pytest.mark.parametrize("options", ["greedy, blocked", "greedy, penalty", "beams", "beams, blocked"])
+@pytest.mark.parametrize("family", ["bart", "t5", "llama"])
+def test_captured(family: str, options: str, together: list[int], graphs: Graphs) -> None:
+    """As on a GPU: a step of several batches is captured as it is, until one of them comes, leaves or moves."""
+    model, sentences = zoo.build(family), _sentences(40)
+    expected = _alone(model, sentences, OPTIONS[options])
+    assert _streamed(model, sentences, OPTIONS[options]) == expected
+    assert max(together) > 1
+    assert graphs.texts[2] + graphs.texts[3] >= 3
+
+
+def test_steps_of_several_that_cannot_be_captured(
+    together: list[int], graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that run go on, and no more start beside others."""
+    position = Joint._position
+
+    def asking(self: Joint) -> Any:
+        assert torch.ones(1).item()
+        return position(self)
+
+    monkeypatch.setattr(Joint, "_position", asking)
+    model, sentences, before = zoo.build("bart"), _sentences(40), left_off()
+    assert _streamed(model, sentences, OPTIONS["beams"]) == _alone(model, sentences, OPTIONS["beams"])
+    (reason,) = (reason for reason in left_off() - before if reason.startswith(EMPTY))
+    assert "captured as CUDA graphs" in reason
+    assert graphs.texts[2] == 0 < graphs.texts[1]
+    assert 2 in together
+
+
+@pytest.mark.parametrize(
+    ("refill", "devices", "reason"),
+    [
+        ("auto", ["cpu"], None),
+        ("auto", ["cuda", "cpu", "cuda"], "on cuda it has not been measured"),
+        ("on", ["cuda"], None),
+        ("off", ["cpu"], "FASTGEN_REFILL=off"),
+    ],
+)
+def test_asked_for(refill: str, devices: list[str], reason: str | None, setting: Callable[[str, str], None]) -> None:
+    setting("FASTGEN_REFILL", refill)
+    assert cohorts.reason_not_to_refill(devices) == reason
 
 
 def test_order_is_that_of_the_inputs(together: list[int]) -> None:
@@ -113,6 +163,11 @@ def _both_ways(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     config.reload()
 
 
+def _refill_off(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    monkeypatch.setenv("FASTGEN_REFILL", "off")
+    config.reload()
+
+
 def _own_generate(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     kind, generate = type(model), type(model).generate
 
@@ -136,6 +191,7 @@ REFUSED: dict[str, tuple[_Change, dict[str, Any], str]] = {
     "processor": (None, {"logits_processor": LogitsProcessorList([_Own(0.5)])}, "finished sentences stay in the batch"),
     "time": (None, {"max_time": 1000.0}, "max_time"),
     "parity": (_both_ways, {}, "FASTGEN_PARITY=1"),
+    "setting": (_refill_off, {}, "FASTGEN_REFILL=off"),
     "generate": (_own_generate, {}, "Own has its own generate"),
     "loop": (_patched_over, {}, "transformers.beam_search is not in place"),
 }

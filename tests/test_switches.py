@@ -25,6 +25,7 @@ def test_defaults() -> None:
         linear="auto",
         step="auto",
         graphs="auto",
+        refill="auto",
         fairseq_allow=(),
         cache_dir=settings.cache_dir,
     )
@@ -44,13 +45,14 @@ def test_values() -> None:
             "FASTGEN_LINEAR": "packed",
             "FASTGEN_STEP": "module",
             "FASTGEN_GRAPHS": "off",
+            "FASTGEN_REFILL": "on",
             "FASTGEN_FAIRSEQ_ALLOW": "a.B,c.D",
             "FASTGEN_CACHE_DIR": "some/where",
         }
     )
     cache_dir = Path.cwd() / "some" / "where"
     assert settings == config.Settings(
-        False, ("a", "b.c"), "triton", True, True, "packed", "module", "off", ("a.B", "c.D"), cache_dir
+        False, ("a", "b.c"), "triton", True, True, "packed", "module", "off", "on", ("a.B", "c.D"), cache_dir
     )
 
 

@@ -7,20 +7,21 @@ Sources: Hoang et al. 2018 (Amun), section 2.1 (rows that are freed are taken by
 (Orca), section 3.2 (selective batching).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-import torch
 from torch import Tensor
 
+from fastgen import config
 from fastgen.decoding import beam_ahead, first_finished_ahead, sample_ahead
 from fastgen.decoding.beam import BeamSearch
 from fastgen.decoding.first_finished import FirstFinished
 from fastgen.decoding.sample import Sampling
 from fastgen.decoding.text import Text
-from fastgen.models.joint import Joint
+from fastgen.models.joint import joint_step
+from fastgen.models.replay import JointReplay, Opened, Result
 from fastgen.models.step import Context, DecoderStep
 
 COHORTS = 3
@@ -70,12 +71,20 @@ class JoinableStepper(Stepper[_Made_co], Protocol[_Made_co]):
         """Tokens of a text at most, for which `decoders` were made."""
         ...
 
+    def is_replayed(self, rows: int) -> bool:
+        """Whether the next step, of so many rows, may be captured, or has been."""
+        ...
+
     def begin_step(self, ids: Tensor) -> Sequence[Context]:
         """Open a step of the newest token of ids (R, L), which is made together with those of others."""
         ...
 
-    def end_step(self, contexts: Sequence[Context], logits: Sequence[Tensor]) -> _Made_co:
-        """Return what `step` does of the logits (R, V) that each of the decoders has made in these contexts."""
+    def open_step(self, ids: Tensor) -> Sequence[Opened]:
+        """The same, for a step that is captured."""
+        ...
+
+    def end_step(self, results: Sequence[Result]) -> _Made_co:
+        """Return what `step` does of what each of the decoders has made."""
         ...
 
 
@@ -163,38 +172,47 @@ class Cohort(Generic[_Made]):
 _Cohort = TypeVar("_Cohort", bound=Cohort[Any])
 
 
-def step(cohorts: Sequence[Cohort[_Made]]) -> list[_Made]:
+def step(cohorts: Sequence[Cohort[_Made]], replay: JointReplay) -> list[_Made]:
     """Make one step of several; return what it says of the next tokens of each."""
     texts = [cohort.search.text.ids for cohort in cohorts]
     models = [cohort.model for cohort in cohorts]
-    rows = [len(ids) for ids in texts]
-    contexts = [model.begin_step(ids) for model, ids in zip(models, texts, strict=True)]
-    newest = torch.cat([ids[:, -1] for ids in texts])
-    decoders = max(models, key=lambda model: model.longest).decoders
-    made = [
-        torch.split(decoder(newest, Joint(parts, rows)), rows)
-        for decoder, parts in zip(decoders, zip(*contexts, strict=True), strict=True)
-    ]
-    logits = zip(*made, strict=True)
-    return [model.end_step(own, of_own) for model, own, of_own in zip(models, contexts, logits, strict=True)]
+    decoders, pairs = max(models, key=lambda model: model.longest).decoders, list(zip(models, texts, strict=True))
+    if replay.refused is None and all(model.is_replayed(len(ids)) for model, ids in pairs):
+        results = replay(decoders, [model.open_step(ids) for model, ids in pairs])
+    else:
+        newest = [ids[:, -1] for ids in texts]
+        contexts = zip(*(model.begin_step(ids) for model, ids in pairs), strict=True)
+        made = [joint_step(decoder, newest, parts) for decoder, parts in zip(decoders, contexts, strict=True)]
+        results = zip(*made, strict=True)
+    return [model.end_step(of_model) for model, of_model in zip(models, results, strict=True)]
 
 
-def advance(running: list[_Cohort]) -> list[_Cohort]:
+def advance(running: list[_Cohort], replay: JointReplay) -> list[_Cohort]:
     """Make a step of all that run, or go on with the only one; take out those whose search is over, and return them."""
     if len(running) == 1:
         return [] if running[0].go_on_alone() else [running.pop()]
     over: list[_Cohort] = []
-    for cohort, made in zip(list(running), step(running), strict=True):
+    for cohort, made in zip(list(running), step(running, replay), strict=True):
         cohort.note_steps(1, cohort.search.present)
         if not cohort.search.advance(cohort.model, made):
             running.remove(cohort)
             over.append(cohort)
+    if over:
+        replay.forget()
     return over
 
 
 def left_empty(reason: object) -> str:
     """How a plan says that no others start beside a cohort."""
     return f"rows that are freed stay empty: {reason}"
+
+
+def reason_not_to_refill(devices: Iterable[str]) -> str | None:
+    """Why no cohort of models on devices of these types starts beside others."""
+    wanted, others = config.settings().refill, sorted(set(devices) - {"cpu"})
+    if wanted == "off":
+        return "FASTGEN_REFILL=off"
+    return f"on {others[0]} it has not been measured" if others and wanted == "auto" else None
 
 
 @dataclass

@@ -109,6 +109,10 @@ class Repeated:
         self._inputs = inputs
         return result
 
+    def forget(self) -> None:
+        """Hold on to nothing that was given or returned."""
+        self._inputs, self._launch, self._result = (), None, None
+
     def _captured(self, function: Callable[[], _T], device: torch.device) -> tuple[Callable[[], object], _T]:
         if self._lent is None and device.type == "cuda":
             self._lent = _borrowed(device)

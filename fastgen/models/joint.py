@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastgen.models.positions import Bias, Rotary, turned_once
-from fastgen.models.step import Context
+from fastgen.models.step import Context, DecoderStep
 
 
 @dataclass
@@ -48,3 +48,19 @@ class Joint:
     def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
         pieces = zip(self.parts, torch.split(query, self.rows), strict=True)
         return torch.cat([part.over_source(layer, q, scale) for part, q in pieces])
+
+
+def joint_step(
+    decoder: DecoderStep, tokens: Sequence[Tensor], parts: Sequence[Context]
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Make a step of several contexts, for the newest tokens (R,) of each.
+
+    Returns:
+        For each its logits (R, V), and the attention over the source (R, S) fp32 that its context asks for, or None.
+    """
+    if len(parts) == 1:
+        made = [decoder(tokens[0], parts[0])]
+    else:
+        rows = [len(of_part) for of_part in tokens]
+        made = decoder(torch.cat(list(tokens)), Joint(parts, rows)).split(rows)
+    return [(logits, part.weights) for logits, part in zip(made, parts, strict=True)]

@@ -15,7 +15,7 @@ from fastgen.models.parts import NotFused
 from fastgen.models.proof import outcome
 from fastgen.models.ragged import Ragged, Span
 from fastgen.models.reader import step_of
-from fastgen.models.replay import Replay
+from fastgen.models.replay import Opened, Replay
 from fastgen.models.step import Context, DecoderStep
 from fastgen.models.whole import Prepared, is_written, prepared
 from fastgen.ops import native
@@ -46,13 +46,22 @@ class FusedDecoder:
 
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return logits (R, V), and the last layer's attention over the source (R, S) or None, for texts (R, L)."""
-        layers, ancestry = self.layers, self.layers.ancestry
+        ancestry = self.layers.ancestry
         if self.replay is not None and self.ready and self.replay.able(len(tokens)) and ancestry is not None:
-            make = functools.partial(self._context, visible=ancestry.room)
-            return self.replay(tokens[:, -1], make, ancestry.room, layers.source_mask)
+            return self.replay(*self._as_room(tokens, ancestry))
         context = self.context()
         logits, weights = self.step(tokens[:, -1], context), context.weights
         return logits, None if weights is None else weights.to(logits.dtype)
+
+    def open(self, tokens: Tensor, ancestry: Ancestry) -> Opened:
+        """Open a step of texts (R, L) that is captured together with those of others."""
+        assert self.replay is not None
+        return self.replay.open(*self._as_room(tokens, ancestry))
+
+    def _as_room(self, tokens: Tensor, ancestry: Ancestry) -> tuple[Any, ...]:
+        """The newest tokens, what makes a context over all the room that there is, and what that is made from."""
+        make = functools.partial(self._context, visible=ancestry.room)
+        return tokens[:, -1], make, ancestry.room, self.layers.source_mask
 
     def context(self) -> Context:
         """What the next step reads."""

@@ -21,10 +21,11 @@ from fairseq.search import BeamSearch
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 from fairseq.tasks import FairseqTask
 
-from fastgen.decoding.cohorts import Cohort, Occupancy, advance, left_empty
+from fastgen.decoding.cohorts import Cohort, Occupancy, advance, left_empty, reason_not_to_refill
 from fastgen.decoding.first_finished import Made
 from fastgen.decoding.plan import Unsupported
 from fastgen.models.memory import is_out_of_memory
+from fastgen.models.replay import JointReplay
 from fastgen.patches import _engine
 from fastgen.patches._room import NO_MEMORY, make_room
 from fastgen.patches.fairseq.bild import asked
@@ -92,7 +93,7 @@ class Translations:
         self._batches = iter(batches)
         self._queue: deque[_Batch] = deque()  # what has been read and not been handed out
         self._running: list[_Running] = []
-        self._occupancy = Occupancy()
+        self._occupancy, self._replay = Occupancy(), JointReplay()
 
     def __iter__(self) -> Iterator[Translated]:
         while self._queue or self._read() is not None:
@@ -172,7 +173,7 @@ class Translations:
             self._leave_off("calls run on fairseq's own code")
         except Exception as error:
             if is_out_of_memory(error):
-                self._refuse()
+                self._refuse(NO_MEMORY)
             elif not self._running:
                 raise
             else:
@@ -193,13 +194,15 @@ class Translations:
         """Make a step of all that run."""
         over = None
         try:
-            over = advance(self._running)
+            over = advance(self._running, self._replay)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
         if over is None:  # out of the handler, so that nothing holds on to what the batches had made
             self._begin_anew()
             return
+        if self._replay.refused is not None and self.refused is None:
+            self._refuse(self._replay.refused)
         for cohort in over:
             self._occupancy.note(cohort)
             cohort.batch.runs, cohort.batch.found = False, cohort.begun.finish()
@@ -210,13 +213,14 @@ class Translations:
         for batch in again:
             batch.runs = False
         self._running.clear()
-        self._refuse()
+        self._replay.forget()
+        self._refuse(NO_MEMORY)
         _logger.warning("not enough memory for batches that refill: %d begin anew", len(again))
         make_room()
 
-    def _refuse(self) -> None:
-        self.refused = NO_MEMORY
-        self._leave_off(NO_MEMORY)
+    def _refuse(self, reason: str) -> None:
+        self.refused = reason
+        self._leave_off(reason)
 
     def _leave_off(self, reason: str) -> None:
         self.left_off[left_empty(reason)] = None
@@ -240,6 +244,4 @@ def _reason_not_to_refill(task: Any, generator: Any, prefix_size: int) -> str | 
         return "hypotheses begin with a prefix"
     if not _engine.is_on_top("fairseq.generate"):
         return "fairseq.generate is not in place"
-    devices = {parameter.device.type for model in models_of(generator) for parameter in model.parameters()}
-    other = sorted(devices - {"cpu"})
-    return f"on {other[0]} it has not been measured" if other else None
+    return reason_not_to_refill(p.device.type for model in models_of(generator) for p in model.parameters())

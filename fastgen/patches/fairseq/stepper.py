@@ -16,6 +16,7 @@ from fastgen.decoding.first_finished import Made, Prediction
 from fastgen.models.memory import Memory, memory_of
 from fastgen.models.parts import NotFused
 from fastgen.models.proof import by_modules, trial, verdict
+from fastgen.models.replay import Opened, Result
 from fastgen.models.step import Context, DecoderStep
 from fastgen.models.whole import Prepared
 from fastgen.ops.log_softmax import log_softmax
@@ -66,9 +67,14 @@ class Member:
         self.layers.begin_step(ancestry, self.dtype)
         return self.fused.context()
 
-    def end_step(self, context: Context, logits: Tensor) -> Made:
-        """Return what `step` does of the logits (R, V) that have been made in a context."""
-        weights = context.weights
+    def open_step(self, tokens: Tensor, ancestry: cache.Ancestry) -> Opened:
+        """The same for texts (R, L) and a step that is captured."""
+        assert self.fused is not None
+        self.layers.begin_step(ancestry, self.dtype)
+        return self.fused.open(tokens, ancestry)
+
+    def end_step(self, logits: Tensor, weights: Tensor | None) -> Made:
+        """Return what `step` does of logits (R, V) and attention over the source (R, S) or None."""
         return self.predicted(logits), None if weights is None else weights.to(logits.dtype)
 
     def _by_modules(self, tokens: Tensor) -> tuple[Tensor, Tensor | None, Any]:
@@ -208,15 +214,23 @@ class Stepper:
     def decoders(self) -> list[DecoderStep]:
         return [member.fused.step for member in self._all if member.fused is not None]
 
+    def is_replayed(self, rows: int) -> bool:
+        replays = [member.fused.replay for member in self._all if member.fused is not None]
+        return all(replay is not None and replay.able(rows) for replay in replays)
+
     def begin_step(self, ids: Tensor) -> list[Context]:
         """Open a step of the newest token of ids (R, L), which is made together with those of others."""
         ancestry = self._opened()
         return [member.begin_step(ancestry) for member in self._all]
 
-    def end_step(self, contexts: Sequence[Context], logits: Sequence[Tensor]) -> Made:
-        """Return what `step` does of the logits (R, V) that each model has made in these contexts."""
-        made = zip(self._all, contexts, logits, strict=True)
-        return self._mixed([member.end_step(own, of_own) for member, own, of_own in made])
+    def open_step(self, ids: Tensor) -> list[Opened]:
+        """The same, for a step that is captured."""
+        ancestry = self._opened()
+        return [member.open_step(ids, ancestry) for member in self._all]
+
+    def end_step(self, results: Sequence[Result]) -> Made:
+        """Return what `step` does of what each model has made."""
+        return self._mixed([member.end_step(*made) for member, made in zip(self._all, results, strict=True)])
 
     def _opened(self) -> cache.Ancestry:
         self._sweep()

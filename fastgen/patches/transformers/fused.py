@@ -17,7 +17,7 @@ from fastgen.models.parts import NotFused, is_toolkits
 from fastgen.models.proof import outcome
 from fastgen.models.ragged import Ragged, Span
 from fastgen.models.reader import step_of
-from fastgen.models.replay import Replay
+from fastgen.models.replay import Opened, Replay
 from fastgen.models.step import Context, DecoderStep
 from fastgen.models.whole import Prepared, is_written, prepared
 from fastgen.ops import native
@@ -155,14 +155,22 @@ class FusedDecoder:
     def __call__(self, ids: Tensor) -> Tensor:
         """Return logits (R, V) fp32 of what follows ids (R, L), of which the cache holds all but the newest."""
         if self.replay is not None and self.ready and self.replay.able(len(ids)):
-            ancestry = self.cache.ancestry
-            visible = None if ancestry is None else ancestry.room
-            make = functools.partial(self._context, visible=visible, whole=True)
-            return self.replay(ids[:, -1], make, visible, self.prefix_mask, self.source_mask)[0]
+            return self.replay(*self._as_room(ids))[0]
         if not self.seeing:
             return self.step(ids[:, -1], self.context()).float()
         self.hidden = self.step.hidden(ids[:, -1], self.context())
         return self.step.logits(self.hidden).float()
+
+    def open(self, ids: Tensor) -> Opened:
+        """Open a step of the newest token of ids (R, L) that is captured together with those of others."""
+        assert self.replay is not None
+        return self.replay.open(*self._as_room(ids))
+
+    def _as_room(self, ids: Tensor) -> tuple[Any, ...]:
+        """The newest tokens, what makes a context over all the room that there is, and what that is made from."""
+        visible = None if self.cache.ancestry is None else self.cache.ancestry.room
+        make = functools.partial(self._context, visible=visible, whole=True)
+        return ids[:, -1], make, visible, self.prefix_mask, self.source_mask
 
     def context(self) -> Context:
         """What the next step reads."""

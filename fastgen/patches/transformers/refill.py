@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from fastgen.decoding.cohorts import Cohort, Occupancy, advance
+from fastgen.decoding.cohorts import Cohort, Occupancy, advance, reason_not_to_refill
 from fastgen.models.families import family_of
 from fastgen.models.memory import is_out_of_memory
+from fastgen.models.replay import JointReplay
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
 from fastgen.patches._room import NO_MEMORY, make_room
@@ -100,6 +101,7 @@ class Refill:
         begun: those that have paused and are not done, and one that starts beside them.
         """
         running: list[_Running] = []
+        replay = JointReplay()
         while True:
             # Nothing here holds on to a batch that is done, so that the next one has its memory.
             while (room := self._room(running)) and (batch := take(room)) is not None:
@@ -109,7 +111,7 @@ class Refill:
                 begun[:] = [cohort.batch for cohort in running]
             if not running:
                 return
-            self._advance(running, done)
+            self._advance(running, replay, done)
             begun[:] = [cohort.batch for cohort in running]
 
     def _start(self, batch: Batch, running: list[_Running], done: list[tuple[Batch, Any]]) -> None:
@@ -122,11 +124,12 @@ class Refill:
         else:
             done.append((batch, found))
 
-    def _advance(self, running: list[_Running], done: list[tuple[Batch, Any]]) -> None:
+    def _advance(self, running: list[_Running], replay: JointReplay, done: list[tuple[Batch, Any]]) -> None:
         """Make a step of all that run."""
-        for cohort in advance(running):
+        for cohort in advance(running, replay):
             self.occupancy.note(cohort)
             done.append((cohort.batch, cohort.begun.finish()))
+        self.refused = self.refused or replay.refused
 
     def _room(self, running: list[_Running]) -> int:
         """Tokens of a batch that may start now, 0 for none."""
@@ -143,9 +146,7 @@ class Refill:
 
 def _reason_not_to_refill(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
     """Why a model's `generate` with these arguments must run to its end, as far as it can be told before it runs."""
-    if model.device.type != "cpu":
-        return f"on {model.device.type} it has not been measured"
-    return who_stands_between(model, config, kwargs)
+    return reason_not_to_refill([model.device.type]) or who_stands_between(model, config, kwargs)
 
 
 def who_stands_between(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from fastgen.models.attention import BeamAttention
 from fastgen.models.memory import memory_of
 from fastgen.models.parts import NotFused
 from fastgen.models.proof import by_modules, first_outcome, first_verdict, made, outcome, trial, verdict
-from fastgen.models.replay import not_captured
+from fastgen.models.replay import Opened, Result, not_captured
 from fastgen.models.step import Context, DecoderStep
 from fastgen.models.whole import Prepared
 from fastgen.patches.transformers.attention import current_step
@@ -209,18 +209,29 @@ class SharedStepper(Stepper):
         assert self.fused is not None
         return self.fused.longest
 
+    def is_replayed(self, rows: int) -> bool:
+        assert self.fused is not None
+        return self.fused.replay is not None and self.fused.replay.able(rows)
+
     def begin_step(self, ids: Tensor) -> list[Context]:
         """Open a step of the newest token of ids (R, L), which is made together with those of others."""
+        return [self._joined_with(ids).context()]
+
+    def open_step(self, ids: Tensor) -> list[Opened]:
+        """The same, for a step that is captured."""
+        return [self._joined_with(ids).open(ids)]
+
+    def _joined_with(self, ids: Tensor) -> FusedDecoder:
         assert self.cache is not None
         assert self.fused is not None
         self._note_step(ids)
         self._joined += 1
         self.cache.begin_step()
-        return [self.fused.context()]
+        return self.fused
 
-    def end_step(self, contexts: Sequence[Context], logits: Sequence[Tensor]) -> Tensor:
+    def end_step(self, results: Sequence[Result]) -> Tensor:
         """Return the logits (R, V) fp32 of a step that was made together with those of others."""
-        return logits[0].float()
+        return results[0][0].float()
 
     @property
     def ancestry(self) -> Ancestry | None:
