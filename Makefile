@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 VENV ?= .venv
 TORCH ?= $(shell if nvidia-smi -L >/dev/null 2>&1 || [ "$$(uname -s)" != Linux ]; then echo default; else echo cpu; fi)
-PYTEST ?= -n auto --maxprocesses=8 --dist loadfile
+PYTEST ?= -n auto --maxprocesses=8 --dist loadfile --no-loadscope-reorder
 OLDEST := 5.17.0
 FAIRSEQ := fairseq==0.12.2
 N ?= 1000

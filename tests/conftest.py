@@ -36,6 +36,12 @@ def pytest_configure() -> None:
         pytest.exit(f"EXPECT_TRANSFORMERS={wanted}, but transformers {found} is the one that would be imported", 4)
 
 
+LONGEST = (
+    "graphs", "corpus_run", "kernels", "ray", "fairseq_cli", "compiled", "serve", "fairseq_workers", "kernel_calls",
+)  # fmt: skip
+"""Files that take more than a minute and a half each."""
+
+
 def pytest_collection_finish() -> None:
     """Leave what there is now out of garbage collection, which would look at millions of objects each time."""
     gc.collect()
@@ -88,6 +94,9 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first, so that in the end no worker waits for another's; what needs a GPU is skipped."""
+    order = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
