@@ -27,7 +27,7 @@ STREAM = 8
 """Batches in a stream."""
 
 ENDS = 24
-"""Every so manieth token ends a sentence, as models with random weights come to no end by themselves."""
+"""One token in so many ends a sentence, as models with random weights come to no end by themselves."""
 
 
 def run_refill(case: Case, session: Session) -> dict[str, Any]:
@@ -65,7 +65,9 @@ def _options(case: Case, model: Any) -> dict[str, Any]:
 
 @contextmanager
 def _refilling(value: str) -> Iterator[None]:
-    with patch.dict(os.environ, FASTGEN_REFILL=value):
+    try:
+        with patch.dict(os.environ, FASTGEN_REFILL=value):
+            config.reload()
+            yield
+    finally:
         config.reload()
-        yield
-    config.reload()

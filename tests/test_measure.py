@@ -14,6 +14,7 @@ import transformers
 import fastgen
 from benchmarks import kv, launches, ops, peer_ctranslate2, plot, run
 from benchmarks.cases import CASES, EXAMPLE
+from fastgen import config
 from fastgen.cli import measure
 from fastgen.cli.agreement import Agreement, margins
 from fastgen.cli.measure import Outcome, Verdict, compare, interleave, paired_ratio
@@ -439,6 +440,21 @@ def test_steps_for_a_gpu_beside_their_floor(tmp_path, capsys):
     printed = [line for line in capsys.readouterr().out.splitlines() if "a step takes" in line]
     assert {line.split()[1] for line in printed if line.startswith("gpu_step_time")} == set(cells)
     assert {"batch1 " in line for line in printed if "ABOVE TARGET 2.5x" in line} == {True}
+
+
+def test_batches_that_refill_beside_batches_that_do_not(tmp_path, monkeypatch):
+    asked, stream = [], fastgen.generate_stream
+
+    def streamed(*args, **kwargs):
+        asked.append(config.settings().refill)
+        return stream(*args, **kwargs)
+
+    monkeypatch.setattr(fastgen, "generate_stream", streamed)
+    assert bench("--case", "refill", "--rounds", 2, "--out", tmp_path) == 0
+    result = result_of(tmp_path, "refill")["result"]
+    assert len(result["lengths"]) == result["sentences"] > 0
+    assert asked == ["off", "on", "off", "on", "on", "off", "on"]  # warmed, two rounds, and once for the lengths
+    assert config.settings().refill == "auto"
 
 
 @pytest.mark.parametrize("full", [4, None], ids=["full", "all fit"])
