@@ -8,11 +8,11 @@ import torch
 
 import fastgen
 from fastgen import config
-from fastgen.decoding import cohorts
 from fastgen.models.step import DecoderStep
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.recorder import Graphs
+from tests.together import start_soon
 
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 24},
@@ -94,10 +94,7 @@ def test_the_last_ones_are_not_waited_for() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_batches_that_refill(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are those of the stream; what is freed is taken by the next batch."""
-    monkeypatch.setattr(cohorts, "FREED", 0.2)
-    monkeypatch.setattr(cohorts, "OCCUPIED", 2.0)
-    model, options, together, step = zoo.build("bart"), METHODS[method], list[int](), cohorts.step
-    monkeypatch.setattr(cohorts, "step", lambda running: (together.append(len(running)), step(running))[1])
+    model, options, together = zoo.build("bart"), METHODS[method], start_soon(monkeypatch)
     expected = _streamed(model, options)
     clients = Clients((2, 4, 7), 2)
     _assert_others_equal(_streamed(model, options, clients, max_tokens=8), expected, clients.leaving)

@@ -16,7 +16,6 @@ import torch
 
 import fastgen
 from fastgen import config
-from fastgen.decoding import cohorts
 
 pytest.importorskip("fairseq")
 from fairseq import checkpoint_utils
@@ -32,6 +31,7 @@ from fastgen.patches.fairseq.bild_command import Pair
 from fastgen.patches.fairseq.mend import UntrustedCheckpointError
 from fastgen.patches.fairseq.options import given
 from tests.fairseq_commands import GENERATE, STOCK, assert_alike, preprocess, run, train
+from tests.together import start_soon
 
 
 @pytest.fixture(scope="session")
@@ -434,15 +434,7 @@ def test_batches_that_refill_print_the_same(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """In this process, where batches start as soon as a few sentences have left; an ensemble of one model twice."""
-    together, step = list[int](), cohorts.step
-
-    def noted(running: Any) -> Any:
-        together.append(len(running))
-        return step(running)
-
-    monkeypatch.setattr(cohorts, "step", noted)
-    monkeypatch.setattr(cohorts, "FREED", 0.1)
-    monkeypatch.setattr(cohorts, "OCCUPIED", 2.0)
+    together = start_soon(monkeypatch, 0.1)
     checkpoint = str(corpus / "model/checkpoint_last.pt")
     paths = f"{checkpoint}:{checkpoint}" if "--min-len" in options else checkpoint
     arguments = (str(corpus / "data"), "--path", paths, *GENERATE, *options)

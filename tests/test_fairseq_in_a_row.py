@@ -16,6 +16,7 @@ from tests import fairseq_zoo as zoo
 from tests import test_fairseq_refill as refill
 from tests.test_fairseq import OPTIONS
 from tests.test_native import variant  # noqa: F401  a fixture
+from tests.together import start_soon
 
 WITHOUT = {
     "unk_penalty": "a score is changed",
@@ -87,10 +88,7 @@ def test_model(variant: str, name: str, beams: int, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ["transformer", "bart"])
 def test_batches_that_refill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that runs alone goes on in a row, also behind steps beside others, and before them."""
-    models, batches, together, step = [_build(name)], refill._batches(9), list[int](), cohorts.step
-    monkeypatch.setattr(cohorts, "step", lambda running: (together.append(len(running)), step(running))[1])
-    monkeypatch.setattr(cohorts, "FREED", 0.5)
-    monkeypatch.setattr(cohorts, "OCCUPIED", 2.0)
+    models, batches, together = [_build(name)], refill._batches(9), start_soon(monkeypatch, 0.5)
     options = {"beam_size": 4, "no_repeat_ngram_size": 3}
     stock = refill._stock(models, batches, options)
     for _ in range(2):

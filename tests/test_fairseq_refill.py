@@ -25,6 +25,7 @@ from fastgen.patches.fairseq.refill import Translated, Translations
 from tests import fairseq_zoo as zoo
 from tests.recorder import Graphs
 from tests.test_fairseq_split import run_out
+from tests.together import start_soon
 
 EMPTY = "rows that are freed stay empty: "
 
@@ -38,16 +39,7 @@ def _double(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many batches each step of several was of; they start as soon as a few sentences have left."""
-    seen, step = list[int](), cohorts.step
-
-    def noted(running: Any, replay: Any) -> Any:
-        seen.append(len(running))
-        return step(running, replay)
-
-    monkeypatch.setattr(cohorts, "step", noted)
-    monkeypatch.setattr(cohorts, "FREED", 0.2)
-    monkeypatch.setattr(cohorts, "OCCUPIED", 2.0)
-    return seen
+    return start_soon(monkeypatch)
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from torch import Tensor
 
 import fastgen
 from fastgen import config
-from fastgen.decoding import cohorts
 from fastgen.models.step import DecoderStep
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.parity import assert_same, fallbacks, hits, left_off
 from tests.recorder import Graphs
+from tests.together import start_soon
 
 FAMILIES = ["m2m_100", "mbart"]  # NLLB is an m2m_100, mBART-50 an mbart
 LANGUAGES = [7, 50, 7, 90, 31]
@@ -228,10 +228,7 @@ def _streamed_alone(model: Any, sentences: list[list[int]], first: list[int], op
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stream_has_one_for_each_sentence(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In batches that mix languages and refill."""
-    together, step = list[int](), cohorts.step
-    monkeypatch.setattr(cohorts, "step", lambda running: (together.append(len(running)), step(running))[1])
-    monkeypatch.setattr(cohorts, "FREED", 0.2)
-    monkeypatch.setattr(cohorts, "OCCUPIED", 2.0)
+    together = start_soon(monkeypatch)
     model, options = zoo.build(family), STREAMED[method]
     sentences, first = _sentences(40)
     expected = _streamed_alone(model, sentences, first, options)

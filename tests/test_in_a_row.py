@@ -27,6 +27,7 @@ from tests.allocations import allocations
 from tests.parity import assert_same
 from tests.test_in_c import _wide  # noqa: F401  a fixture: heads that C can attend with
 from tests.test_native import variant  # noqa: F401  a fixture
+from tests.together import start_soon
 
 WRITTEN = (
     "bart",
@@ -297,10 +298,7 @@ def test_what_the_caller_gives(variant: str) -> None:  # noqa: F811
 @pytest.mark.parametrize("family", ["marian", "t5", "gpt2", "llama"])
 def test_batches_that_refill(family: str, beams: int, alone: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """One that runs alone goes on in a row, also behind steps beside others, and before them."""
-    model, together, step = zoo.build(family, torch.float32), list[int](), cohorts.step
-    monkeypatch.setattr(cohorts, "step", lambda running: (together.append(len(running)), step(running))[1])
-    monkeypatch.setattr(cohorts, "FREED", 0.5)
-    monkeypatch.setattr(cohorts, "OCCUPIED", 2.0)
+    model, together = zoo.build(family, torch.float32), start_soon(monkeypatch, 0.5)
     generator = torch.Generator().manual_seed(beams)
     sentences = [torch.randint(40, zoo.VOCABULARY, (n,), generator=generator) for n in (11, 9, 8, 7, 6, 5, 4, 3, 2) * 3]
     options = {"eos_token_id": [2, *range(20, 29)], "pad_token_id": 5, "max_new_tokens": 40, "num_beams": beams}

@@ -19,6 +19,7 @@ from fastgen.patches.transformers.shared import SharedStepper
 from tests import zoo
 from tests.parity import hits, left_off
 from tests.recorder import Graphs
+from tests.together import start_soon
 
 EMPTY = "rows that are freed stay empty: "
 ENDS = {"eos_token_id": [2, *range(20, 40)], "pad_token_id": 5}
@@ -51,16 +52,7 @@ def _streamed(model: Any, sentences: Any, options: dict[str, Any], **sizes: int)
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many batches each step of several was of; they start as soon as a few sentences have left."""
-    seen, step = list[int](), cohorts.step
-
-    def noted(running: Any, replay: Any) -> Any:
-        seen.append(len(running))
-        return step(running, replay)
-
-    monkeypatch.setattr(cohorts, "step", noted)
-    monkeypatch.setattr(cohorts, "FREED", 0.2)
-    monkeypatch.setattr(cohorts, "OCCUPIED", 2.0)
-    return seen
+    return start_soon(monkeypatch)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
