@@ -99,7 +99,8 @@ class Case:
         shape: the model; None where `models` or a trained model is used.
         batch, source, beams, new_tokens: sentences, tokens of each source or prompt, beams, tokens generated.
         options: further arguments of `generate`, or of fairseq's generator.
-        target: speed-up over the unpatched toolkit to reach; None where there is none.
+        target: speed-up over the unpatched toolkit to reach, of a refill over batches one after the other; None where
+            there is none.
         gpu_target: the same on a GPU, where it is another.
         peer_target: speed-up over the peer to reach.
         floor_target: times its floor that a decode step of one sentence may take at most.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fastgen
-from benchmarks.runners import Hits, Session, figures
+from benchmarks.runners import Hits, Session
 from fastgen import config
 from fastgen.cli import measure
 from fastgen.cli.agreement import Agreement, all_agree
@@ -43,11 +42,15 @@ def run_refill(case: Case, session: Session) -> dict[str, Any]:
             )
 
     agreements = [Agreement(model, {"input_ids": ids[None].to(session.device)}, options) for ids in sentences]
-    same: Callable[[list[Tensor], list[Tensor]], measure.Verdict] = partial(all_agree, agreements)
+    lengths: list[int] = []
+
+    def same(apart: list[Tensor], refilled: list[Tensor]) -> measure.Verdict:
+        lengths[:] = sorted(len(ids) - 1 for (ids,) in refilled)
+        return all_agree(agreements, apart, refilled)
+
     hits, arms = Hits(), (partial(streamed, "off"), partial(streamed, "on"))
     outcome = measure.compare(*arms, session.rounds or case.rounds, same, synchronize=session.synchronize)
-    lengths = [len(ids) - 1 for (ids,) in arms[1]()]
-    return figures(outcome, sum(lengths)) | hits.since() | {"sentences": len(sentences), "lengths": sorted(lengths)}
+    return outcome.to_dict() | hits.since() | {"sentences": len(sentences), "lengths": lengths}
 
 
 def _sentences(case: Case, model: Any) -> list[Tensor]:
