@@ -15,7 +15,7 @@ from typing import Literal, cast, get_args
 Ops = Literal["auto", "reference", "native", "triton"]
 Linear = Literal["auto", "off", "plain", "packed"]
 Step = Literal["auto", "module"]
-Graphs = Literal["auto", "off"]
+Graphs = Literal["auto", "call", "off"]
 Refill = Literal["auto", "on", "off"]
 
 
@@ -55,7 +55,12 @@ VARIABLES = (
     Variable("FASTGEN_PARITY", "0", ("0", "1"), "1: run the toolkit's own code too and report the first divergence"),
     Variable("FASTGEN_LINEAR", "auto", get_args(Linear), "how linear layers run on a CPU: in C, by oneDNN or MKL"),
     Variable("FASTGEN_STEP", "auto", get_args(Step), "module: decode steps run through the model's own modules alone"),
-    Variable("FASTGEN_GRAPHS", "auto", get_args(Graphs), "off: decode steps on a GPU are not captured as CUDA graphs"),
+    Variable(
+        "FASTGEN_GRAPHS",
+        "auto",
+        get_args(Graphs),
+        "call: a GPU's decode steps are captured by every call; off: never",
+    ),
     Variable("FASTGEN_REFILL", "auto", get_args(Refill), "whether batches start beside others; auto: on a CPU"),
     Variable("FASTGEN_FAIRSEQ_ALLOW", "", (), "comma-separated classes that a fairseq checkpoint you trust may hold"),
     Variable("FASTGEN_CACHE_DIR", "", (), "folder for kept results; empty: fastgen in the platform's user cache"),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.cache import Ancestry
-from fastgen.decoding.leaving import Wanted, closed_up, may_leave
+from fastgen.decoding.leaving import Wanted, closed_up, who_leaves
 from fastgen.decoding.rules import Merged, TransformersRule
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Edit, Text, edited, keep_sentences, only_ban, sparse
@@ -292,9 +292,10 @@ class BeamSearch:
         """Let the sentences leave that have finished, as `read` says of each."""
         self._drop(model, self._leaving(improvable, done))
 
-    def _drop(self, model: Stepper, leaving: list[int]) -> bool:
+    def _drop(self, model: Stepper, leaving: Sequence[int]) -> bool:
         """Let sentences leave, when enough of them have gathered to pay for moving the others."""
-        if not (self.may_drop and may_leave(len(leaving), self.present, self.captured)):
+        leaving = who_leaves(leaving, self.present, self.captured) if self.may_drop else ()
+        if not leaving:
             return False
         staying = torch.tensor(closed_up(self.present, leaving), device=self.ids.device)
         gone = torch.tensor(leaving, device=self.ids.device)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastgen.decoding.leaving import closed_up, may_leave
+from fastgen.decoding.leaving import closed_up, who_leaves
 from fastgen.decoding.pace import Pace
 from fastgen.decoding.policies import Place, Policy
 from fastgen.decoding.stop import Stop
@@ -251,7 +251,7 @@ class Bild:
     def _let_go(self) -> None:
         """Let finished texts leave, when enough of them have gathered."""
         finished = [text.row for text in self._present if text.finished]
-        if len(finished) == len(self._present) or not may_leave(len(finished), len(self._present)):
+        if len(finished) == len(self._present) or not who_leaves(finished, len(self._present)):
             return
         staying = closed_up(len(self._present), finished)
         self._present = [self._present[row] for row in staying]

@@ -89,15 +89,23 @@ class Ancestry:
 
         mask: (B, .., prefix) additive, alike in each call; None where all are seen.
         """
-        whole = self._whole
-        if whole is None:
+        if self._whole is None:
             sentences, beams, slots = self._visible.shape
-            whole = self._visible.new_zeros(sentences, beams, prefix + slots)
-            if mask is not None:
-                whole[:, :, :prefix] = mask.view(sentences, 1, prefix)
-            whole[:, :, prefix : prefix + self.filled + self.beams] = self._visible[:, :, : self.filled + self.beams]
-            self._whole, self._visible = whole, whole[:, :, prefix:]
-        return whole
+            self.move(self._visible.new_zeros(sentences, beams, prefix + slots), prefix, mask)
+        assert self._whole is not None
+        return self._whole
+
+    @property
+    def whole(self) -> Tensor | None:
+        """What `behind` returns, once it was asked for, until it moves."""
+        return self._whole
+
+    def move(self, whole: Tensor, prefix: int, mask: Tensor | None) -> None:
+        """Lie there from now on, (B, M, N) fp32, behind what beams see of the prefix, as `behind` has it."""
+        whole[:, :, :prefix] = 0.0 if mask is None else mask.view(len(whole), 1, prefix)
+        count = min(self.filled + self.beams, self._visible.shape[2])  # those that are open too, if there are any
+        whole[:, :, prefix : prefix + count] = self._visible[:, :, :count]
+        self._whole, self._visible = whole, whole[:, :, prefix:]
 
     def note_steps(self, steps: int, is_open: bool) -> None:
         """So many steps have been made, with all that `reorder` does behind them; is_open: as `have_open` leaves it."""
@@ -301,6 +309,14 @@ class LayerKV:
         if self._keys.shape[2] < self.slots + tokens * self.beams:
             keys, values = (buffer.new_empty(*buffer.shape[:2], 0, buffer.shape[3]) for buffer in self.room)
             self._grow(keys, values, tokens)
+
+    def move(self, keys: Tensor, values: Tensor) -> None:
+        """Lie there from now on, (B, Hkv, N, D) each with room for more; what lies there already is not moved."""
+        for old, new in zip(self.room, (keys, values), strict=True):
+            if old.data_ptr() != new.data_ptr():
+                new[:, :, : self.slots] = old[:, :, : self.slots]
+                self.memory.forget(old)
+        self._keys, self._values = keys, values
 
     def note_step(self, steps: int = 1) -> None:
         """One token of every beam has been written, or more."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.beam import Stepper, Trace
-from fastgen.decoding.leaving import closed_up, may_leave
+from fastgen.decoding.leaving import closed_up, who_leaves
 from fastgen.decoding.sample import chosen_of
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Edit, Text, edited, keep_sentences
@@ -125,9 +125,9 @@ class ContrastiveSearch:
         if not self.may_drop:
             return logits
         alive: list[bool] = cast(Any, self.running).tolist()
-        if not may_leave(alive.count(False), len(alive)):
+        leaving = who_leaves([row for row, runs in enumerate(alive) if not runs], len(alive))
+        if not leaving:
             return logits
-        leaving = [row for row, runs in enumerate(alive) if not runs]
         stay = torch.tensor(closed_up(len(alive), leaving), device=self.ids.device)
         self.rows, self.ids, self.running = self.rows[stay], self.ids[stay], self.running[stay]
         self.mask = None if self.mask is None else self.mask[stay]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.cache import Ancestry, room_for
-from fastgen.decoding.leaving import closed_up, may_leave
+from fastgen.decoding.leaving import closed_up, who_leaves
 from fastgen.decoding.text import Edit, Text
 from fastgen.ops.kbest import SparseEdits, best_of_log_probs, kbest
 from fastgen.ops.tables import Table, extend_rows_
@@ -151,10 +151,11 @@ class Attention:
         self.origins = torch.zeros(sentences, beams, longest, dtype=torch.int64, device=device)
         self.rows = torch.empty(0, sentences, beams, width, dtype=torch.float32, device=device)
 
-    def make_room(self, step: int) -> None:
-        """Make room for what is written in a step."""
+    def make_room(self, step: int, steps: int | None = None) -> None:
+        """Make room for what is written in a step, and in as many of those behind it, if it is known for how many."""
         if step >= self.rows.shape[0]:
-            grown = self.rows.new_empty(step + room_for(step, self.origins.shape[2]), *self.rows.shape[1:])
+            more = room_for(step, self.origins.shape[2]) if steps is None else max(1, steps)
+            grown = self.rows.new_empty(step + more, *self.rows.shape[1:])
             grown[: self.rows.shape[0]] = self.rows
             self.rows = grown
 
@@ -293,11 +294,11 @@ class FirstFinished:
         staying = self._staying()
         return None if staying is None else self._keep(model, staying)
 
-    def _attended(self, attention: Tensor) -> Attention:
-        """Where attention over the source (B * M, S) or (B, S) is noted, with room for that of this step."""
+    def _attended(self, attention: Tensor, steps: int | None = None) -> Attention:
+        """Where attention over the source (B * M, S) or (B, S) is noted, with room for that of this step, as there."""
         if self.attention is None:
             self.attention = Attention(self.present, self.beams, self.longest + 1, attention.shape[1], self.device)
-        self.attention.make_room(self.step)
+        self.attention.make_room(self.step, steps)
         return self.attention
 
     def _ends(self, found: Candidates) -> Tensor:
@@ -364,13 +365,14 @@ class FirstFinished:
         gone = [b for b, over in enumerate(self.over) if over]
         if not self.search.plain:
             return [b for b, over in enumerate(self.over) if not over] if gone else None
-        return closed_up(self.present, gone) if may_leave(len(gone), self.present, self.captured) else None
+        leaving = who_leaves(gone, self.present, self.captured)
+        return closed_up(self.present, leaving) if leaving else None
 
     def _keep(self, model: Stepper, staying: list[int]) -> Tensor:
         """Let all other sentences leave; return those that stay, as a tensor."""
         kept, m = torch.tensor(staying, device=self.device), self.beams
         self.running = [self.running[b] for b in staying]
-        self.over = [False] * len(staying)
+        self.over = [self.over[b] for b in staying]
         rows = (kept[:, None] * m + torch.arange(m, device=self.device)).flatten()
         self.tokens, self.scores, self.ignored = self.tokens[rows], self.scores[rows], self.ignored[kept]
         if self.attention is not None:

@@ -83,8 +83,8 @@ class ReplayedFirstFinished(FirstFinished):
 
     def _advance(self, model: Stepper, logits: Tensor, attention: Tensor | None, phase: Hashable) -> bool:
         last = self.step == self.longest
-        seen = None if attention is None else self._attended(attention).rows
         slots = model.ancestry.next_slots()
+        seen = None if attention is None else self._attended(attention, model.ancestry.steps_left).rows
         finished = self._finished or self._begin(self.step - model.ancestry.steps)
         torch.add(self._offsets, self.step, out=self._numbers)
         choose = functools.partial(self._choose, logits, attention, slots, finished, last)
@@ -163,7 +163,7 @@ class ReplayedFirstFinished(FirstFinished):
 
     def _keep(self, model: Stepper, staying: list[int]) -> Tensor:
         if self._finished is not None:
-            self._left.append(self._leave([b for b, over in enumerate(self.over) if over], self._finished))
+            self._left.append(self._leave(sorted({*range(self.present)} - {*staying}), self._finished))
         kept = super()._keep(model, staying)
         if self._finished is not None:
             self._finished = self._finished.of(kept)

@@ -13,12 +13,20 @@ def closed_up(count: int, leaving: Sequence[int]) -> list[int]:
     return [next(last) if place in gone else place for place in range(left)]
 
 
-def may_leave(leaving: int, count: int, captured: bool = False) -> bool:
-    """Say whether enough of `count` sentences have finished for them to leave, which moves some of the others.
+def who_leaves(finished: Sequence[int], count: int, captured: bool = False) -> Sequence[int]:
+    """Say which of `count` sentences leave now, of those that have finished; none where they are too few.
 
-    captured: whether decode steps are captured too, as they are anew for fewer rows.
+    captured: whether decode steps are captured too, as they are anew for each number of rows. So there are few such
+        numbers: half of the rows, a quarter and so on, and as many of the finished as that takes stay.
     """
-    return leaving >= fewest_leaving(count, captured)
+    if len(finished) < fewest_leaving(count, captured):
+        return ()
+    if not captured:
+        return finished
+    left = count
+    while left > 1 and -(-left // 2) >= count - len(finished):
+        left = -(-left // 2)
+    return finished[: count - left]
 
 
 def fewest_leaving(count: int, captured: bool = False) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.beam import Stepper, Trace
-from fastgen.decoding.leaving import closed_up, may_leave
+from fastgen.decoding.leaving import closed_up, who_leaves
 from fastgen.decoding.pools import Hypothesis, Pool, Ranking, best_of
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Edit, Text, keep_sentences
@@ -157,9 +157,9 @@ class PooledBeams:
         for place, of_sentence in enumerate(totals):
             self.close(place, of_sentence)
 
-    def _drop(self, model: Stepper, leaving: list[int]) -> None:
+    def _drop(self, model: Stepper, leaving: Sequence[int]) -> None:
         """Let finished sentences leave, when enough of them have gathered to pay for moving the others."""
-        if may_leave(len(leaving), self.present, self.captured):
+        if leaving := who_leaves(leaving, self.present, self.captured):
             staying = closed_up(self.present, leaving)
             self.drop(staying)
             kept = torch.tensor(staying, device=self.ids.device)

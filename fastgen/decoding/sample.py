@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.beam import Stepper, Trace
-from fastgen.decoding.leaving import Wanted, closed_up, may_leave
+from fastgen.decoding.leaving import Wanted, closed_up, who_leaves
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Edit, Text, edited, keep_sentences
 from fastgen.ops.kbest import argmax
@@ -71,8 +71,8 @@ class Sampling:
         alive = self._alive(self.running)
         if not any(alive):
             return False
-        if self.may_drop and may_leave(alive.count(False), len(alive), self.captured):
-            self._leave(model, alive)
+        if self.may_drop and (leaving := who_leaves(not_alive(alive), len(alive), self.captured)):
+            self._leave(model, leaving)
         return True
 
     def extend(self, tokens: Tensor) -> None:
@@ -87,7 +87,7 @@ class Sampling:
 
     def leave(self, model: Any, running: Tensor) -> None:
         """Let the rows go on that are running, and no others."""
-        self._leave(model, self._alive(running))
+        self._leave(model, not_alive(self._alive(running)))
 
     def _alive(self, running: Tensor) -> list[bool]:
         """Which of the present rows run on, of those that somebody waits for."""
@@ -97,10 +97,9 @@ class Sampling:
         numbers = range(len(alive)) if self.rows is None else cast("list[int]", cast(Any, self.rows).tolist())
         return [runs and self.wanted(row) for runs, row in zip(alive, numbers, strict=True)]
 
-    def _leave(self, model: Stepper, alive: list[bool]) -> None:
-        """Let the rows go on that are alive, and no others."""
-        leaving = [row for row, runs in enumerate(alive) if not runs]
-        stay = torch.tensor(closed_up(len(alive), leaving), device=self.ids.device)
+    def _leave(self, model: Stepper, leaving: Sequence[int]) -> None:
+        """Let the rows go on that do not leave."""
+        stay = torch.tensor(closed_up(len(self.ids), leaving), device=self.ids.device)
         self.rows = stay if self.rows is None else self.rows[stay]
         self.ids, self.running = self.ids[stay], self.running[stay]
         keep_sentences(self.edits, stay)
@@ -132,3 +131,8 @@ class Sampling:
 
     def _scores_so_far(self) -> tuple[Tensor, ...] | None:
         return None if self.trace.scores is None else tuple(self.trace.scores)
+
+
+def not_alive(alive: Sequence[bool]) -> list[int]:
+    """The rows that do not run on."""
+    return [row for row, runs in enumerate(alive) if not runs]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fastgen.decoding.beam import Stepper
 from fastgen.decoding.choices import Choices
-from fastgen.decoding.leaving import may_leave
-from fastgen.decoding.sample import Sampling
+from fastgen.decoding.leaving import who_leaves
+from fastgen.decoding.sample import Sampling, not_alive
 from fastgen.decoding.text import Text, edited, phases
 from fastgen.models import graph
 
@@ -78,13 +78,13 @@ class ReplayedSampling(Sampling):
                 self.choices.last()  # raises where nothing could be drawn
             self._close()
             return False
-        if self.may_drop and may_leave(alive.count(False), len(alive), self.captured):
+        if self.may_drop and who_leaves(not_alive(alive), len(alive), self.captured):
             alive = self._alive(cast(Tensor, self.choices.last())[0])  # of this step, so that none after it goes unseen
             if not any(alive):
                 self._close()
                 return False
             self._collect()
-            self._leave(model, alive)
+            self._leave(model, who_leaves(not_alive(alive), len(alive), self.captured))
         return True
 
     def _choose_next(self, logits: Tensor, text: Text, last: bool) -> Tensor:

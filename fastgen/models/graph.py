@@ -82,14 +82,40 @@ def capture(function: Callable[[], _T], device: torch.device, place: Place | Non
     return graph.replay, result
 
 
-class Repeated:
-    """A function that is run again and again over the same memory: captured at its second run, then replayed."""
+class Lent:
+    """A place that is borrowed when it is first asked for, and given back with the last function that runs there."""
 
     def __init__(self) -> None:
-        self._inputs: tuple[object, ...] = ()
+        self._lent: tuple[Any, Place] | None = None
+
+    def place(self, device: torch.device) -> Place | None:
+        """The place; None on a CPU, which has no graphs."""
+        if self._lent is None and device.type == "cuda":
+            self._lent = _borrowed(device)
+        return None if self._lent is None else self._lent[1]
+
+    def lose(self) -> None:
+        """What ran there has left it in a state that nobody knows."""
+        self._lent = None
+
+    def __del__(self) -> None:
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            with _lock:
+                _free.setdefault(lent[0], []).append(lent[1])
+
+
+class Repeated:
+    """A function that is run again and again over the same memory: captured at its second run, then replayed.
+
+    lent: where it is captured, with others that never run between a run of this one and the last look at its result.
+    """
+
+    def __init__(self, lent: Lent | None = None) -> None:
+        self._inputs: tuple[object, ...] | None = None
         self._launch: Callable[[], object] | None = None
         self._result: Any = None
-        self._lent: tuple[Any, Place] | None = None
+        self._lent = Lent() if lent is None else lent
 
     def __call__(self, function: Callable[[], _T], device: torch.device, *inputs: object) -> _T:
         """Return the function's result, which the next run may write anew.
@@ -99,7 +125,8 @@ class Repeated:
         Raises:
             NotCaptured: see `capture`; the function has not run.
         """
-        if len(inputs) == len(self._inputs) and all(map(_same, inputs, self._inputs)):
+        known = self._inputs
+        if known is not None and len(inputs) == len(known) and all(map(_same, inputs, known)):
             if self._launch is None:
                 self._launch, self._result = self._captured(function, device)
             self._launch()
@@ -109,26 +136,20 @@ class Repeated:
         self._inputs = inputs
         return result
 
+    @property
+    def is_captured(self) -> bool:
+        return self._launch is not None
+
     def forget(self) -> None:
         """Hold on to nothing that was given or returned."""
-        self._inputs, self._launch, self._result = (), None, None
+        self._inputs = self._launch = self._result = None
 
     def _captured(self, function: Callable[[], _T], device: torch.device) -> tuple[Callable[[], object], _T]:
-        if self._lent is None and device.type == "cuda":
-            self._lent = _borrowed(device)
-        place = None if self._lent is None else self._lent[1]
         try:
-            return capture(function, device, place)
+            return capture(function, device, self._lent.place(device))
         except BaseException:
-            self._lent = None
+            self._lent.lose()
             raise
-
-    def __del__(self) -> None:
-        lent, self._lent = self._lent, None
-        if lent is not None:
-            self._launch = self._result = None
-            with _lock:
-                _free.setdefault(lent[0], []).append(lent[1])
 
 
 _lock = threading.RLock()  # as what is collected meanwhile may give its place back

@@ -2,22 +2,25 @@
 
 From one step to the next three things change: the newest tokens, how many slots of keys and values are filled, and
 which of them each beam sees. They are read on the device, from memory that stays where it is. Attention is given all
-the room that keys and values have, and looks at what is filled.
+the room that keys and values have, and looks at what is filled. How long the prefix is, and which position comes behind
+it, is read there as well: so a capture serves the calls that come to the same memory later (`models.seats`).
 
 What has been captured holds until keys and values move, as they do when they need more room, or when sentences leave.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fastgen.models import graph
+from fastgen.models import graph, seats
 from fastgen.models.joint import joint_step
-from fastgen.models.step import Context, DecoderStep, KeysAndValues
+from fastgen.models.memory import is_out_of_memory
+from fastgen.models.seats import Ground, Layer, Reads, Seat
+from fastgen.models.step import Context, DecoderStep
 from fastgen.ops.cache import write_slots_
 
 WORTH = 8
@@ -33,21 +36,9 @@ def not_captured(reason: object) -> str:
     return f"decode steps are not captured as CUDA graphs: {reason}"
 
 
-class Growing(KeysAndValues, Protocol):
-    """A layer of the cache with room for tokens to come."""
-
-    steps: int
-    filled: int
-
-    @property
-    def room(self) -> tuple[Tensor, Tensor]: ...
-    def make_room(self, tokens: int = 1) -> None: ...
-    def note_step(self) -> None: ...
-
-
 @dataclass
 class _Fixed:
-    """All the room of a layer of the text; the newest tokens are written where `start` says."""
+    """All the room of a layer; of the text the newest tokens are written where `start` says."""
 
     keys: Tensor
     values: Tensor
@@ -70,11 +61,12 @@ class Replay:
         wide: whether logits come as fp32.
     """
 
-    def __init__(self, step: DecoderStep, text: Sequence[Growing], longest: int, wide: bool = False) -> None:
+    def __init__(self, step: DecoderStep, text: Sequence[Layer], longest: int, wide: bool = False) -> None:
         self.step, self.text, self.longest, self.wide = step, text, longest, wide
-        self._alone = JointReplay()
-        self._tokens: Tensor | None = None
-        self._numbers: Tensor | None = None  # steps so far, slots that are filled, and those behind this step
+        self._alone, self._lent = JointReplay(), graph.Lent()
+        self._seat: Seat | None = None
+        self._ground: Ground | None = None
+        self._held: tuple[object, ...] = ()
 
     @property
     def refused(self) -> str | None:
@@ -83,36 +75,36 @@ class Replay:
 
     def able(self, rows: int) -> bool:
         """Whether the next step, of so many rows, is to be run here."""
-        known = self._tokens is not None and len(self._tokens) == rows
+        known = self._ground is not None and len(self._ground.tokens) == rows
         return self.refused is None and (known or self.longest - self.text[0].steps >= WORTH)
 
-    def __call__(self, tokens: Tensor, make: Callable[[Tensor], Context], *inputs: Tensor | None) -> Result:
+    def __call__(self, tokens: Tensor, reads: Reads) -> Result:
         """Return logits (R, V) and attention over the source (R, S) or None, for the newest tokens (R,) int64.
 
         The next step overwrites them.
 
         Args:
-            make: says what a step reads, but for keys and values of the text, from (1,) int64, how many tokens a beam
-                has generated before it.
-            inputs: what it is made from.
+            reads: where everything lies, which may move.
         """
-        return self._alone([self.step], [[self.open(tokens, make, *inputs)]])[0][0]
+        return self._alone([self.step], [[self.open(tokens, reads)]])[0][0]
 
-    def open(self, tokens: Tensor, make: Callable[[Tensor], Context], *inputs: Tensor | None) -> "Opened":
+    def open(self, tokens: Tensor, reads: Reads) -> "Opened":
         """Have a step's numbers and tokens where the last one's were; arguments as `__call__`'s."""
+        ground, first, tokens_to_come = self._ground, self.text[0], self.step.tokens
+        if self._seat is not None and first.steps + tokens_to_come < self.longest:
+            tokens_to_come += 1  # so that what is seen of it moves along, and not before it
         for layer in self.text:
-            layer.make_room(self.step.tokens)
-        first = self.text[0]
-        if self._tokens is None or self._numbers is None or tokens.shape != self._tokens.shape:
-            self._tokens = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-            before, beams = first.keys.shape[2] - first.filled, first.beams
-            self._offsets = torch.tensor([0, before, before + beams], device=tokens.device)
-            self._slopes = torch.tensor([1, beams, beams], device=tokens.device)
-            self._numbers = torch.empty_like(self._offsets)
-        self._tokens.copy_(tokens)
-        torch.add(self._offsets, self._slopes, alpha=first.filled // first.beams, out=self._numbers)
-        read = self._tokens, *(layer.room[0] for layer in self.text), *inputs
-        return Opened(self, self._tokens, functools.partial(self._context, self._numbers, make), read)
+            layer.make_room(tokens_to_come)
+        if ground is None or not _same(reads.held, self._held):
+            ground = self._ground = self._settle(reads)
+            self._held = reads.held
+            before, at = first.prefix, reads.first if isinstance(reads.first, int) else 0
+            device, beams = tokens.device, first.beams
+            self._offsets = torch.tensor([before, before + beams, before + 1, at, before], device=device)
+            self._slopes = torch.tensor([beams, beams, 1, 1, 0], device=device)
+        ground.tokens.copy_(tokens)
+        torch.add(self._offsets, self._slopes, alpha=first.filled // first.beams, out=ground.numbers)
+        return Opened(self, ground, functools.partial(self._context, ground, first.beams, reads.watched))
 
     def close(self) -> None:
         """A step that was opened has been made."""
@@ -123,12 +115,48 @@ class Replay:
         """What `__call__` returns, of what a step has made."""
         return logits.float() if self.wide else logits, None if weights is None else weights.to(logits.dtype)
 
-    def _context(self, numbers: Tensor, make: Callable[[Tensor], Context]) -> Context:
-        steps, start, seen = numbers.split(1)
-        context = make(steps)
-        context.text = [_Fixed(*layer.room, layer.beams, start) for layer in self.text]
-        context.seen = seen
-        return context
+    def lose(self) -> None:
+        """What is captured here is not to serve anybody else."""
+        self._seat = None
+
+    def _settle(self, reads: Reads) -> Ground:
+        """Where the steps to come run: in a seat, or where everything lies."""
+        seat, before = self._seat, self._seat
+        if seat is None or not seat.has_room_for(reads):
+            seat = seats.borrow(self.step, reads, self.wide)
+        self._seat = seat
+        try:
+            return Ground.own(reads, self._lent) if seat is None else seat.take(reads)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            seats.release()
+            self._seat = None
+            return Ground.own(reads, self._lent)
+        finally:
+            if before is not None and before is not self._seat:
+                seats.give_back(before)
+
+    def _context(self, ground: Ground, beams: int, watched: int | None) -> Context:
+        start, seen, length, at, prefix = ground.numbers.split(1)
+        position = at if ground.first is None else (ground.first + at).repeat_interleave(beams)
+        mask = None if ground.mask is None else ground.mask[:, None].to(self.step.dtype)
+        text, source = ([_Fixed(*pair, beams, start) for pair in of] for of in (ground.text, ground.source))
+        return Context(
+            ground.sentences, length, prefix, position, text, source, mask, ground.source_mask, seen=seen,
+            watched=watched,
+        )  # fmt: skip
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # where it was never made
+            if self._seat is not None:
+                seats.give_back(self._seat)
+
+
+def _same(new: Sequence[object], old: Sequence[object]) -> bool:
+    return len(new) == len(old) and all(
+        a is b or (isinstance(a, int) and a == b) for a, b in zip(new, old, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -136,13 +164,12 @@ class Opened:
     """A step of a text that is about to be made.
 
     Attributes:
-        tokens: (R,) int64. context: makes what the step reads, over memory that stays. inputs: all that it depends on.
+        context: makes what the step reads, over memory that stays.
     """
 
     replay: Replay
-    tokens: Tensor
+    ground: Ground
     context: Callable[[], Context]
-    inputs: tuple[Tensor | None, ...]
 
 
 class JointReplay:
@@ -160,11 +187,14 @@ class JointReplay:
         """Return for each text what `Replay` does, of each of the decoders, for which its step is open in `texts`."""
         opened = [each for of_text in texts for each in of_text]
         body = functools.partial(self._body, decoders, texts)
-        inputs = [one for each in opened for one in each.inputs]  # of which the tokens are of one text alone
+        tokens = [each.ground.tokens for each in opened]  # which lie elsewhere, where anything does
+        repeated = opened[0].ground.repeated if len(opened) == 1 else self._repeated
         try:
-            result = self._repeated(body, opened[0].tokens.device, *inputs)
+            result = repeated(body, tokens[0].device, *tokens)
         except graph.NotCaptured as reason:
             self.refused = not_captured(reason)
+            for each in opened:
+                each.replay.lose()
             result = body()
         for each in opened:
             each.replay.close()
@@ -179,5 +209,5 @@ class JointReplay:
         return [list(of_text) for of_text in zip(*made, strict=True)]
 
     def _of_decoder(self, decoder: DecoderStep, texts: Sequence[Opened]) -> list[Result]:
-        made = joint_step(decoder, [text.tokens for text in texts], [text.context() for text in texts])
+        made = joint_step(decoder, [text.ground.tokens for text in texts], [text.context() for text in texts])
         return [text.replay.finished(*each) for text, each in zip(texts, made, strict=True)]

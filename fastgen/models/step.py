@@ -65,7 +65,7 @@ class Context:
     Attributes:
         sentences: B, of R = B * M rows.
         length: tokens of the text, of which the newest is run; (1,) int64 where only the device knows.
-        prefix: of those, the ones that all beams share.
+        prefix: of those, the ones that all beams share; (1,) int64 where only the device knows.
         position: of the newest token, the first being 0; (1,) int64 where the device knows, (R,) where rows differ.
         text, source: keys and values of each layer.
         text_mask, source_mask: additive, broadcastable to (B, H, M, N); None where everything is seen.
@@ -77,7 +77,7 @@ class Context:
 
     sentences: int
     length: int | Tensor
-    prefix: int
+    prefix: int | Tensor
     position: int | Tensor
     text: Sequence[KeysAndValues]
     source: Sequence[KeysAndValues]
@@ -117,6 +117,10 @@ class Context:
         """
         keys, beams = self.text[0].keys, self.text[0].beams
         steps = self.times
+        if isinstance(self.prefix, Tensor):
+            slots = torch.arange(keys.shape[2], device=keys.device)
+            behind = (slots - self.prefix).div(beams, rounding_mode="floor")
+            return self.length - 1 - torch.where(behind < 0, slots, behind + self.prefix)[None]
         if steps is None:
             slots = torch.arange(keys.shape[2] - self.prefix + more * beams, device=keys.device)
             steps = slots.div(beams, rounding_mode="floor")[None]

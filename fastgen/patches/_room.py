@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from fastgen.models import graph, memory
+from fastgen.models import graph, memory, seats
 
 NO_MEMORY = "there was not enough memory"
 
@@ -12,6 +12,7 @@ NO_MEMORY = "there was not enough memory"
 def make_room() -> None:
     """Give back what nobody uses any more."""
     memory.release()
+    seats.release()
     graph.release()
     gc.collect()
     if torch.cuda.is_available():

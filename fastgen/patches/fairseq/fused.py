@@ -1,6 +1,5 @@
 """The decode step of a fairseq model from its weights (`models.step`), over the shared cache."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from fastgen.models.proof import outcome
 from fastgen.models.ragged import Ragged, Span
 from fastgen.models.reader import step_of
 from fastgen.models.replay import Opened, Replay
+from fastgen.models.seats import Reads
 from fastgen.models.step import Context, DecoderStep
 from fastgen.models.whole import Prepared, is_written, prepared
 from fastgen.ops import native
@@ -48,7 +48,7 @@ class FusedDecoder:
         """Return logits (R, V), and the last layer's attention over the source (R, S) or None, for texts (R, L)."""
         ancestry = self.layers.ancestry
         if self.replay is not None and self.ready and self.replay.able(len(tokens)) and ancestry is not None:
-            return self.replay(*self._as_room(tokens, ancestry))
+            return self.replay(tokens[:, -1], self._reads(ancestry))
         context = self.context()
         logits, weights = self.step(tokens[:, -1], context), context.weights
         return logits, None if weights is None else weights.to(logits.dtype)
@@ -56,16 +56,27 @@ class FusedDecoder:
     def open(self, tokens: Tensor, ancestry: Ancestry) -> Opened:
         """Open a step of texts (R, L) that is captured together with those of others."""
         assert self.replay is not None
-        return self.replay.open(*self._as_room(tokens, ancestry))
+        return self.replay.open(tokens[:, -1], self._reads(ancestry))
 
-    def _as_room(self, tokens: Tensor, ancestry: Ancestry) -> tuple[Any, ...]:
-        """The newest tokens, what makes a context over all the room that there is, and what that is made from."""
-        make = functools.partial(self._context, visible=ancestry.room)
-        return tokens[:, -1], make, ancestry.room, self.layers.source_mask
+    def _reads(self, ancestry: Ancestry) -> Reads:
+        layers = self.layers
+        return Reads(
+            layers.sentences, self.text, self.source, ancestry, self.text[0].prefix, source_mask=layers.source_mask,
+            watched=self._watched,
+        )  # fmt: skip
+
+    @property
+    def _watched(self) -> int | None:
+        return len(self.source) - 1 if self.source else None
 
     def context(self) -> Context:
         """What the next step reads."""
-        return self._context(self.text[0].steps)
+        layers, prefix = self.layers, self.text[0].prefix
+        at = prefix + self.text[0].steps
+        return Context(
+            layers.sentences, at + 1, prefix, at, self.text, self.source, layers.text_mask, layers.source_mask,
+            watched=self._watched,
+        )  # fmt: skip
 
     @property
     def in_a_row(self) -> bool:
@@ -97,12 +108,3 @@ class FusedDecoder:
         )  # fmt: skip
         ids = torch.tensor([token for span in spans for token in span.tokens], device=around.device)
         return step(ids, around)
-
-    def _context(self, steps: int | Tensor, visible: Tensor | None = None) -> Context:
-        """What a step reads that is `steps` behind the prefix; visible (B, M, F): slots, if not those of the step."""
-        layers, prefix = self.layers, self.text[0].prefix
-        mask = layers.text_mask if visible is None else layers.masked(visible, self.step.dtype)
-        return Context(
-            layers.sentences, steps + (prefix + 1), prefix, steps + prefix, self.text, self.source, mask,
-            layers.source_mask, watched=len(self.source) - 1 if self.source else None,
-        )  # fmt: skip

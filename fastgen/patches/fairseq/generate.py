@@ -16,7 +16,7 @@ from fastgen.decoding.cohorts import run
 from fastgen.decoding.first_finished import FirstFinished, Hypothesis, Prediction
 from fastgen.decoding.first_finished_replay import ReplayedFirstFinished
 from fastgen.decoding.plan import Plan, Unsupported
-from fastgen.models import graph, memory, packed
+from fastgen.models import graph, memory, packed, seats
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
 from fastgen.patches.fairseq import bild
@@ -29,6 +29,7 @@ from fastgen.patches.fairseq.stepper import Member, Stepper
 
 _engine.on_release(packed.release)
 _engine.on_release(memory.release)
+_engine.on_release(seats.release)
 _engine.on_release(graph.release)
 
 

@@ -1,6 +1,5 @@
 """The decode steps of a transformers model from its weights (`models.step`), over the shared cache."""
 
-import functools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -18,6 +17,7 @@ from fastgen.models.proof import outcome
 from fastgen.models.ragged import Ragged, Span
 from fastgen.models.reader import step_of
 from fastgen.models.replay import Opened, Replay
+from fastgen.models.seats import Reads
 from fastgen.models.step import Context, DecoderStep
 from fastgen.models.whole import Prepared, is_written, prepared
 from fastgen.ops import native
@@ -155,7 +155,7 @@ class FusedDecoder:
     def __call__(self, ids: Tensor) -> Tensor:
         """Return logits (R, V) fp32 of what follows ids (R, L), of which the cache holds all but the newest."""
         if self.replay is not None and self.ready and self.replay.able(len(ids)):
-            return self.replay(*self._as_room(ids))[0]
+            return self.replay(ids[:, -1], self._reads)[0]
         if not self.seeing:
             return self.step(ids[:, -1], self.context()).float()
         self.hidden = self.step.hidden(ids[:, -1], self.context())
@@ -164,33 +164,27 @@ class FusedDecoder:
     def open(self, ids: Tensor) -> Opened:
         """Open a step of the newest token of ids (R, L) that is captured together with those of others."""
         assert self.replay is not None
-        return self.replay.open(*self._as_room(ids))
+        return self.replay.open(ids[:, -1], self._reads)
 
-    def _as_room(self, ids: Tensor) -> tuple[Any, ...]:
-        """The newest tokens, what makes a context over all the room that there is, and what that is made from."""
-        visible = None if self.cache.ancestry is None else self.cache.ancestry.room
-        make = functools.partial(self._context, visible=visible, whole=True)
-        return ids[:, -1], make, visible, self.prefix_mask, self.source_mask
+    @property
+    def _reads(self) -> Reads:
+        cache = self.cache
+        return Reads(
+            cache.sentences, cache.text, cache.source, cache.ancestry, self.first, self.prefix_mask, self.source_mask
+        )
 
     def context(self) -> Context:
         """What the next step reads."""
-        ancestry = self.cache.ancestry
-        context = self._context(self.cache.text[0].steps, None if ancestry is None else ancestry.visible)
-        context.times = None if ancestry is None else ancestry.times
-        return context
-
-    def _context(self, steps: int | Tensor, visible: Tensor | None, whole: bool = False) -> Context:
-        """What a step reads that is `steps` behind the prompt, with all the room of the cache or what is filled.
-
-        visible: (B, M, F) additive, slots that each beam sees; None for one beam.
-        """
-        cache, position = self.cache, self.first + steps
-        if isinstance(self.first, Tensor):
-            position = cast(Tensor, position).repeat_interleave(cache.beams)
+        cache, ancestry, steps = self.cache, self.cache.ancestry, self.cache.text[0].steps
         return Context(
-            cache.sentences, steps + (self.prefix + 1), self.prefix, position, cache.text, cache.source,
-            self._text_mask(visible, whole), self.source_mask,
+            cache.sentences, self.prefix + steps + 1, self.prefix, self._position(steps), cache.text, cache.source,
+            self._text_mask(steps), self.source_mask, None if ancestry is None else ancestry.times,
         )  # fmt: skip
+
+    def _position(self, steps: int) -> int | Tensor:
+        """Of the newest token, so many steps behind the prompt: (R,) where rows differ."""
+        at = self.first + steps
+        return at.repeat_interleave(self.cache.beams) if isinstance(at, Tensor) else at
 
     @property
     def in_a_row(self) -> bool:
@@ -207,12 +201,9 @@ class FusedDecoder:
             own = torch.zeros(1, 1)
             if self.prefix_mask is not None:
                 mask = torch.nn.functional.pad(self.prefix_mask[:, 0], (0, text.steps + steps))
-        position = self.first + text.steps
-        if isinstance(self.first, Tensor):
-            position = cast(Tensor, position).repeat_interleave(cache.beams)
         context = Context(
-            cache.sentences, self.prefix + text.steps + 1, self.prefix, position, cache.text, cache.source, None,
-            self.source_mask, None if ancestry is None else ancestry.times,
+            cache.sentences, self.prefix + text.steps + 1, self.prefix, self._position(text.steps), cache.text,
+            cache.source, None, self.source_mask, None if ancestry is None else ancestry.times,
         )  # fmt: skip
         return prepared(self.step, context, mask, own, steps)
 
@@ -245,12 +236,12 @@ class FusedDecoder:
         first = position_ids[:: self.cache.beams, -1]
         return int(first[0]) if bool((first == first[0]).all()) else first
 
-    def _text_mask(self, visible: Tensor | None, whole: bool) -> Tensor | None:
-        prefix, text = self.prefix_mask, self.cache.text[0]
-        if visible is None:
-            slots = text.room[0].shape[2] - self.prefix if whole else text.steps + 1
-            return None if prefix is None else torch.nn.functional.pad(prefix, (0, slots))
-        visible = visible[:, None].to(self.step.dtype)
+    def _text_mask(self, steps: int) -> Tensor | None:
+        """What is seen in a step that is `steps` behind the prompt; None where it is all."""
+        prefix, ancestry = self.prefix_mask, self.cache.ancestry
+        if ancestry is None:
+            return None if prefix is None else torch.nn.functional.pad(prefix, (0, steps + 1))
+        visible = ancestry.visible[:, None].to(self.step.dtype)
         shared = visible.new_zeros(1) if prefix is None else prefix
         return torch.cat([shared.expand(*visible.shape[:3], self.prefix), visible], 3)
 

@@ -24,7 +24,7 @@ from fastgen.decoding.sample import Sampling
 from fastgen.decoding.sample_replay import ReplayedSampling
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Edit, capturable
-from fastgen.models import graph, memory, packed
+from fastgen.models import graph, memory, packed, seats
 from fastgen.models.families import family_of
 from fastgen.models.parts import NotFused
 from fastgen.models.routes import routed
@@ -61,6 +61,7 @@ model's layers takes: its products take microseconds, the look a millisecond."""
 
 _engine.on_release(packed.release)
 _engine.on_release(memory.release)
+_engine.on_release(seats.release)
 _engine.on_release(graph.release)
 
 
