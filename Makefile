@@ -63,7 +63,7 @@ gpu: cuda  ## all that a GPU machine is for: its tests, the operations, whole ca
 	run $(PY) -m benchmarks.ops --device cuda; \
 	run $(PY) -m benchmarks.ops --device cuda --dtype bfloat16; \
 	run $(PY) -m benchmarks.launches --device cuda; \
-	$$bench --dtype bfloat16 --rounds 3 --case gpu_bart_large gpu_bart_one gpu_t5_base gpu_gpt2 gpu_best_batch gpu_step_time refill; \
+	$$bench --dtype bfloat16 --rounds 3 --case gpu_bart_large gpu_bart_one gpu_t5_base gpu_gpt2 gpu_best_batch gpu_step_time refill graphs; \
 	$$bench --dtype bfloat16 --rounds 5 --peer compiled --case greedy greedy_one; \
 	$$bench --rounds 3 --case bart_large gpt2 t5_base marian_base trained kv_memory; \
 	if $(PY) -c 'import fastgen, fairseq' 2>/dev/null; then \

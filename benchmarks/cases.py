@@ -93,16 +93,17 @@ class Case:
     """One row of the table.
 
     Attributes:
-        kind: which runner measures it: generate, best_batch, text, grid, step_time, refill, memory, fairseq or
+        kind: which runner measures it: generate, best_batch, text, grid, step_time, setting, memory, fairseq or
             command.
         help: one line for the reader.
         shape: the model; None where `models` or a trained model is used.
         batch, source, beams, new_tokens: sentences, tokens of each source or prompt, beams, tokens generated.
         options: further arguments of `generate`, or of fairseq's generator.
-        target: speed-up over the unpatched toolkit to reach, of a refill over batches one after the other; None where
+        target: speed-up over the unpatched toolkit to reach, of a setting over its first value; None where
             there is none.
         gpu_target: the same on a GPU, where it is another.
         peer_target: speed-up over the peer to reach.
+        setting: an environment variable of fastgen's and the two values to compare; None for other kinds.
         floor_target: times its floor that a decode step of one sentence may take at most.
         models: for a table over several models, their names in SHAPES (grid) or in CASES (memory).
         grid: for a grid, the values of batch, beams and source; for step times, of what is changed, one at a time; the
@@ -124,6 +125,7 @@ class Case:
     target: float | None = None
     gpu_target: float | None = None
     peer_target: float | None = None
+    setting: tuple[str, str, str] | None = None
     floor_target: float | None = None
     models: tuple[str, ...] = ()
     grid: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -506,7 +508,7 @@ CASES = {
         ),
         Case(
             "refill",
-            "refill",
+            "setting",
             "a stream of sentences that end far apart: batches that refill, beside batches one after the other",
             SHAPES["marian_base"],
             batch=32,
@@ -515,6 +517,22 @@ CASES = {
             new_tokens=128,
             options={"bad_words_ids": [[58100]]},
             target=1.0,
+            setting=("FASTGEN_REFILL", "off", "on"),
+            rounds=5,
+            gpu=True,
+        ),
+        Case(
+            "graphs",
+            "setting",
+            "a stream of short sentences on a GPU: graphs that outlive a call, beside those of each call",
+            SHAPES["marian_base"],
+            batch=32,
+            source=32,
+            beams=4,
+            new_tokens=32,
+            options={"bad_words_ids": [[58100]]},
+            target=1.0,
+            setting=("FASTGEN_GRAPHS", "call", "auto"),
             rounds=5,
             gpu=True,
         ),

@@ -74,10 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             text=args.text,
         )
         print(f"{case.name}: {case.help}", flush=True)
-        from benchmarks.refill import run_refill
+        from benchmarks.setting import run_setting
         from benchmarks.step_time import run_step_time
 
-        own = (runners.RUNNERS | {"step_time": run_step_time, "refill": run_refill})[case.kind]
+        own = (runners.RUNNERS | {"step_time": run_step_time, "setting": run_setting})[case.kind]
         try:
             result = (peer.run if peer else own)(case, session)
         except FileNotFoundError as error:

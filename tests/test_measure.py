@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -442,19 +443,20 @@ def test_steps_for_a_gpu_beside_their_floor(tmp_path, capsys):
     assert {"batch1 " in line for line in printed if "ABOVE TARGET 2.5x" in line} == {True}
 
 
-def test_batches_that_refill_beside_batches_that_do_not(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("case", "before", "now"), [("refill", "off", "on"), ("graphs", "call", "auto")])
+def test_a_setting_at_two_values(tmp_path, monkeypatch, case, before, now):
     asked, stream = [], fastgen.generate_stream
 
     def streamed(*args, **kwargs):
-        asked.append(config.settings().refill)
+        asked.append(getattr(config.settings(), case))
         return stream(*args, **kwargs)
 
     monkeypatch.setattr(fastgen, "generate_stream", streamed)
-    assert bench("--case", "refill", "--rounds", 2, "--out", tmp_path) == 0
-    result = result_of(tmp_path, "refill")["result"]
+    assert bench("--case", case, "--rounds", 2, "--out", tmp_path) == 0
+    result = result_of(tmp_path, case)["result"]
     assert len(result["lengths"]) == result["sentences"] > 0
-    assert asked == ["off", "on", "off", "on", "on", "off"]  # warmed, and two rounds
-    assert config.settings().refill == "auto"
+    assert asked == [before, now, before, now, now, before]  # warmed, and two rounds
+    assert config.settings() == config.read(os.environ)
 
 
 @pytest.mark.parametrize("full", [4, None], ids=["full", "all fit"])

@@ -114,6 +114,18 @@ def test_sentences_that_leave(family: str, beams: int, graphs: Graphs) -> None:
     assert sum(captured) <= 5  # 16, 8, 4, 2 and 1 sentences
 
 
+def test_fewer_sentences_take_a_part_of_a_seat(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is captured for each number of them is kept, for the newest ones."""
+    model = _build("bart")
+    _steps_captured(graphs, model, _kwargs(model, sentences=5))
+    (of_model,) = seats._all[model.get_decoder()].values()
+    (seat,) = of_model.free
+    assert [_steps_captured(graphs, model, _kwargs(model, sentences=n)) for n in (3, 1, 5, 3)] == [1, 1, 0, 0]
+    assert of_model.free == [seat]
+    monkeypatch.setattr(seats, "GRAPHS", 2)
+    assert [_steps_captured(graphs, model, _kwargs(model, sentences=n)) for n in (2, 3, 5)] == [1, 0, 1]
+
+
 class _Nested(BaseStreamer):
     """Makes another call in the middle of a call."""
 
@@ -184,13 +196,12 @@ def test_what_is_kept_is_bounded(graphs: Graphs, monkeypatch: pytest.MonkeyPatch
     model = _build("bart")
     _steps_captured(graphs, model, _kwargs(model))
     (of_model,) = seats._all[model.get_decoder()].values()
-    size = of_model.free[0].shape.nbytes
-    monkeypatch.setattr(seats, "KEPT", 2 * size)
-    lengths = [(4 + i, 9) for i in range(3)]
-    for sentences, length in lengths:
-        _steps_captured(graphs, model, _kwargs(model, sentences=sentences, length=length))
-        assert sum(seat.shape.nbytes for seat in of_model.free) <= 2 * size
-    assert of_model.free
+    size = of_model.free[0].nbytes
+    monkeypatch.setattr(seats, "KEPT", 3 * size)
+    for sentences in (4, 5, 3, 2, 1):
+        _steps_captured(graphs, model, _kwargs(model, sentences=sentences))
+        assert sum(seat.nbytes for seat in of_model.free) <= 3 * size
+    assert [list(seat.grounds) for seat in of_model.free] == [[4, 3, 2, 1]]  # the others were left longer ago
     monkeypatch.setattr(seats, "KEPT", size - 1)
     assert [_steps_captured(graphs, model, _kwargs(model)) for _ in range(2)] == [1, 1]
 

@@ -151,11 +151,12 @@ class Attention:
         self.origins = torch.zeros(sentences, beams, longest, dtype=torch.int64, device=device)
         self.rows = torch.empty(0, sentences, beams, width, dtype=torch.float32, device=device)
 
-    def make_room(self, step: int, steps: int | None = None) -> None:
-        """Make room for what is written in a step, and in as many of those behind it, if it is known for how many."""
-        if step >= self.rows.shape[0]:
-            more = room_for(step, self.origins.shape[2]) if steps is None else max(1, steps)
-            grown = self.rows.new_empty(step + more, *self.rows.shape[1:])
+    def make_room(self, step: int, steps: int = 1) -> None:
+        """Make room for what is written in so many steps, of which this is the first."""
+        longest = self.origins.shape[2]
+        least = min(step + steps, max(step + 1, longest))
+        if least > self.rows.shape[0]:
+            grown = self.rows.new_empty(max(least, step + room_for(step, longest)), *self.rows.shape[1:])
             grown[: self.rows.shape[0]] = self.rows
             self.rows = grown
 
@@ -294,8 +295,8 @@ class FirstFinished:
         staying = self._staying()
         return None if staying is None else self._keep(model, staying)
 
-    def _attended(self, attention: Tensor, steps: int | None = None) -> Attention:
-        """Where attention over the source (B * M, S) or (B, S) is noted, with room for that of this step, as there."""
+    def _attended(self, attention: Tensor, steps: int = 1) -> Attention:
+        """Where attention over the source (B * M, S) or (B, S) is noted, with room for so many steps from now on."""
         if self.attention is None:
             self.attention = Attention(self.present, self.beams, self.longest + 1, attention.shape[1], self.device)
         self.attention.make_room(self.step, steps)

@@ -84,7 +84,7 @@ class ReplayedFirstFinished(FirstFinished):
     def _advance(self, model: Stepper, logits: Tensor, attention: Tensor | None, phase: Hashable) -> bool:
         last = self.step == self.longest
         slots = model.ancestry.next_slots()
-        seen = None if attention is None else self._attended(attention, model.ancestry.steps_left).rows
+        seen = None if attention is None else self._attended(attention, max(1, model.ancestry.steps_left)).rows
         finished = self._finished or self._begin(self.step - model.ancestry.steps)
         torch.add(self._offsets, self.step, out=self._numbers)
         choose = functools.partial(self._choose, logits, attention, slots, finished, last)

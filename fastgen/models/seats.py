@@ -6,8 +6,8 @@ more than it needs. A weight is read where it is; what a step makes of weights, 
 side, moves too, and is written anew by every call. For as long as `facts_of` a decoder's step stay the same, where each
 weight is and every number, what was captured over its seats holds.
 
-A seat is one call's at a time. When sentences leave, the others close up at its beginning, and what was captured for so
-many is kept as well.
+A seat is one call's at a time, which may be smaller. When sentences leave, the others close up at its beginning; what
+was captured for so many is kept as well.
 
 Source: Wang et al. 2021 (LightSeq), section 2.3: memory planned once, and shared by all calls.
 """
@@ -38,6 +38,9 @@ from fastgen.models.step import (
     Sublayer,
     TextAttention,
 )
+
+GRAPHS = 16
+"""Graphs over one seat at most, each for another number of sentences."""
 
 KEPT = 2**30
 """Bytes of seats for one decoder at most. A call that needs more has memory and graphs of its own.
@@ -153,14 +156,16 @@ class Ground:
 class Shape:
     """Of a seat: how many sentences, slots of the text and positions of the source, and what else its graphs depend on.
 
-    others: whether there are masks, and the like. nbytes: with what steps put out.
+    others: whether there are masks, and the like. nbytes: of its memory. outputs: bytes that a step puts out for a
+    sentence, which lie with its graph.
     """
 
     sentences: int
     slots: int
     positions: int
     others: tuple[object, ...]
-    nbytes: int = field(compare=False)
+    nbytes: int
+    outputs: int
 
     @classmethod
     def of(cls, reads: Reads, outputs: int) -> "Shape":
@@ -172,12 +177,18 @@ class Shape:
             positions = rounded(positions)
         heads = tuple((kv.shape[1], kv.shape[3], kv.dtype) for layer in layers for kv in layer.room)
         masks = reads.ancestry is not None, reads.prefix_mask is not None, isinstance(reads.first, Tensor)
-        of_token = [sum(kv.shape[1] * kv.shape[3] * kv.element_size() for layer in of for kv in layer.room)
-                    for of in (reads.text, reads.source)]  # fmt: skip
-        nbytes = slots * of_token[0] + positions * of_token[1] + beams * (slots * 4 + outputs)
-        return cls(
-            reads.sentences, slots, positions, (beams, heads, masks, reads.watched), reads.sentences * nbytes
-        )  # fmt: skip
+        text, source = (
+            sum(kv.shape[1] * kv.shape[3] * kv.element_size() for layer in of for kv in layer.room)
+            for of in (reads.text, reads.source)
+        )
+        nbytes = reads.sentences * (slots * (text + beams * 4) + positions * source)  # 4 of the mask
+        others = beams, heads, masks, reads.watched
+        return cls(reads.sentences, slots, positions, others, nbytes, beams * outputs)
+
+    def has_room_for(self, other: "Shape") -> bool:
+        """Whether a call that asks for the other shape may have this one."""
+        large_enough = other.sentences <= self.sentences and other.slots <= self.slots <= 2 * other.slots
+        return large_enough and (self.positions, self.others) == (other.positions, other.others)
 
 
 def rounded(count: int) -> int:
@@ -188,13 +199,22 @@ def rounded(count: int) -> int:
 
 @dataclass(eq=False)
 class Seat:
-    """A ground that calls take in turn, and the same of its first sentences, by how many they are."""
+    """A ground that calls take in turn.
+
+    whole: all of it, once somebody has been here. grounds: of its first sentences, by how many they are, the newest
+    last; what is captured over one of them is captured over that one alone.
+    """
 
     shape: Shape
     of: "Seats"
     facts: object
     lent: graph.Lent = field(default_factory=graph.Lent)
+    whole: Ground | None = None
     grounds: dict[int, Ground] = field(default_factory=dict[int, Ground])
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.nbytes + sum(self.grounds) * self.shape.outputs
 
     def has_room_for(self, reads: Reads) -> bool:
         """Whether a call that sits here, and of which sentences may have left, can stay."""
@@ -202,12 +222,12 @@ class Seat:
 
     def take(self, reads: Reads) -> Ground:
         """Move a call in: what it has is here from now on."""
-        whole = self.grounds.get(self.shape.sentences)
-        if whole is None:
-            whole = self.grounds[self.shape.sentences] = self._ground(reads)
-        ground = self.grounds.get(reads.sentences)
-        if ground is None:
-            ground = self.grounds[reads.sentences] = whole.of_first(reads.sentences, self.lent)
+        if self.whole is None:
+            self.whole = self._ground(reads)
+        ground = self.grounds.pop(reads.sentences, None) or self.whole.of_first(reads.sentences, self.lent)
+        self.grounds[reads.sentences] = ground
+        if len(self.grounds) > GRAPHS:
+            del self.grounds[next(iter(self.grounds))]
         for layers, pairs in ((reads.text, ground.text), (reads.source, ground.source)):
             for layer, pair in zip(layers, pairs, strict=True):
                 layer.move(*pair)
@@ -277,23 +297,27 @@ class Seats:
                 vars(holder)[name] = kept
 
     def pick(self, shape: Shape) -> Seat:
-        """The newest free seat of a shape, or a new one."""
-        for at in reversed(range(len(self.free))):
-            if self.free[at].shape == shape:
-                return self.free.pop(at)
-        return Seat(shape, self, self.facts)
+        """The smallest free seat that has room for a call, or a new one."""
+        fitting = [seat for seat in self.free if seat.shape.has_room_for(shape)]
+        if not fitting:
+            return Seat(shape, self, self.facts)
+        seat = min(fitting, key=lambda each: each.shape.nbytes)
+        self.free.remove(seat)
+        return seat
 
     def take_back(self, seat: Seat) -> None:
         """Keep a seat for calls to come, and of the others as many as there is to be memory for."""
         if seat.facts is not self.facts:
             return
         self.free.append(seat)
-        while sum(each.shape.nbytes for each in self.free) > KEPT:
+        while sum(each.nbytes for each in self.free) > KEPT:
             del self.free[0]
 
 
 _lock = threading.RLock()  # as what is collected meanwhile may give its seat back
-_all: "WeakKeyDictionary[nn.Module, dict[object, Seats]]" = WeakKeyDictionary()  # by decoder, and by `_circumstances`
+_all: "WeakKeyDictionary[nn.Module, dict[tuple[object, ...], Seats]]" = (
+    WeakKeyDictionary()
+)  # by decoder, and by `_circumstances`
 
 
 def borrow(step: DecoderStep, reads: Reads, wide: bool) -> Seat | None:
@@ -304,10 +328,14 @@ def borrow(step: DecoderStep, reads: Reads, wide: bool) -> Seat | None:
     if config.settings().graphs == "call":
         return None
     shape = Shape.of(reads, step.head.outputs * (step.dtype.itemsize + 4 * wide))
-    if shape.nbytes > KEPT:
+    if shape.nbytes + shape.sentences * shape.outputs > KEPT:
         return None
+    now = _circumstances(reads.text[0].room[0].device)
     with _lock:
-        seats = _all.setdefault(step.module, {}).setdefault(_circumstances(reads.text[0].room[0].device), Seats())
+        of_decoder = _all.setdefault(step.module, {})
+        for gone in [each for each in of_decoder if each[0] != now[0]]:  # the model has been moved to another device
+            del of_decoder[gone]
+        seats = of_decoder.setdefault(now, Seats())
         try:
             seats.adopt(step)
         except Unknown:
@@ -328,7 +356,7 @@ def release() -> None:
                 seats.free.clear()
 
 
-def _circumstances(device: torch.device) -> object:
+def _circumstances(device: torch.device) -> tuple[object, ...]:
     """What decides, beside step and shapes, which kernels run, and in which order with others."""
     backend, stream = torch.backends.cuda.matmul, 0
     if device.type == "cuda":

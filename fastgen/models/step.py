@@ -6,6 +6,7 @@ first, the next one's. Source: Wang et al. 2021 (LightSeq), section 2.1: one ope
 """
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -18,6 +19,10 @@ from fastgen.models.positions import Bias, Rotary, rotated, turned_once
 from fastgen.ops.activation import fused_activation
 from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weights
 from fastgen.ops.embedding import embedding, rows_of_positions
+
+
+rounding: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("fastgen_rounding", default=None)
+"""What a sublayer puts out is rounded once more by, while it is tried what rounding does to a model (`models.proof`)."""
 
 
 class KeysAndValues(Protocol):
@@ -272,6 +277,10 @@ class Sublayer:
 
     def __call__(self, x: Tensor, stream: Tensor, context: Any) -> tuple[Tensor, Tensor]:
         """Return what the next sublayer reads, the normed sum, and the sum, (R, C) each; context: what `mix` reads."""
+        made = self._made(x, stream, context)
+        return made if (noise := rounding.get()) is None else (noise(made[0]), noise(made[1]))
+
+    def _made(self, x: Tensor, stream: Tensor, context: Any) -> tuple[Tensor, Tensor]:
         mixed = self.mix(x, self.layer, context)
         if self.parallel:
             return self.norm(stream)[0], self.out.apply(mixed, residual=stream)

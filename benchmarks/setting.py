@@ -1,4 +1,4 @@
-"""Sentences that end far apart, as a stream: batches that refill beside batches one after the other."""
+"""One of fastgen's settings at two values, over a stream of sentences that end far apart."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ ENDS = 24
 """One token in so many ends a sentence, as models with random weights come to no end by themselves."""
 
 
-def run_refill(case: Case, session: Session) -> dict[str, Any]:
-    """A stream with FASTGEN_REFILL=on, as the candidate, beside it with FASTGEN_REFILL=off; both are fastgen's."""
+def run_setting(case: Case, session: Session) -> dict[str, Any]:
+    """A stream with the second value of a case's setting, as the candidate, beside the first; both are fastgen's."""
     assert case.shape is not None
+    assert case.setting is not None
+    name, *values = case.setting
     model: Any = case.shape.build(session.dtype, session.device)
     sentences, options = _sentences(case, model), _options(case, model)
 
-    def streamed(refill: str) -> list[Tensor]:
-        with _refilling(refill):
+    def streamed(value: str) -> list[Tensor]:
+        with _set(name, value):
             return list(
                 fastgen.generate_stream(model, sentences, max_tokens=case.batch * case.source, window=10**6, **options)
             )
@@ -44,12 +46,18 @@ def run_refill(case: Case, session: Session) -> dict[str, Any]:
     agreements = [Agreement(model, {"input_ids": ids[None].to(session.device)}, options) for ids in sentences]
     lengths: list[int] = []
 
-    def same(apart: list[Tensor], refilled: list[Tensor]) -> measure.Verdict:
-        lengths[:] = sorted(len(ids) - 1 for (ids,) in refilled)
-        return all_agree(agreements, apart, refilled)
+    def same(before: list[Tensor], now: list[Tensor]) -> measure.Verdict:
+        lengths[:] = sorted(len(ids) - 1 for (ids,) in now)
+        return all_agree(agreements, before, now)
 
-    hits, arms = Hits(), (partial(streamed, "off"), partial(streamed, "on"))
-    outcome = measure.compare(*arms, session.rounds or case.rounds, same, synchronize=session.synchronize)
+    hits, (before, now) = Hits(), values
+    outcome = measure.compare(
+        partial(streamed, before),
+        partial(streamed, now),
+        session.rounds or case.rounds,
+        same,
+        synchronize=session.synchronize,
+    )
     return outcome.to_dict() | hits.since() | {"sentences": len(sentences), "lengths": lengths}
 
 
@@ -67,9 +75,9 @@ def _options(case: Case, model: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _refilling(value: str) -> Iterator[None]:
+def _set(name: str, value: str) -> Iterator[None]:
     try:
-        with patch.dict(os.environ, FASTGEN_REFILL=value):
+        with patch.dict(os.environ, {name: value}):
             config.reload()
             yield
     finally:
