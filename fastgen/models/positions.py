@@ -44,7 +44,7 @@ def rotated(x: Tensor, cosine: Tensor, sine: Tensor, neighbours: bool = False) -
     else:
         first, second = turned.chunk(2, -1)
         crossed = torch.cat([-second, first], -1)
-    turned = turned * cosine + crossed * sine
+    turned = (turned * cosine + crossed * sine).to(x.dtype)  # OLMo 2 turns in fp32
     return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 

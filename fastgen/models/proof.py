@@ -4,13 +4,14 @@ What was found is of the step as it was read: what was written into a model or i
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from fastgen.models import memory, packed
+from fastgen.models.step import rounding
 from fastgen.ops.dispatch import uncounted
 
 _T = TypeVar("_T")
@@ -22,17 +23,34 @@ UNDECIDED = "the first logits are not finite, so that nothing can be compared"
 """The reason for which one call of a model is not fused."""
 
 
-def agree(found: Tensor, own: Tensor) -> bool | None:
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""How far apart tensors may lie that count as alike, in proportion to their spread; in half precision 0.03."""
+
+ROUNDED = 3.0
+"""How many times as far apart as rounding puts them they may lie, where that was tried, and is more.
+
+Two ways to make the logits of 12 layers in bfloat16 lie up to 0.1 apart, a tenth to nine tenths of what rounding each
+sublayer's output once more makes of them (BART-large's, GPT-2's and Marian's shapes, random weights; on a CPU).
+"""
+
+
+def agree(found: Tensor, own: Tensor, rounded: Tensor | None = None) -> bool | None:
     """Whether logits (R, V) of a fused step are those of the model's own forward, but for rounding.
 
     None where they cannot tell, as they are not finite.
+
+    Args:
+        rounded: what was found where each sublayer's output was rounded once more.
     """
-    tolerance = {torch.float64: 1e-6, torch.float32: 1e-3}.get(own.dtype, 3e-2)
-    found, own = found.double(), own.double()
     if not bool(own.isfinite().all()):
         return None
-    spread = (own - own.mean(-1, keepdim=True)).norm()
-    return found.shape == own.shape and bool((found - own).norm() <= tolerance * spread)
+    if found.shape != own.shape:
+        return False
+    found, mine = found.double(), own.double()
+    spread, apart = (mine - mine.mean(-1, keepdim=True)).norm(), (found - mine).norm()
+    if bool(apart <= TOLERANCE.get(own.dtype, 3e-2) * spread):
+        return True
+    return rounded is not None and bool(apart <= ROUNDED * (rounded.double() - found).norm())
 
 
 class Proven(Protocol):
@@ -51,14 +69,54 @@ class Written(Protocol):
     filled: int
 
 
-def trial(step: Callable[[], Tensor], text: Sequence[Written]) -> Tensor | None:
-    """Make a step, and let its token be written to the layers once more; None where it cannot be made."""
+class Tried(NamedTuple):
+    """Tensors that are to be compared, and the same where each sublayer's output was rounded once more, if it was."""
+
+    found: Sequence[Tensor]
+    rounded: Sequence[Tensor] | None = None
+
+
+def trial(step: Callable[[], Tensor], text: Sequence[Written], dtype: torch.dtype) -> Tried | None:
+    """Make a step, and let its token be written to the layers once more; None where it cannot be made.
+
+    dtype: in which it computes.
+    """
     before = [(layer.steps, layer.filled) for layer in text]
+
+    def again() -> Sequence[Tensor]:
+        try:
+            return [step()]
+        finally:
+            for layer, (steps, filled) in zip(text, before, strict=True):
+                layer.steps, layer.filled = steps, filled
+
+    return tried(again, dtype)
+
+
+def tried(make: Callable[[], Sequence[Tensor]], dtype: torch.dtype) -> Tried | None:
+    """Make what is to be compared, in a precision in which rounding counts twice; None where it cannot be made."""
+    found = made(make)
+    if found is None or (unit := _unit(dtype, found[0].device)) is None:
+        return None if found is None else Tried(found)
+    generator = torch.Generator(found[0].device).manual_seed(0)
+
+    def once_more(x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=generator, dtype=torch.float32, device=x.device)
+        return (x * (1 + unit * (2 * noise - 1))).to(x.dtype)
+
+    token = rounding.set(once_more)
     try:
-        return made(step)
+        return Tried(found, made(make))
     finally:
-        for layer, (steps, filled) in zip(text, before, strict=True):
-            layer.steps, layer.filled = steps, filled
+        rounding.reset(token)
+
+
+def _unit(dtype: torch.dtype, device: torch.device) -> float | None:
+    """By how much at most a number is rounded, in proportion, where that is much; else None."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.finfo(dtype).eps / 2
+    in_tf32 = dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return torch.finfo(torch.float16).eps / 2 if in_tf32 else None  # which has as many bits
 
 
 def made(what: "Callable[[], _T]") -> "_T | None":
@@ -75,17 +133,26 @@ def made(what: "Callable[[], _T]") -> "_T | None":
         return None
 
 
-def verdict(step: Proven, found: Tensor | None, own: Tensor) -> str | None:
+def verdict(step: Proven, what: Tried | None, own: Tensor) -> str | None:
     """Compare a model's first step with its own forward's logits (R, V), once for all; return why it is not fused.
 
     Of an encoder, what it puts out.
     """
-    same = False if found is None else agree(found, own)
+    same = _alike(what, [own])
     if same is None:
         return UNDECIDED
     if not same or outcome(step) is None:
         _outcomes[step.module] = step.facts, same
     return None if same else OTHERWISE
+
+
+def _alike(what: Tried | None, own: Sequence[Tensor]) -> bool | None:
+    """Whether all that was made agrees with the decoder's own; None where it cannot be told."""
+    if what is None or len(what.found) != len(own):
+        return False
+    rounded = what.rounded or [None] * len(own)
+    same = [agree(*each) for each in zip(what.found, own, rounded, strict=True)]
+    return None if None in same else all(same)
 
 
 def outcome(step: Proven) -> bool | None:
@@ -98,12 +165,11 @@ def first_outcome(step: Proven) -> bool | None:
     return _known(_first_outcomes, step)
 
 
-def first_verdict(step: Proven, found: Sequence[Tensor] | None, own: Sequence[Tensor]) -> None:
+def first_verdict(step: Proven, what: Tried | None, own: Sequence[Tensor]) -> None:
     """Compare what a text's first token has made with what the decoder's own forward has, once for all."""
-    made_alike = found is not None and len(found) == len(own)
-    same = [agree(one, other) for one, other in zip(found, own, strict=True)] if found and made_alike else [False]
-    if None not in same:
-        _first_outcomes[step.module] = step.facts, all(same)
+    same = _alike(what, own)
+    if same is not None:
+        _first_outcomes[step.module] = step.facts, same
 
 
 def _known(outcomes: "_Outcomes", step: Proven) -> bool | None:

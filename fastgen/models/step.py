@@ -20,9 +20,8 @@ from fastgen.ops.activation import fused_activation
 from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weights
 from fastgen.ops.embedding import embedding, rows_of_positions
 
-
 rounding: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("fastgen_rounding", default=None)
-"""What a sublayer puts out is rounded once more by, while it is tried what rounding does to a model (`models.proof`)."""
+"""Rounds once more what a sublayer puts out, while it is tried what rounding does to a model (`models.proof`)."""
 
 
 class KeysAndValues(Protocol):

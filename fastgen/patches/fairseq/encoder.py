@@ -102,8 +102,9 @@ def _from_weights(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | N
     if proven is None:
         own = _by_modules(encoder, net_input)
         one, seen = {name: net_input[name][:1] for name in given}, visible[:1]
-        found = trial(lambda: _tokens_of(_at_once(encoder, layers, one, seen), seen), ())
-        reason = verdict(layers, found, _tokens_of(own, seen))
+        own_tokens = _tokens_of(own, seen)
+        found = trial(lambda: _tokens_of(_at_once(encoder, layers, one, seen), seen), (), own_tokens.dtype)
+        reason = verdict(layers, found, own_tokens)
         return own, None if reason is None else _through_modules(reason)
     if not proven:
         raise NotFused(OTHERWISE)

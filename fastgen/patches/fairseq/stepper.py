@@ -53,7 +53,7 @@ class Member:
             (logits, attention), extra = self.fused(tokens), None
         else:
             tried = self.fused
-            found = trial(lambda: tried(tokens)[0], tried.text)
+            found = trial(lambda: tried(tokens)[0], tried.text, tried.step.dtype)
             logits, attention, extra = self._by_modules(tokens)
             reason = verdict(tried.step, found, logits[:, -1])
             tried.ready = reason is None

@@ -22,7 +22,7 @@ from fastgen.models.encoder import Encoder, Padding, Sentences, arranged, may_pa
 from fastgen.models.encoder_layouts import ENCODERS
 from fastgen.models.encoder_reader import encoder_of
 from fastgen.models.parts import NotFused, is_toolkits
-from fastgen.models.proof import outcome, verdict
+from fastgen.models.proof import Tried, outcome, verdict
 from fastgen.ops.dispatch import uncounted
 from fastgen.patches import _engine
 from fastgen.patches.transformers.fused import not_known
@@ -171,7 +171,7 @@ def prove(encoder: Encoder, found: Tensor, own: Tensor) -> None:
     Raises:
         NotFused: they differ.
     """
-    reason = verdict(encoder, found, own)
+    reason = verdict(encoder, Tried([found]), own)
     if reason is not None:
         raise NotFused(reason)
 

@@ -14,7 +14,7 @@ from fastgen.models import first_token
 from fastgen.models.attention import BeamAttention
 from fastgen.models.memory import memory_of
 from fastgen.models.parts import NotFused
-from fastgen.models.proof import by_modules, first_outcome, first_verdict, made, outcome, trial, verdict
+from fastgen.models.proof import by_modules, first_outcome, first_verdict, outcome, trial, tried, verdict
 from fastgen.models.replay import Opened, Result, not_captured
 from fastgen.models.step import Context, DecoderStep
 from fastgen.models.whole import Prepared
@@ -130,7 +130,7 @@ class SharedStepper(Stepper):
             return Seq2SeqLMOutput(logits=cast(Any, logits[:, None]), past_key_values=cast(Any, cache.past_key_values))
         outputs: Any = self.model._prefill(ids, self.config, kwargs, is_first_iteration=True)
         if self.first_proven is None:
-            found = made(lambda: first_token.all_made(step, ids[:, 0], states, mask))
+            found = tried(lambda: first_token.all_made(step, ids[:, 0], states, mask), step.dtype)
             own = [each for layer in (*cache.text, *cache.source) for each in (layer.keys, layer.values)]
             first_verdict(step, found, [outputs.logits[:, -1], *own])
         return outputs
@@ -256,11 +256,11 @@ class SharedStepper(Stepper):
         self.cache.begin_step()
         if self.fused is None:
             return self._of_module(self.cache, ids, given, first)
-        tried = self.fused
-        found = trial(lambda: tried(ids), self.cache.text)
+        fused = self.fused
+        found = trial(lambda: fused(ids), self.cache.text, fused.step.dtype)
         outputs = self._of_module(self.cache, ids, given, first)
-        reason = verdict(tried.step, found, outputs.logits[:, -1])
-        tried.ready = reason is None
+        reason = verdict(fused.step, found, outputs.logits[:, -1])
+        fused.ready = reason is None
         if reason is not None and self.plan.fused:
             self._leave_fused(reason)
         return outputs
@@ -275,8 +275,8 @@ class SharedStepper(Stepper):
                 inputs = self.model.prepare_inputs_for_generation(ids[::m], next_sequence_length=1, **given)
                 own = self.model(**inputs, return_dict=True).logits[:, -1]
             cache.begin_step()
-            found = trial(lambda: fused(ids), cache.text)
-            reason = verdict(fused.step, None if found is None else found[::m], own)
+            found = trial(lambda: fused(ids)[::m], cache.text, fused.step.dtype)
+            reason = verdict(fused.step, found, own)
             fused.ready = reason is None
             if reason is None:
                 return fused(ids)
