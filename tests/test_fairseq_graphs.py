@@ -321,3 +321,18 @@ def test_a_replayed_step_takes_no_memory(kernels: None, graphs: Graphs, monkeypa
     assert len(made) == 2 * 17
     assert made[0]
     assert not any(made[14:-2]), made[14:-2]
+
+
+@pytest.mark.parametrize("name", ["transformer", "bart"])
+def test_the_next_batch_captures_no_step(name: str, graphs: Graphs) -> None:
+    """It moves to where the last one was (`models.seats`), whichever of its sentences leave."""
+    fastgen.release()
+    model, options = zoo.build(name), {"beam_size": 3, "max_len_b": 24, "min_len": 3}
+    captured = []
+    for seed in range(4):
+        before = graphs.captured["_body"]
+        _served([model], zoo.batch(8, 9, seed=seed), options)
+        captured.append(graphs.captured["_body"] - before)
+    assert captured[0] >= 1
+    assert sum(captured) <= 4  # for 8 sentences, 4, 2 and 1
+    assert 0 in captured
