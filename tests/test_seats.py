@@ -158,6 +158,27 @@ def test_two_calls_at_a_time(graphs: Graphs) -> None:
         found.clear()
 
 
+@pytest.mark.parametrize("by", ["weights", "release"])
+def test_a_seat_that_comes_back_too_late(by: str, graphs: Graphs) -> None:
+    """What was captured before weights were replaced, or all was released, in the middle of its call, is not kept."""
+    model = _build("bart")
+    kwargs = _kwargs(model, sentences=1, beams=1)
+    model.generate(**kwargs)
+
+    def inner() -> None:
+        if by == "release":
+            fastgen.release()
+            return
+        layer = model.get_decoder().layers[0].fc1
+        layer.weight = nn.Parameter(layer.weight.detach() * 2)
+        model.generate(**kwargs)
+
+    model.generate(**kwargs, streamer=_Nested(inner))
+    (of_model,) = seats._all[model.get_decoder()].values()
+    assert len(of_model.free) == (by == "weights")  # the inner call's
+    assert _steps_captured(graphs, model, kwargs) == (by == "release")
+
+
 def test_release_and_the_setting(graphs: Graphs, setting: Callable[[str, str], None]) -> None:
     model = _build("bart")
     captures = [_steps_captured(graphs, model, _kwargs(model)) for _ in range(2)]
@@ -168,14 +189,26 @@ def test_release_and_the_setting(graphs: Graphs, setting: Callable[[str, str], N
     assert captures == [1, 0, 1, 1, 1]
 
 
-def test_precision_decides_what_is_captured(graphs: Graphs) -> None:
+def _legacy(on: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = on
+
+
+def _of_products(on: bool) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if on else "none"
+
+
+@pytest.mark.parametrize("switch", [torch.use_deterministic_algorithms, _legacy, _of_products])
+def test_precision_decides_what_is_captured(switch: Callable[[bool], None], graphs: Graphs) -> None:
+    """However it is asked for: where torch has two names for it, asking by the other one may raise."""
+    if switch is _of_products and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has one name for it")
     model = _build("bart")
     captures = [_steps_captured(graphs, model, _kwargs(model))]
-    torch.use_deterministic_algorithms(True)
     try:
+        switch(True)
         captures.append(_steps_captured(graphs, model, _kwargs(model)))
     finally:
-        torch.use_deterministic_algorithms(False)
+        switch(False)
     captures.append(_steps_captured(graphs, model, _kwargs(model)))
     assert captures == [1, 1, 0]
 
@@ -204,6 +237,31 @@ def test_what_is_kept_is_bounded(graphs: Graphs, monkeypatch: pytest.MonkeyPatch
     assert [list(seat.grounds) for seat in of_model.free] == [[4, 3, 2, 1]]  # the others were left longer ago
     monkeypatch.setattr(seats, "KEPT", size - 1)
     assert [_steps_captured(graphs, model, _kwargs(model)) for _ in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2"])
+def test_what_no_call_has_written_is_not_read(
+    family: str, beams: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a call's source and text a seat holds whatever was there."""
+    make = Seat._ground
+
+    def poisoned(seat: Seat, reads: Any) -> Any:
+        ground = make(seat, reads)
+        for tensor in (
+            ground.mask,
+            ground.source_mask,
+            *(kv for pair in (*ground.text, *ground.source) for kv in pair),
+        ):
+            if tensor is not None:
+                tensor.fill_(torch.nan)
+        return ground
+
+    monkeypatch.setattr(Seat, "_ground", poisoned)
+    model = _build(family)
+    for seed in range(2):
+        assert _steps_captured(graphs, model, _kwargs(model, beams=beams, seed=seed)) == (seed == 0)
 
 
 def test_no_memory_for_a_seat(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fastgen.models import memory, packed
 from fastgen.models.step import rounding
 from fastgen.ops.dispatch import uncounted
+from fastgen.ops.processor import in_tf32
 
 _T = TypeVar("_T")
 
@@ -115,8 +116,8 @@ def _unit(dtype: torch.dtype, device: torch.device) -> float | None:
     """By how much at most a number is rounded, in proportion, where that is much; else None."""
     if dtype in (torch.float16, torch.bfloat16):
         return torch.finfo(dtype).eps / 2
-    in_tf32 = dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    return torch.finfo(torch.float16).eps / 2 if in_tf32 else None  # which has as many bits
+    coarse = dtype == torch.float32 and device.type == "cuda" and in_tf32()
+    return torch.finfo(torch.float16).eps / 2 if coarse else None  # which has as many bits
 
 
 def made(what: "Callable[[], _T]") -> "_T | None":

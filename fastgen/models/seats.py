@@ -38,6 +38,7 @@ from fastgen.models.step import (
     Sublayer,
     TextAttention,
 )
+from fastgen.ops.processor import in_tf32
 
 GRAPHS = 16
 """Graphs over one seat at most, each for another number of sentences."""
@@ -315,9 +316,8 @@ class Seats:
 
 
 _lock = threading.RLock()  # as what is collected meanwhile may give its seat back
-_all: "WeakKeyDictionary[nn.Module, dict[tuple[object, ...], Seats]]" = (
-    WeakKeyDictionary()
-)  # by decoder, and by `_circumstances`
+_all: "WeakKeyDictionary[nn.Module, dict[tuple[object, ...], Seats]]" = WeakKeyDictionary()
+"""By decoder, and by `_circumstances`."""
 
 
 def borrow(step: DecoderStep, reads: Reads, wide: bool) -> Seat | None:
@@ -353,7 +353,7 @@ def release() -> None:
     with _lock:
         for by_circumstances in list(_all.values()):
             for seats in by_circumstances.values():
-                seats.free.clear()
+                seats.facts, seats.made, seats.free = None, [], []
 
 
 def _circumstances(device: torch.device) -> tuple[object, ...]:
@@ -362,8 +362,8 @@ def _circumstances(device: torch.device) -> tuple[object, ...]:
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream
     precision = (
-        torch.get_float32_matmul_precision(), backend.allow_tf32, backend.allow_fp16_reduced_precision_reduction,
-        backend.allow_bf16_reduced_precision_reduction, torch.are_deterministic_algorithms_enabled(),
+        in_tf32(), backend.allow_fp16_reduced_precision_reduction, backend.allow_bf16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return device, stream, precision, torch.is_inference_mode_enabled(), config.settings()
 

@@ -40,3 +40,10 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         if allowed != "max":
             cores = min(cores, max(1, int(allowed) // int(period)))
     return cores
+
+
+def in_tf32() -> bool:
+    """Whether products in fp32 run in TF32 on a GPU, as torch is set now."""
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)  # where it is there, the older name may refuse to answer
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
