@@ -36,6 +36,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in _ASKS:
             raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
+        if func.overloadpacket.__name__ == "lift_fresh" and args[0].dim():  # a single one is filled in
+            raise RuntimeError("numbers of the host's are copied while the stream is capturing")
         if func._schema.is_mutable:
             self._note(args, kwargs)
         result = func(*args, **(kwargs or {}))
