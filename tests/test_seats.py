@@ -13,8 +13,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen.models import linear, seats
+from fastgen.models.facts import Unknown, facts_of
 from fastgen.models.positions import Bias
-from fastgen.models.seats import Seat, Unknown, facts_of, rounded
+from fastgen.models.seats import Seat, rounded
 from fastgen.models.step import Embedding
 from tests import zoo
 from tests.parity import assert_same

@@ -3,8 +3,8 @@
 A graph is of addresses. One call's graph serves the next where its keys, values and masks lie where the first one's
 did, and all that a step reads of the model is where it was. So a call moves into a *seat*, which has room for a little
 more than it needs. A weight is read where it is; what a step makes of weights, as queries, keys and values side by
-side, moves too, and is written anew by every call. For as long as `facts_of` a decoder's step stay the same, where each
-weight is and every number, what was captured over its seats holds.
+side, moves too, and is written anew by every call. What was captured over a decoder's seats holds for as long as the
+facts of its step (`models.facts`) are the same: where each weight is, and every number.
 
 A seat is one call's at a time, which may be smaller. When sentences leave, the others close up at its beginning; what
 was captured for so many is kept as well.
@@ -12,12 +12,9 @@ was captured for so many is kept as well.
 Source: Wang et al. 2021 (LightSeq), section 2.3: memory planned once, and shared by all calls.
 """
 
-import dataclasses
-import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -26,18 +23,8 @@ from torch import Tensor, nn
 
 from fastgen import config
 from fastgen.models import graph
-from fastgen.models.linear import Own, SideBySide
-from fastgen.models.norm import Norm, OwnNorm, Times
-from fastgen.models.positions import Bias, RotationTable
-from fastgen.models.step import (
-    DecoderStep,
-    Embedding,
-    FeedForward,
-    KeysAndValues,
-    SourceAttention,
-    Sublayer,
-    TextAttention,
-)
+from fastgen.models.facts import Unknown, facts_of
+from fastgen.models.step import DecoderStep, KeysAndValues
 from fastgen.ops.processor import in_tf32
 
 GRAPHS = 16
@@ -366,55 +353,3 @@ def _circumstances(device: torch.device) -> tuple[object, ...]:
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return device, stream, precision, torch.is_inference_mode_enabled(), config.settings()
-
-
-class Unknown(Exception):
-    """A part of a step of which nobody has said what it reads."""
-
-
-_MADE: dict[type, tuple[str, ...]] = {SideBySide: ("weight", "bias"), Bias: ("table",)}
-"""Tensors that a part has made of weights, for one call."""
-
-_PARTS = (
-    DecoderStep, Embedding, FeedForward, Norm, OwnNorm, RotationTable, SourceAttention, Sublayer, TextAttention, Times
-)  # fmt: skip
-_UNREAD = ("made_by", "module", "together")
-"""What the parts have beside that is not read in a step on a device."""
-
-
-def facts_of(part: Any, made: list[tuple[Any, str]]) -> object:
-    """All that a part of a step is and reads, equal where a graph of one serves the other too.
-
-    Args:
-        made: gets who holds tensors that were made of weights, and by which name.
-
-    Raises:
-        Unknown: there is another part in it.
-    """
-    again = functools.partial(facts_of, made=made)
-    kind: Any = type(part)
-    if part is None or kind in (bool, int, float, str, torch.dtype) or isinstance(part, type):
-        return part
-    if isinstance(part, Tensor):
-        return part.data_ptr(), part.shape, part.stride(), part.dtype, part.device
-    if kind in (list, tuple):
-        return tuple(map(again, part))
-    if kind is functools.partial:
-        return again(part.func), again(part.args), tuple((name, again(each)) for name, each in part.keywords.items())
-    if isinstance(part, nn.Module):
-        numbers = ((name, value) for name, value in vars(part).items() if isinstance(value, (bool, int, float, str)))
-        return kind, tuple(numbers), tuple(map(again, (*part.parameters(), *part.buffers())))
-    if kind is FunctionType and part.__closure__ is None:  # else it holds what it must not keep alive
-        return part
-    if kind is Own:
-        return (kind, *((again(part.module),) if part.weight is None else (again(part.weight), again(part.bias))))
-    if kind in _MADE:
-        known = {(id(holder), name) for holder, name in made}
-        found = [(name, getattr(part, name)) for name in _MADE[kind]]
-        made += [(part, name) for name, tensor in found if tensor is not None and (id(part), name) not in known]
-        shapes = tuple(None if tensor is None else (tensor.shape, tensor.dtype) for _, tensor in found)
-        return kind, shapes, getattr(part, "by_position", None)
-    if kind not in _PARTS:
-        raise Unknown(kind.__name__)
-    names = [each.name for each in dataclasses.fields(part) if kind is OwnNorm or each.name not in _UNREAD]
-    return (kind, *(again(getattr(part, name)) for name in names))
