@@ -24,8 +24,8 @@ _MADE: dict[type, tuple[str, ...]] = {SideBySide: ("weight", "bias"), Bias: ("ta
 _PARTS = (
     DecoderStep, Embedding, FeedForward, Norm, OwnNorm, RotationTable, SourceAttention, Sublayer, TextAttention, Times
 )  # fmt: skip
-_UNREAD = ("made_by", "module", "together")
-"""What the parts have beside that is not read in a step on a device."""
+_UNREAD: dict[type, tuple[str, ...]] = {DecoderStep: ("facts", "module", "together"), SourceAttention: ("made_by",)}
+"""What parts have beside, and is not read in a step on a device."""
 
 
 def facts_of(part: Any, made: list[tuple[Any, str]]) -> object:
@@ -62,5 +62,6 @@ def facts_of(part: Any, made: list[tuple[Any, str]]) -> object:
         return kind, shapes, getattr(part, "by_position", None)
     if kind not in _PARTS:
         raise Unknown(kind.__name__)
-    names = [each.name for each in dataclasses.fields(part) if kind is OwnNorm or each.name not in _UNREAD]
-    return (kind, *(again(getattr(part, name)) for name in names))
+    names = [each.name for each in dataclasses.fields(part) if each.name not in _UNREAD.get(kind, ())]
+    own: tuple[object, ...] = part.facts if kind is DecoderStep else ()  # which are kept for its proof as well
+    return (kind, own, *(again(getattr(part, name)) for name in names))
