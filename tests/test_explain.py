@@ -404,6 +404,7 @@ def test_images_do_not_leave(options: dict[str, Any]) -> None:
     kwargs: dict[str, Any] = {
         "input_ids": torch.tensor([short, long, long]), "pixel_values": torch.randn(5, 3, 8, 8), "max_new_tokens": 12,
         "eos_token_id": list(range(2, 30)), "attention_mask": torch.ones(3, 10, dtype=torch.int64),
+        "suppress_tokens": image[:1],  # which the model would look for an image of
     }  # fmt: skip
     explanation = _explain(model, kwargs | options)
     ours = model.generate(**kwargs, **options)
