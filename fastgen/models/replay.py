@@ -90,11 +90,9 @@ class Replay:
 
     def open(self, tokens: Tensor, reads: Reads) -> "Opened":
         """Have a step's numbers and tokens where the last one's were; arguments as `__call__`'s."""
-        ground, first, tokens_to_come = self._ground, self.text[0], self.step.tokens
-        if self._seat is not None and first.steps + tokens_to_come < self.longest:
-            tokens_to_come += 1  # so that what is seen of it moves along, and not before it
+        ground, first = self._ground, self.text[0]
         for layer in self.text:
-            layer.make_room(tokens_to_come)
+            layer.make_room(self.step.tokens)
         if ground is None or not _same(reads.held, self._held):
             ground = self._ground = self._settle(reads)
             self._held = reads.held
