@@ -9,7 +9,7 @@ Source: NVIDIA, CUDA C++ Programming Guide, CUDA graphs; PyTorch, `torch.cuda.CU
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -125,8 +125,7 @@ class Repeated:
         Raises:
             NotCaptured: see `capture`; the function has not run.
         """
-        known = self._inputs
-        if known is not None and len(inputs) == len(known) and all(map(_same, inputs, known)):
+        if self._inputs is not None and same(inputs, self._inputs):
             if self._launch is None:
                 self._launch, self._result = self._captured(function, device)
             self._launch()
@@ -135,10 +134,6 @@ class Repeated:
         result = function()
         self._inputs = inputs
         return result
-
-    @property
-    def is_captured(self) -> bool:
-        return self._launch is not None
 
     def forget(self) -> None:
         """Hold on to nothing that was given or returned."""
@@ -205,6 +200,11 @@ TRIED = 2**21
 
 def _draw(numbers: Tensor) -> Tensor:
     return numbers.exponential_()
+
+
+def same(new: Sequence[object], old: Sequence[object]) -> bool:
+    """Whether all tensors are the very same ones, and all else is equal."""
+    return len(new) == len(old) and all(map(_same, new, old))
 
 
 def _same(new: object, old: object) -> bool:

@@ -93,7 +93,7 @@ class Replay:
         ground, first = self._ground, self.text[0]
         for layer in self.text:
             layer.make_room(self.step.tokens)
-        if ground is None or not _same(reads.held, self._held):
+        if ground is None or not graph.same(reads.held, self._held):
             ground = self._ground = self._settle(reads)
             self._held = reads.held
             before, at = first.prefix, reads.first if isinstance(reads.first, int) else 0
@@ -149,12 +149,6 @@ class Replay:
         with contextlib.suppress(AttributeError):  # where it was never made
             if self._seat is not None:
                 seats.give_back(self._seat)
-
-
-def _same(new: Sequence[object], old: Sequence[object]) -> bool:
-    return len(new) == len(old) and all(
-        a is b or (isinstance(a, int) and a == b) for a, b in zip(new, old, strict=True)
-    )
 
 
 @dataclass(frozen=True)

@@ -244,9 +244,8 @@ def _write(ground: Ground, reads: Reads) -> None:
     """Write a call's masks and positions to where they are read, and hide what is behind its source."""
     if ground.source_mask is not None:
         count = reads.source[0].prefix
-        for pair in ground.source:
-            for buffer in pair:
-                buffer[:, :, count:] = 0.0  # what is hidden is multiplied all the same
+        for buffer in (kv for pair in ground.source for kv in pair if count < kv.shape[2]):
+            buffer[:, :, count:] = 0.0  # what is hidden is multiplied all the same
         ground.source_mask[..., :count] = 0.0 if reads.source_mask is None else reads.source_mask
         ground.source_mask[..., count:] = -torch.inf
     if ground.first is not None and isinstance(reads.first, Tensor):

@@ -83,13 +83,9 @@ class Layers(Attending):
     def text_mask(self) -> Tensor | None:
         """(B, 1, M, N) additive, made when it is first asked for in a step; None where there is one beam."""
         if self._text_mask is None and self.ancestry is not None:
-            self._text_mask = self.masked(self.ancestry.visible, self._dtype)
+            prefix = next((kv.prefix for module, kv in self.of.items() if not module.encoder_decoder_attention), 0)
+            self._text_mask = F.pad(self.ancestry.visible.to(self._dtype), (prefix, 0))[:, None]
         return self._text_mask
-
-    def masked(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
-        """The mask of the text (B, 1, M, N), from that of the slots behind the prefix, (B, M, F)."""
-        prefix = next((kv.prefix for module, kv in self.of.items() if not module.encoder_decoder_attention), 0)
-        return torch.nn.functional.pad(visible.to(dtype), (prefix, 0))[:, None]
 
     def over_text(self, module: Any, layer: LayerKV, query: Tensor) -> Tensor:
         """Return (1, R, C) for query (1, R, C), whose token is the text's newest; (L, B, C) of a prompt likewise."""
