@@ -271,6 +271,12 @@ FAIRSEQ_SHAPES = {
     "bart": FairseqShape("bart_large", {}, 50_260, Weights(gain=2.0, embedding=0.1, mixing=0.03)),
 }
 
+_STREAM: dict[str, Any] = {
+    "shape": SHAPES["marian_base"], "batch": 32, "source": 32, "beams": 1, "new_tokens": 128,
+    "options": {"bad_words_ids": [[58100]]}, "target": 1.0, "rounds": 5, "gpu": True,
+}  # fmt: skip
+"""What a stream of short sentences is, whichever setting is compared."""
+
 CASES = {
     case.name: case
     for case in (
@@ -510,31 +516,15 @@ CASES = {
             "refill",
             "setting",
             "a stream of sentences that end far apart: batches that refill, beside batches one after the other",
-            SHAPES["marian_base"],
-            batch=32,
-            source=32,
-            beams=1,
-            new_tokens=128,
-            options={"bad_words_ids": [[58100]]},
-            target=1.0,
+            **_STREAM,
             setting=("FASTGEN_REFILL", "off", "on"),
-            rounds=5,
-            gpu=True,
         ),
         Case(
             "graphs",
             "setting",
             "the same stream, on a GPU: graphs that outlive a call, beside graphs of each call",
-            SHAPES["marian_base"],
-            batch=32,
-            source=32,
-            beams=1,
-            new_tokens=128,
-            options={"bad_words_ids": [[58100]]},
-            target=1.0,
+            **_STREAM,
             setting=("FASTGEN_GRAPHS", "call", "auto"),
-            rounds=5,
-            gpu=True,
         ),
         Case(
             "greedy",
