@@ -29,6 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 from fastgen.decoding import cache as kv
 from fastgen.ops import kbest
 from fastgen.patches.transformers import decide
+from fastgen.patches.transformers.compat import CACHE
 from tests import zoo
 from tests.parity import assert_same, fallbacks, hits
 
@@ -259,8 +260,8 @@ def _given_past(r: Random, call: Call) -> Drawn:
             if "attention_mask" in call.kwargs and r.random() < 0.3:
                 call.kwargs["input_ids"] = call.kwargs["input_ids"][:, past:]  # the mask is that of the whole text
         with torch.no_grad():
-            call.model(**seen, past_key_values=cache)
-    return {"past_key_values": cache}
+            call.model(**seen, **{CACHE: cache})
+    return {CACHE: cache}
 
 
 def _alone(r: Random, call: Call) -> Drawn:

@@ -9,6 +9,7 @@ import torch
 from transformers.utils import ModelOutput
 
 import fastgen
+from fastgen.patches.transformers.compat import CACHE
 
 
 @dataclass
@@ -69,7 +70,7 @@ def assert_same(model: Any, kwargs: dict[str, Any], seed: int = 0, tolerance: fl
         return ours
     assert type(ours.value) is type(stock.value)
     same(ours.value, stock.value, "output", tolerance)
-    same(mine.get("past_key_values"), theirs.get("past_key_values"), "the given cache", tolerance)
+    same(mine.get(CACHE), theirs.get(CACHE), "the given cache", tolerance)
     if kwargs.get("do_sample"):
         assert torch.equal(ours.random_state, stock.random_state), "the random number generator was left elsewhere"
     return ours

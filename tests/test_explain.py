@@ -24,6 +24,7 @@ import fastgen
 from fastgen import config
 from fastgen.decoding import cache
 from fastgen.models.proof import by_modules
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.parity import fallbacks, left_off
@@ -85,7 +86,7 @@ def test_the_memory_is_what_the_call_then_takes(family: str, method: str, monkey
     assert explanation.reason is None
     assert explanation.kv_bytes == call.kv_bytes
     with fastgen.disabled():
-        stock = model.generate(**kwargs, return_dict_in_generate=True).past_key_values
+        stock = model.generate(**kwargs, return_dict_in_generate=True)[CACHE]
     assert explanation.stock_kv_bytes == _bytes(stock)
     monkeypatch.setattr(cache, "SWEEP", 2)
     model.generate(**kwargs)
@@ -217,11 +218,11 @@ def test_what_never_comes_to_a_patched_loop() -> None:
     assert reason(cache_implementation="paged") == "cache_implementation='paged'"
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(kwargs["input_ids"][:, :3], past_key_values=cache)
+        model(kwargs["input_ids"][:, :3], **{CACHE: cache})
     for ids in (kwargs["input_ids"], kwargs["input_ids"][:, 3:]):  # all of the text, or what the cache does not hold
-        explanation = _explain(model, {**kwargs, "input_ids": ids, "past_key_values": cache})
+        explanation = _explain(model, {**kwargs, "input_ids": ids, CACHE: cache})
         assert explanation.plan.shared
-        assert explanation.notes[0] == "finished sentences stay in the batch: past_key_values is given"
+        assert explanation.notes[0] == "finished sentences stay in the batch: a KV cache is given"
     assert not hasattr(cache, "_is_user_defined") or not cache._is_user_defined
     with pytest.raises(ValueError, match="trust_remote_code"):
         fastgen.explain(model, **kwargs, dola_layers="high")

@@ -21,6 +21,7 @@ from fastgen.models import in_c
 from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.ops.native import search as c
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.allocations import allocations
@@ -331,7 +332,7 @@ def test_keys_and_values_of_the_beams_that_are_returned(variant: str, beams: int
         stock = model.generate(**kwargs)
     assert torch.equal(ours.sequences, stock.sequences)
     assert calls["search", "native"] > 0
-    for mine, theirs in zip(ours.past_key_values.layers, stock.past_key_values.layers, strict=True):
+    for mine, theirs in zip(ours[CACHE].layers, stock[CACHE].layers, strict=True):
         torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(mine.values, theirs.values, atol=1e-3, rtol=1e-3)
 

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import fastgen
 from fastgen import config
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.parity import assert_same, fallbacks, left_off
@@ -69,12 +70,12 @@ def as_keys(model: Any, rows: int) -> dict[str, Any]:
     cache: Any = _prefix(model, rows)
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache())
-        return inputs | {"past_key_values": cache}
+        return inputs | {CACHE: cache}
     mask = inputs["attention_mask"]
     return {
         "input_ids": inputs["input_ids"],
         "attention_mask": torch.cat([mask.new_ones(SENTENCES, LATENT), mask], 1),
-        "past_key_values": cache,
+        CACHE: cache,
     }
 
 
@@ -83,7 +84,7 @@ def as_nothing(model: Any, rows: int) -> dict[str, Any]:
     cache: Any = DynamicCache(config=model.config)
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    return zoo.batch(model, SENTENCES, 5) | {"past_key_values": cache}
+    return zoo.batch(model, SENTENCES, 5) | {CACHE: cache}
 
 
 def as_encoder_states(model: Any, rows: int) -> dict[str, Any]:
@@ -178,8 +179,8 @@ def _other_type(cache: Any) -> None:
 def test_what_cannot_be_shared(change: Any, reason: str) -> None:
     model = zoo.build("gpt2")
     kwargs = as_keys(model, 4) | METHODS["beams"] | {"max_new_tokens": 6}
-    change(kwargs["past_key_values"])
-    what = f"keys and values are not shared: past_key_values is given, {reason}"
+    change(kwargs[CACHE])
+    what = f"keys and values are not shared: a KV cache is given, {reason}"
     assert what in fastgen.explain(model, **copy.deepcopy(kwargs)).notes
     before = left_off()[what]
     error = assert_same(model, kwargs).error  # transformers does not know what to do with all of these
@@ -199,9 +200,9 @@ def test_sliding_windows_are_not_shared() -> None:
     cache = DynamicCache(config=model.config)
     inputs = zoo.batch(model, 2, 6)
     with torch.no_grad():
-        model(inputs["input_ids"][:, :3].repeat_interleave(2, 0), past_key_values=cache)
-    kwargs = inputs | {"past_key_values": cache, "num_beams": 2, "max_new_tokens": 9}
-    what = "keys and values are not shared: past_key_values is given, with a sliding window"
+        model(inputs["input_ids"][:, :3].repeat_interleave(2, 0), **{CACHE: cache})
+    kwargs = inputs | {CACHE: cache, "num_beams": 2, "max_new_tokens": 9}
+    what = "keys and values are not shared: a KV cache is given, with a sliding window"
     before = left_off()[what]
     assert assert_same(model, kwargs).error is None
     assert left_off()[what] == before + 1
@@ -213,8 +214,8 @@ def test_prompt_that_repeats_what_the_cache_holds() -> None:
     ids = zoo.batch(model, 2, 8, "none")["input_ids"]
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :5].repeat_interleave(3, 0), past_key_values=cache)
-    kwargs = {"input_ids": ids, "past_key_values": cache, "num_beams": 3, "max_new_tokens": 6}
+        model(ids[:, :5].repeat_interleave(3, 0), **{CACHE: cache})
+    kwargs = {"input_ids": ids, CACHE: cache, "num_beams": 3, "max_new_tokens": 6}
     assert fastgen.explain(model, **copy.deepcopy(kwargs)).plan.shared
     assert assert_same(model, kwargs).error is None
 
@@ -222,7 +223,7 @@ def test_prompt_that_repeats_what_the_cache_holds() -> None:
 def test_a_decoder_given_for_both() -> None:
     """One cache for text and source, which transformers takes as it comes, is left to it."""
     model = zoo.build("bart")
-    kwargs = zoo.batch(model, 2, 5) | {"past_key_values": DynamicCache(), "max_new_tokens": 4}
+    kwargs = zoo.batch(model, 2, 5) | {CACHE: DynamicCache(), "max_new_tokens": 4}
     notes = fastgen.explain(model, **copy.deepcopy(kwargs)).notes
-    assert "keys and values are not shared: past_key_values is given, a DynamicCache" in notes
+    assert "keys and values are not shared: a KV cache is given, a DynamicCache" in notes
     assert_same(model, kwargs)

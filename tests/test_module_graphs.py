@@ -17,6 +17,7 @@ from fastgen.models.proof import OTHERWISE as NOT_FUSED
 from fastgen.models.proof import UNDECIDED, by_modules
 from fastgen.models.replay import not_captured
 from fastgen.patches.transformers.captured import OTHERWISE, SURE, WORTH
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.decide import MODULES_CANNOT
 from fastgen.patches.transformers.report import CallReport, last_call
 from fastgen.patches.transformers.shared import SharedStepper
@@ -378,7 +379,7 @@ class _Looking(nn.Module):
         self.attention, self.ask = attention, ask
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-        scale = 1 + self.ask(kwargs["past_key_values"]) % 7 / 10
+        scale = 1 + self.ask(kwargs[CACHE]) % 7 / 10
         return self.attention(hidden_states=hidden_states * scale, **kwargs)
 
 

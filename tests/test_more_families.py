@@ -26,7 +26,10 @@ BEAMS = {"num_beams": 4, "no_repeat_ngram_size": 2, "eos_token_id": [2, 7, 9, 30
 # Whose own attention is computed in fp32, or its softmax, whatever the model is in.
 _IN_FP32 = ("bloom", "codegen", "gpt_neo", "gptj", "mpt")
 # In transformers 5.17 every token that FSMT generates has the same position, which no step of fastgen's gives it.
-_FSMT_COUNTS = "past_key_values_length" in inspect.signature(SinusoidalPositionalEmbedding.forward).parameters
+_FSMT_COUNTS = bool(
+    {"past_key_values_length", "cache_length"}
+    & set(inspect.signature(SinusoidalPositionalEmbedding.forward).parameters)
+)
 needs_counting = pytest.mark.skipif(not _FSMT_COUNTS, reason="this FSMT does not count its positions")
 
 

@@ -14,6 +14,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 import fastgen
 from fastgen.models.families import FAMILIES
+from fastgen.patches.transformers.compat import CACHE
 from tests import zoo
 from tests.parity import assert_same, assert_same_but_for_ties, call, fallbacks, hits
 
@@ -173,8 +174,8 @@ def test_given_past(beams: int) -> None:
     ids = zoo.batch(model, 2, 8, "none")["input_ids"]
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :5].repeat_interleave(beams, 0), past_key_values=cache)
-    assert_same(model, {"input_ids": ids, "past_key_values": cache, "num_beams": beams, "max_new_tokens": 6})
+        model(ids[:, :5].repeat_interleave(beams, 0), **{CACHE: cache})
+    assert_same(model, {"input_ids": ids, CACHE: cache, "num_beams": beams, "max_new_tokens": 6})
 
 
 class _Favour(LogitsProcessor):

@@ -24,6 +24,7 @@ from fastgen.decoding.margin import replayed
 from fastgen.ops import kbest as ops
 from fastgen.patches import _engine
 from fastgen.patches.transformers import generate, parity
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.parity import ParityError, ParityWarning
 from tests import zoo
 from tests.parity import hits
@@ -151,8 +152,8 @@ def test_what_cannot_be_repeated_runs_once() -> None:
     assert hits() == served + 4, "run once, fastgen's way"
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(kwargs["input_ids"][:, :3], past_key_values=cache)
-    model.generate(**kwargs, past_key_values=cache)
+        model(kwargs["input_ids"][:, :3], **{CACHE: cache})
+    model.generate(**kwargs, **{CACHE: cache})
     model.generate(**kwargs, max_time=100.0)
     model.generate(**kwargs, assistant_model=zoo.build("gpt2", seed=1))
     model.generate(**kwargs, logits_processor=LogitsProcessorList([MinLengthLogitsProcessor(8, 2)]))
@@ -160,7 +161,7 @@ def test_what_cannot_be_repeated_runs_once() -> None:
         "run once: _Own may keep a state": 1,
         "run once: _Never may keep a state": 1,
         "run once: a streamer listens": 2,
-        "run once: past_key_values is given": 1,
+        f"run once: {CACHE} is given": 1,
         "run once: max_time ends it by the clock": 1,
         "run once: assistant_model is given": 1,
         "equal": 1,

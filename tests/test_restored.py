@@ -16,6 +16,7 @@ from transformers.generation import logits_process as lp
 import fastgen
 from fastgen import config as switches
 from fastgen.constraints import DisjunctiveConstraint, PhrasalConstraint, Progress
+from fastgen.patches.transformers.compat import CACHE
 from tests import restored_oracle as oracle
 from tests import zoo
 from tests.parity import fallbacks, left_off
@@ -323,10 +324,10 @@ def test_the_cache_of_contrastive_search_goes_on() -> None:
     model = models.build("gpt2")
     inputs = {"input_ids": torch.arange(5, 11)[None]}
     found = model.generate(**inputs, **CONTRASTIVE, max_new_tokens=5, return_dict_in_generate=True)
-    cache = found.past_key_values
+    cache = found[CACHE]
     assert cache.get_seq_length() == found.sequences.shape[1] - 1
     with torch.no_grad():
-        ours = model(input_ids=found.sequences[:, -1:], past_key_values=cache).logits[:, -1]
+        ours = model(input_ids=found.sequences[:, -1:], **{CACHE: cache}).logits[:, -1]
         plain = model(input_ids=found.sequences).logits[:, -1]
     torch.testing.assert_close(ours, plain, atol=1e-9, rtol=1e-9)
 

@@ -28,6 +28,7 @@ from fastgen.models.families import FAMILIES
 from fastgen.models.memory import Memory, _rounded
 from fastgen.ops import linear as linear_ops
 from fastgen.ops import native, processor
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.said import rows_at_most
 from tests import zoo
 
@@ -344,7 +345,7 @@ def test_rows_of_a_call() -> None:
     unknown: list[dict[str, Any]] = [
         {"inputs_embeds": torch.zeros(3, 7, 4)}, {"input_features": torch.zeros(3, 7)}, {},
         {"input_ids": ids, "assistant_model": model}, {"input_ids": ids, "prompt_lookup_num_tokens": 3},
-        {"input_ids": ids, "past_key_values": ()}, {"attention_mask": mask, "encoder_outputs": ()},
+        {"input_ids": ids, CACHE: ()}, {"attention_mask": mask, "encoder_outputs": ()},
     ]  # fmt: skip
     assert all(rows_at_most(model, (), arguments) is None for arguments in unknown)
 

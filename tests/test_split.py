@@ -21,6 +21,7 @@ import fastgen
 from fastgen.decoding import beam as beams
 from fastgen.decoding import cache, sample
 from fastgen.models.step import DecoderStep
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.shared import SharedStepper
 from tests import zoo
 from tests.parity import left_off, same
@@ -106,7 +107,7 @@ def test_halves(
         {"max_time": 100.0},
         {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(100.0)])},
         {"decoder_start_token_id": [3, 3, 3, 3, 3]},
-        {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())},
+        {CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 
 import fastgen
 from fastgen import config
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.report import last_call
 from fastgen.unilm import UniLMConfig, UniLMForConditionalGeneration, load
 from tests import zoo
@@ -108,8 +109,8 @@ def test_logits_in_full_precision() -> None:
         ids = model.prepare_decoder_input_ids_from_labels(labels)
         past, found = None, list[Tensor]()
         for part in ids.split([3, 1, 2], 1):
-            outputs = model(**inputs, decoder_input_ids=part, past_key_values=past, use_cache=True)
-            past = outputs.past_key_values
+            outputs = model(**inputs, decoder_input_ids=part, **{CACHE: past}, use_cache=True)
+            past = outputs[CACHE]
             found.append(outputs.logits)
         torch.testing.assert_close(torch.cat(found, 1), exact, atol=1e-9, rtol=1e-9)
     # Labels that are none, as a collator fills up a batch, change nothing about the others.
@@ -155,9 +156,9 @@ def test_what_cannot_be_had_is_said() -> None:
         model.generate(**inputs, cache_implementation="static", max_new_tokens=4)
     with pytest.raises(ValueError, match="output_hidden_states=True: a UniLM returns neither"):
         model.generate(**inputs, output_hidden_states=True, return_dict_in_generate=True, max_new_tokens=4)
-    past = model(**inputs, decoder_input_ids=torch.tensor([[zoo.START]] * 2), use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="begins with an empty cache, and past_key_values holds 9"):
-        model.generate(**inputs, past_key_values=past)
+    past = model(**inputs, decoder_input_ids=torch.tensor([[zoo.START]] * 2), use_cache=True)[CACHE]
+    with pytest.raises(ValueError, match="begins with an empty cache, and the one given holds 9"):
+        model.generate(**inputs, **{CACHE: past})
     with pytest.raises(ValueError, match=r"attention_mask is \(2, 4\), and the source has 9 tokens"):
         model(
             inputs["input_ids"],

@@ -11,6 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, Log
 
 import fastgen
 from fastgen.patches.transformers import decide
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.parity import Result, assert_same, fallbacks, hits, left_off, same
@@ -94,7 +95,7 @@ def test_bytes_of_stock_with_several_rows(family: str) -> None:
     assert call is not None
     assert call.plan.shared
     with fastgen.disabled():
-        cache = model.generate(**kwargs, return_dict_in_generate=True).past_key_values
+        cache = model.generate(**kwargs, return_dict_in_generate=True)[CACHE]
     assert call.stock_kv_bytes == sum(kv.nbytes for layer in cache.layers for kv in (layer.keys, layer.values))
 
 
@@ -107,7 +108,7 @@ def _filled(model: Any, inputs: dict[str, torch.Tensor], rows: int, static: bool
     seen = {name: value[:, :5].repeat_interleave(rows, 0) for name, value in inputs.items()}
     cache: Any = StaticCache(config=model.config, max_cache_len=60) if static else DynamicCache(config=model.config)
     with torch.no_grad():
-        model(**seen, past_key_values=cache)
+        model(**seen, **{CACHE: cache})
     return cache
 
 
@@ -130,10 +131,10 @@ def test_given_past(family: str, kind: str, method: str, fields: str, dtype: tor
         given = inputs
         for turn in range(2):
             torch.manual_seed(turn)
-            out = model.generate(**given, **options, past_key_values=cache)
+            out = model.generate(**given, **options, **{CACHE: cache})
             said.append(out)
             if fields == "fields":
-                assert out.past_key_values is cache
+                assert out[CACHE] is cache
             assert all(mine is theirs for mine, theirs in zip(cache.layers, layers, strict=True))
             ids = (out.sequences if fields == "fields" else out)[:: options.get("num_return_sequences", 1)]
             if ids.shape[1] <= int(cache.get_seq_length()):  # a beam that ended before the others
@@ -162,16 +163,16 @@ def test_given_past_of_an_encoder_decoder(family: str, method: str) -> None:
     for cache in caches:
         seen = {name: value.repeat_interleave(rows, 0) for name, value in inputs.items()}
         with torch.no_grad():
-            model(**seen, decoder_input_ids=prompt[:, :3].repeat_interleave(rows, 0), past_key_values=cache)
+            model(**seen, decoder_input_ids=prompt[:, :3].repeat_interleave(rows, 0), **{CACHE: cache})
     mask = torch.ones_like(prompt)  # by which transformers knows that the cache holds the beginning
     call = inputs | METHODS[method] | {"decoder_input_ids": prompt, "decoder_attention_mask": mask}
     served, before = hits(), fallbacks()
     torch.manual_seed(0)
-    ours = model.generate(**call, past_key_values=caches[0], max_new_tokens=9)
+    ours = model.generate(**call, **{CACHE: caches[0]}, max_new_tokens=9)
     assert (fallbacks(), hits()) == (before, served + 1)
     torch.manual_seed(0)
     with fastgen.disabled():
-        stock = model.generate(**call, past_key_values=caches[1], max_new_tokens=9)
+        stock = model.generate(**call, **{CACHE: caches[1]}, max_new_tokens=9)
     assert torch.equal(ours, stock)
     same(caches[0], caches[1])
     assert caches[0].is_updated == caches[1].is_updated
@@ -184,8 +185,8 @@ def test_a_given_cache_that_does_not_fit() -> None:
     cache = _filled(model, inputs, 1, static=False)
     options: dict[str, Any]
     for options in ({"num_beams": 4}, {"do_sample": True, "num_return_sequences": 2}):
-        assert assert_same(model, inputs | options | {"past_key_values": cache, "max_new_tokens": 4}).error is not None
-    options = {"past_key_values": None, "use_cache": False, "num_beams": 2, "max_new_tokens": 4}
+        assert assert_same(model, inputs | options | {CACHE: cache, "max_new_tokens": 4}).error is not None
+    options = {CACHE: None, "use_cache": False, "num_beams": 2, "max_new_tokens": 4}
     assert isinstance(assert_same(model, inputs | options).error, ValueError)
 
 
@@ -219,7 +220,7 @@ def test_a_prompt_in_one_chunk_that_leaves_no_cache(new_tokens: int) -> None:
     model = zoo.build("qwen3")
     kwargs = zoo.batch(model, 3, 9) | {"use_cache": False, "prefill_chunk_size": 20, "max_new_tokens": new_tokens}
     for beams in (1, 3):
-        given = kwargs | {"num_beams": beams, "past_key_values": DynamicCache(config=model.config)}
+        given = kwargs | {"num_beams": beams, CACHE: DynamicCache(config=model.config)}
         error = assert_same(model, given).error
         assert (error is not None) == (beams > 1)
 

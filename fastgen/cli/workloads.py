@@ -10,6 +10,7 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration, MarianMTModel, PreTrainedTokenizerFast
 
 from fastgen.errors import CommandError
+from fastgen.patches.transformers.compat import CACHE
 
 Batch = dict[str, torch.Tensor]
 
@@ -146,7 +147,7 @@ def watched_cache(model: torch.nn.Module, peak: KVPeak) -> Iterator[None]:
     """Within it, every step of the unpatched `model` reports the bytes of the cache it returns to `peak`."""
 
     def look(_module: torch.nn.Module, _args: object, output: Any) -> None:
-        if (cache := getattr(output, "past_key_values", None)) is not None:
+        if (cache := getattr(output, CACHE, None)) is not None:
             peak.see(cache_bytes(cache))
 
     handle = model.register_forward_hook(look)

@@ -124,6 +124,7 @@ class BeamSearch:
         rule: candidates kept, ranking and stopping as the toolkit has them.
         fill: token that fills a hypothesis beyond its end.
         sample: draw the candidates instead of taking the best.
+        rank_drawn: sort the drawn candidates by score, best first; else they keep the order of the draw.
         may_drop: whether finished sentences may leave the batch.
         captured: whether the model's steps are, for a number of rows.
         exact: whether log-probabilities are to be the toolkit's to the last bit, as those of models in fp64 can be.
@@ -137,6 +138,7 @@ class BeamSearch:
     edits: Sequence[Edit]
     fill: int
     sample: bool = False
+    rank_drawn: bool = False
     may_drop: bool = True
     captured: bool = False
     exact: bool = False
@@ -256,6 +258,9 @@ class BeamSearch:
             total = (log_probs + self.scores[:, :, None]).flatten(1)
             index = draw(torch.softmax(total, -1), self.rule.candidates)
             values = total.gather(1, index)
+            if self.rank_drawn:
+                values, order = values.sort(-1, descending=True)
+                index = index.gather(1, order)
         else:
             values, index = best_of_log_probs(log_probs, self.scores, self.rule.candidates)
         return values, index // vocabulary, index % vocabulary

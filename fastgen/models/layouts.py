@@ -63,7 +63,8 @@ class Layout:
         parallel: whether attention and feed-forward both read what comes into a layer, or the attribute that says so.
         first: says which row of a table of positions is the first one's.
         pads: whether padding has a row of its own there; "before" where it has the row before the one of its place.
-        past: the parameter by which its table of positions is told how many tokens came before, where it may have none.
+        past: names, in older and newer releases, of the parameter that tells a table of positions how many tokens came
+            before; empty where it needs none.
         norm_tokens: whether token embeddings are normed before positions are added, and not scaled.
         dims: the attribute of an attention module that is the size of a head.
         bias: that of the logits, a buffer of the model's; None where there is none.
@@ -107,7 +108,7 @@ class Layout:
     parallel: bool | str = False
     first: Callable[[Any], int] = lambda _: 0
     pads: bool | Literal["before"] = False
-    past: str | None = None
+    past: tuple[str, ...] = ()
     norm_tokens: bool = False
     dims: str = "head_dim"
     bias: str | None = None
@@ -334,7 +335,7 @@ LAYOUTS = {
     "mvp": replace(_BART, norm_first=False, first=_offset),
     "fsmt": Layout(
         "model.decoder", "model.decoder.output_projection", norm_first=False, first=_behind_padding, pads="before",
-        past="past_key_values_length", masks_text=False,
+        past=("past_key_values_length", "cache_length"), masks_text=False,
     ),
     "unilm": Layout(
         "bert", "cls.predictions.decoder", layers="encoder.layer", tokens="embeddings.word_embeddings",

@@ -328,7 +328,7 @@ class Reader:
         if positions is None:
             return Embedding(tokens.weight, scale, norm=normed, norm_tokens=layout.norm_tokens)
         self.read.add(positions)
-        if layout.past is not None and layout.past not in inspect.signature(type(positions).forward).parameters:
+        if layout.past and not set(layout.past) & set(inspect.signature(type(positions).forward).parameters):
             raise NotFused("positions that do not count the tokens before")
         table: Tensor = positions.weights if hasattr(positions, "weights") else positions.weight
         first = layout.first(positions)

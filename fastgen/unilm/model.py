@@ -25,6 +25,7 @@ from transformers.models.bert.modeling_bert import (
     BertSelfOutput,
 )
 
+from fastgen.patches.transformers.compat import CACHE, cache_given
 from fastgen.unilm.attention import UniLMSelfAttention
 from fastgen.unilm.config import UniLMConfig
 
@@ -175,10 +176,12 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         cast(Any, super())._validate_model_kwargs(model_kwargs)
-        past = model_kwargs.get("past_key_values")
+        past = cache_given(model_kwargs)
         if past is not None and past.get_seq_length():
             # `generate` would take the source's share of it for tokens of the target.
-            raise ValueError(f"a UniLM begins with an empty cache, and past_key_values holds {past.get_seq_length()}")
+            raise ValueError(
+                f"a UniLM begins with an empty cache, and the one given holds {past.get_seq_length()} tokens"
+            )
 
     def forward(
         self,
@@ -187,6 +190,7 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: Any = None,
+        cache: Cache | None = None,
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -198,10 +202,12 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
 
         Args:
             input_ids, attention_mask: the source, (B, S).
-            decoder_input_ids: (B, T); the start token and the targets so far, or, where `past_key_values` holds
-                something, those that it does not hold yet. Made from labels where there are none.
+            decoder_input_ids: (B, T); the start token and the targets so far, or, where `cache` holds something,
+                those that it does not hold yet. Made from labels where there are none.
             decoder_attention_mask: None: targets are not padded, unless behind their labels.
             encoder_outputs: the embedded source, (B, S, C); in place of input_ids.
+            cache: the KV cache of source and target, which grows; `past_key_values` is its name before transformers
+                5.24.
             labels: (B, T) int64, the targets; -100 is none.
         Returns:
             logits (B, T, V), of a mask behind each; with labels the mean cross-entropy, smoothed as the config says.
@@ -221,10 +227,11 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
             if input_ids is None:
                 raise ValueError("a UniLM needs input_ids or encoder_outputs, and both are None")
             encoder_outputs = self.bert(input_ids, attention_mask)
-        if past_key_values is None and use_cache:
-            past_key_values = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+        cache = past_key_values if cache is None else cache
+        if cache is None and use_cache:
+            cache = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
         # The source's keys and values stand in one cache with the target's: both are read by one softmax.
-        past = getattr(past_key_values, "self_attention_cache", past_key_values)
+        past = getattr(cache, "self_attention_cache", cache)
         if past is not None and past.is_compileable:
             raise ValueError(f"a UniLM's cache holds source and target, for which a {type(past).__name__} has no room")
         if decoder_attention_mask is not None:
@@ -240,8 +247,8 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
                 label_smoothing=self.config.label_smoothing,
             )  # fmt: skip
         outputs = Seq2SeqLMOutput(
-            loss=cast(Any, loss), logits=logits, past_key_values=cast(Any, past_key_values),
-            encoder_last_hidden_state=encoder_outputs[0],
+            loss=cast(Any, loss), logits=logits, encoder_last_hidden_state=encoder_outputs[0],
+            **{CACHE: cast(Any, cache)},
         )  # fmt: skip
         return outputs.to_tuple() if return_dict is False else outputs
 

@@ -6,7 +6,7 @@ TOOLKIT = Toolkit(
     name="transformers",
     module="transformers",
     versions=">=5.17",
-    tested="5.23.0",
+    tested="5.24.0",
     canary="fastgen.patches.transformers.canary:agrees",
     install_hint='pip install "transformers>=5.17"',
 )

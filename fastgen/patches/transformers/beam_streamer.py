@@ -4,15 +4,15 @@ transformers' own `generate` calls the streamer with the prompt, and our loop wi
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerationMixin
 
 from fastgen.decoding.plan import Unsupported
 from fastgen.patches import _engine
+from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.decide import check_call, check_model
 from fastgen.patches.transformers.restored import method_of
 from fastgen.patches.transformers.said import said
@@ -91,9 +91,8 @@ def accepted(model: Any, mode: Any, config: Any, mode_kwargs: dict[str, Any]) ->
     for name in (_NAME, "transformers.beam_search"):
         if not _engine.is_applied(name):
             raise Unsupported(f"{name} is not in place")
-    kind, mixin = cast(Any, type(model)), cast(Any, GenerationMixin)
-    if kind._beam_search is not mixin._beam_search:
-        raise Unsupported(f"{kind.__name__} has a beam search of its own")
+    if compat.has_own(model, compat.BEAM_LOOP):
+        raise Unsupported(f"{type(model).__name__} has a beam search of its own")
     if (method := method_of(config)) is not None:
         raise Unsupported(f"{method} tells nothing before its end")
     check_model(model)

@@ -30,12 +30,13 @@ from fastgen.models.ragged import Span
 from fastgen.models.routes import routed
 from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
+from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import check_model, decide
 from fastgen.patches.transformers.drafted import DraftedStepper
 from fastgen.patches.transformers.edits import edits_of, kind_of, known, rowwise, stop_of
 from fastgen.patches.transformers.fused import FusedDecoder
-from fastgen.patches.transformers.given import IS_GIVEN, is_given
+from fastgen.patches.transformers.given import IS_GIVEN
 from fastgen.patches.transformers.report import note
 from fastgen.patches.transformers.shared import SharedStepper
 
@@ -137,7 +138,7 @@ def decode(call: Call, asked: Asked) -> Any:
     policy: Policy = Likeliest(0.0 if options.lossless else options.rollback)
     if config.do_sample:
         policy = Rejection() if options.lossless else Drawn(options.rollback)
-    streamer, pad = call.streamer, config._pad_token_tensor
+    streamer, pad = call.streamer, compat.pad_token(config)
     bild = Bild(
         large=large,
         small=small,
@@ -245,7 +246,7 @@ def planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Pla
         ValueError: they cannot be made from its weights.
     """
     kwargs = call.model_kwargs | {"synced_gpus": call.synced_gpus}
-    if is_given(kwargs.get("past_key_values")):
+    if compat.is_user_provided(compat.cache_of(kwargs)):
         raise ValueError(f"big-little decoding of {type(call.model).__name__}: {IS_GIVEN}")
     try:
         plan, step = decide(

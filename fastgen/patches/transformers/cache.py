@@ -125,9 +125,9 @@ class SharedCache:
         own = Cache(
             layer_class_to_replicate=cast(Any, partial(_Layer, owner, self.text, partial(layer, expected=beams)))
         )
-        self.past_key_values: Cache = own
+        self.as_seen: Cache = own  # what the model gets
         if isinstance(stock, EncoderDecoderCache):
-            self.past_key_values = EncoderDecoderCache(
+            self.as_seen = EncoderDecoderCache(
                 own, Cache(layer_class_to_replicate=cast(Any, partial(_Layer, owner, self.source, layer)))
             )
         for index, held_layer in enumerate(parts_of(stock)[0].layers):
@@ -173,11 +173,11 @@ class SharedCache:
 
     def keep_text(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keep what a layer makes of the prompt, (B, Hkv, L, D), as its module would."""
-        parts_of(self.past_key_values)[0].update(keys, values, layer)
+        parts_of(self.as_seen)[0].update(keys, values, layer)
 
     def keep_source(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keep a layer's keys and values (B, Hkv, S, D) of the source, as its module would."""
-        cached = cast(Any, self.past_key_values)
+        cached = cast(Any, self.as_seen)
         cached.cross_attention_cache.update(keys, values, layer)
         cached.is_updated[layer] = True
 

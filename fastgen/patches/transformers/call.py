@@ -10,6 +10,7 @@ from fastgen.decoding.beam import Trace
 from fastgen.decoding.leaving import Wanted
 from fastgen.decoding.plan import Plan
 from fastgen.models.step import DecoderStep
+from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.shared import SharedStepper
 from fastgen.patches.transformers.stepper import Stepper
 
@@ -48,9 +49,7 @@ class Call:
         given = dict(self.model_kwargs)
         if given.get("encoder_outputs") is not None:
             given["encoder_outputs"] = copy.copy(given["encoder_outputs"])  # which is changed in place
-        ids, given = self.model._expand_inputs_for_generation(
-            rows, self.model.config.is_encoder_decoder, self.input_ids, **given
-        )
+        ids, given = compat.expand(self.model, rows, self.input_ids, given)
         return replace(self, input_ids=ids, model_kwargs=given)
 
     def stepper(self, plan: Plan, step: DecoderStep | None) -> Stepper:

@@ -9,18 +9,18 @@ shown that nothing of the kind is needed.
 import functools
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 
 from fastgen.models import graph, memory
 from fastgen.models.attention import BeamAttention
 from fastgen.models.parts import NotFused, check_plain
 from fastgen.models.proof import UNDECIDED, agree
 from fastgen.models.replay import not_captured
+from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import Room, SharedCache
 from fastgen.patches.transformers.fused import check_arguments, check_preparation
@@ -214,13 +214,12 @@ def _same(new: dict[str, Any], old: dict[str, Any]) -> bool:
 
 
 def _prepares_as_all(model: Any) -> bool:
-    name = "prepare_inputs_for_generation"
-    return getattr(cast(Any, type(model)), name) is getattr(GenerationMixin, name)
+    return not compat.has_own(model, "prepare_inputs_for_generation")
 
 
 def _kinds(model: Any) -> tuple[object, ...]:
     """What a model is made of: what was found of it holds as long as this is equal."""
-    return (model.config._attn_implementation, *map(type, _of_steps(model)))
+    return (compat.attention_of(model.config), *map(type, _of_steps(model)))
 
 
 _outcomes: "WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], str | None]]" = WeakKeyDictionary()

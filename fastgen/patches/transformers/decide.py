@@ -2,10 +2,10 @@
 
 import functools
 import weakref
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from fastgen.decoding.plan import Plan, Unsupported
@@ -17,8 +17,9 @@ from fastgen.models.parts import NotFused, foreign_hook, is_toolkits, name_of
 from fastgen.models.proof import by_modules
 from fastgen.models.step import DecoderStep
 from fastgen.patches import _engine
-from fastgen.patches.transformers import captured, first_tokens, fused, given
+from fastgen.patches.transformers import captured, compat, first_tokens, fused, given
 from fastgen.patches.transformers.cache import parts_of
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.edits import known, rowwise
 from fastgen.patches.transformers.restored import Method, method_of
 
@@ -122,15 +123,10 @@ def _reason_not_to_know(model: Any, method: Method | None) -> str | None:
     try:
         check_model(model)
     except Unsupported as unsupported:
-        if method is None or hasattr(model, "_reorder_cache") or _has_states(model):
+        if method is None or compat.reorders_its_cache(model) or compat.has_states(model):
             raise
         return unsupported.reason
     return None
-
-
-def _has_states(model: Any) -> bool:
-    """Whether a model keeps anything but keys and values, which nobody here could put in another order."""
-    return getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache()
 
 
 MODULES_CANNOT = "the model's own modules compute attention by themselves"
@@ -163,40 +159,32 @@ def check_call(
     model: Any, loop: Literal["beam", "sample"], method: Method | None, config: Any, kwargs: dict[str, Any]
 ) -> None:
     """Raise Unsupported where a call is left to transformers' loop, as far as can be told from its arguments."""
-    for name in _CALLED[loop]:
-        if name in vars(model) or getattr(cast(Any, type(model)), name) is not getattr(GenerationMixin, name):
+    for name in compat.CALLED_BY_LOOP[loop]:
+        if name in vars(model) or compat.has_own(model, name):
             raise Unsupported(f"{type(model).__name__} has its own {name}")
     if kwargs.get("synced_gpus"):
         raise Unsupported("synced_gpus=True")
     if config.is_assistant:
         raise Unsupported("the model is the assistant of another")
-    cache = kwargs.get("past_key_values")
+    cache = compat.cache_of(kwargs)
     if loop == "beam":
         if config.low_memory and method is None:
             raise Unsupported("low_memory=True")
-        if "past_key_values" in kwargs and not hasattr(cache, "reorder_cache"):
+        if CACHE in kwargs and not hasattr(cache, "reorder_cache"):
             raise Unsupported(f"a {type(cache).__name__} cannot be reordered")
-    elif getattr(cache, "is_compileable", False) and not config.disable_compile:
-        everywhere = getattr(config.compile_config, "_compile_all_devices", False)
-        if model.device.type != "cpu" or everywhere:
-            raise Unsupported("transformers compiles the forward")
-
-
-_CALLED = {
-    "sample": ("_prefill", "_has_unfinished_sequences"),
-    "beam": (
-        "_prefill", "_get_top_k_continuations", "_get_running_beams_for_next_iteration", "_update_finished_beams",
-        "_check_early_stop_heuristic", "_beam_search_has_unfinished_sequences",
-    ),
-}  # fmt: skip
-"""What transformers' loops call of a model, and the loops here do not, or not as often."""
+    elif (
+        getattr(cache, "is_compileable", False)
+        and not config.disable_compile
+        and (model.device.type != "cpu" or compat.compiles_everywhere(config))
+    ):
+        raise Unsupported("transformers compiles the forward")
 
 
 def check_model(model: Any) -> None:
     """Raise Unsupported where no call of this model is accelerated, whatever its arguments."""
     if all(family_of(part.model_type) is None for part in _configs(model)):
         raise Unsupported(f"model type {model.config.model_type!r} is not proven yet")
-    if hasattr(model, "_reorder_cache"):
+    if compat.reorders_its_cache(model):
         raise Unsupported(f"{type(model).__name__} reorders its cache itself")
     if getattr(model, "_compiled_call_impl", None) is not None:
         raise Unsupported("the model is compiled")
@@ -227,14 +215,14 @@ def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dic
         return "use_cache=False"
     if kwargs.get("encoder_outputs") is not None and not model.config.is_encoder_decoder:
         return "encoder outputs are given to a decoder"
-    cache = kwargs.get("past_key_values")
+    cache = compat.cache_of(kwargs)
     if (reason := _of_another_kind(cache)) is not None:
         return reason
     layout, mask = layout_of(model.config), kwargs.get("attention_mask")
     sources = model.config.is_encoder_decoder and (layout is None or layout.masks_source)
     if sources and isinstance(mask, Tensor) and not bool(mask.any(-1).all()):
         return "a source of padding alone"
-    if given.is_given(cache):
+    if compat.is_user_provided(cache):
         if has_own_attention(model):
             return given.IS_GIVEN
         if (reason := given.reason_not_to_share(model, cache, len(input_ids), beams)) is not None:
@@ -288,11 +276,11 @@ def _longest(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any])
 
 def held_before(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> int:
     """Tokens that a given cache holds and the prompt does not repeat, by the rule of `_prefill`."""
-    cache = kwargs.get("past_key_values")
+    cache = compat.cache_of(kwargs)
     if cache is None or kwargs.get("inputs_embeds") is not None:
         return 0
     mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
-    length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
+    length = compat.length_of_mask(config) if mask is None else mask.shape[1]
     return 0 if length == input_ids.shape[1] else int(cache.get_seq_length())
 
 
@@ -326,8 +314,8 @@ def _reason_not_to_drop(
         return "return_dict_in_generate=True"
     if kwargs.get("streamer") is not None:
         return "a streamer listens"
-    cache = kwargs.get("past_key_values")
-    if given.is_given(cache):
+    cache = compat.cache_of(kwargs)
+    if compat.is_user_provided(cache):
         return given.IS_GIVEN
     if cache is not None and (reason := _of_another_kind(cache)) is not None:
         return reason

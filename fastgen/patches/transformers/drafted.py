@@ -9,6 +9,7 @@ from fastgen.decoding.drafted_beams import DraftedBeams, Passes
 from fastgen.decoding.plan import Plan
 from fastgen.models.step import DecoderStep
 from fastgen.models.tree import Tree
+from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.fused import FusedDecoder
 from fastgen.patches.transformers.shared import SharedStepper
@@ -25,7 +26,7 @@ class DraftedStepper(SharedStepper):
     def __init__(self, call: Call, plan: Plan, step: DecoderStep, small: SharedStepper, width: int, depth: int) -> None:
         plan = replace(plan, drop=False)
         super().__init__(call.model, plan, call.input_ids, call.config, dict(call.model_kwargs), step)
-        eos: Tensor | None = call.config._eos_token_tensor
+        eos = compat.eos_tokens(call.config)
         self.ends: list[int] = [] if eos is None else [int(token) for token in eos]
         self.small, self.width, self.depth = small, width, depth
         self.drafts: DraftedBeams | None = None
@@ -45,7 +46,7 @@ class DraftedStepper(SharedStepper):
         return False
 
     @property
-    def past_key_values(self) -> Any:
+    def returned_cache(self) -> Any:
         """None: the keys and values of drafts lie among those of the beams."""
         return None
 

@@ -5,7 +5,6 @@ import math
 import operator
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, Literal, cast
 
 import torch
@@ -16,6 +15,8 @@ from transformers.generation import stopping_criteria as sc
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Ban, Call, Edit, Force, NGramBlock, Penalty, SequenceShift, Shift, TopP
 from fastgen.models.parts import is_toolkits
+from fastgen.patches.transformers import compat
+from fastgen.patches.transformers.compat import INSTALLED
 from fastgen.patches.transformers.first_tokens import of_sentences
 
 # Processors that treat every row alike and by its own text alone, so that rows may leave the batch.
@@ -53,16 +54,6 @@ def edits_of(processors: Sequence[Any], vocabulary: Callable[[], int]) -> list[E
 def rowwise(processors: Sequence[Any]) -> str | None:
     """None when rows may leave the batch under these processors, else the name of one that forbids it."""
     return next((type(p).__name__ for p in processors if kind_of(p) not in _ROWWISE), None)
-
-
-@cache
-def penalty_sees_padding() -> bool:
-    """Whether a repetition penalty takes a prompt's padding for text, as where it cannot be told where each begins."""
-    try:
-        lp.RepetitionPenaltyLogitsProcessor(2.0, cast(Any, torch.zeros(1, dtype=torch.int64)))
-    except ValueError:
-        return True
-    return False
 
 
 def has_rows(processor: Any) -> bool:
@@ -125,8 +116,8 @@ def _biases(processor: Any, vocabulary: int) -> list[Edit]:
     if any(not sequence or max(sequence) >= vocabulary for sequence in biases):
         return [Call(_called(processor))]  # it raises, but in newer versions passes over what is empty
     if type(processor) is lp.SequenceBiasLogitsProcessor:
-        if any(len(sequence) > 1 for sequence in biases):  # versions before this attribute need a token more
-            return [SequenceShift(biases, 0 if hasattr(processor, "multi_token_biases") else 1)]
+        if any(len(sequence) > 1 for sequence in biases):
+            return [SequenceShift(biases, 0 if INSTALLED.bias_reaches_start else 1)]
         tokens = torch.tensor([sequence[0] for sequence in biases], dtype=torch.int64)
         return [Shift(tokens, torch.tensor(list(biases.values()), dtype=torch.float32))]
     by_length: dict[int, list[tuple[int, ...]]] = {}
@@ -137,8 +128,8 @@ def _biases(processor: Any, vocabulary: int) -> list[Edit]:
         words = torch.tensor(sequences, dtype=torch.int64)
         if n == 1:
             edits.append(Ban(words[:, 0], lambda _: True))
-        else:  # versions before this attribute leave a text alone that is no longer than the words before the last
-            shortest = n - 1 if hasattr(processor, "multi_token_biases") else n
+        else:
+            shortest = n - 1 if INSTALLED.bias_reaches_start else n
             edits.append(NGramBlock(n, torch.nn.functional.pad(words, (0, 1), value=-1).view(1, -1), shortest))
     return edits
 
@@ -159,7 +150,7 @@ def _source_of(processor: Any, vocabulary: int) -> Tensor | None:
 
 def fill_of(loop: Literal["beam", "sample"], config: Any) -> int:
     """The token behind the end of a sequence."""
-    eos, pad = config._eos_token_tensor, config._pad_token_tensor
+    eos, pad = compat.eos_tokens(config), compat.pad_token(config)
     if loop == "sample":
         return -1 if pad is None else int(pad)
     return -1 if eos is None else int(pad or eos[0])  # as stock has it, a padding id of 0 counts as none

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
-from transformers.utils import output_capturing
 
 from fastgen.models import linear
 from fastgen.models.encoder import Encoder, Padding, Sentences, arranged, may_pay, pays, weights_of, whole
@@ -25,6 +24,7 @@ from fastgen.models.parts import NotFused, is_toolkits
 from fastgen.models.proof import Tried, outcome, verdict
 from fastgen.ops.dispatch import uncounted
 from fastgen.patches import _engine
+from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.fused import not_known
 
 _Original = Callable[..., Any]
@@ -97,7 +97,7 @@ def check(encoder: Any, given: Tensor, args: tuple[Any, ...], kwargs: Mapping[st
         raise NotForUs("gradients are wanted")
     if given.device.type != "cpu":
         raise NotForUs("not on a CPU")
-    if output_capturing._active_collector.get():  # pyright: ignore[reportPrivateUsage]
+    if compat.collects_outputs():
         raise NotForUs("hidden states or attentions are returned")
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise NotFused("it is a decoder")
@@ -118,7 +118,7 @@ def _encode(original: _Original, encoder: Any, family: str, hidden: Tensor, mask
         Slower: it would not be faster.
     """
     shape = hidden.shape[0], hidden.shape[1]
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool and _config(encoder)._attn_implementation == "eager":
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and compat.attention_of(_config(encoder)) == "eager":
         raise NotFused("an attention mask of its own")  # it would be added
     visible = visible_of(mask, *shape)
     if padding == "run" and visible is not None and _alike(hidden, visible):

@@ -16,7 +16,7 @@ from fastgen.models.early_exit import early_exit
 from fastgen.models.layouts import LAYOUTS
 from fastgen.ops import linear as linear_ops
 from fastgen.patches import _engine
-from fastgen.patches.transformers import bild, bild_call, restored
+from fastgen.patches.transformers import bild, bild_call, compat, restored
 from fastgen.patches.transformers.cache import held, parts_of
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide, held_before
@@ -248,7 +248,7 @@ def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | t
             source -= 1  # the text is that of source and target, and its start token is not run
     elif prepared.kwargs.get("inputs_embeds") is not None:
         prompt = prepared.kwargs["inputs_embeds"]
-    cache = prepared.kwargs.get("past_key_values")
+    cache = compat.cache_of(prepared.kwargs)
     # The last token is chosen but never run.
     prefix = prompt.shape[1] + held_before(model, prepared.input_ids, prepared.config, prepared.kwargs)
     steps = prepared.config.max_length - prepared.input_ids.shape[1] - 1

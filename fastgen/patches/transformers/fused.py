@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen import config
@@ -21,7 +20,9 @@ from fastgen.models.seats import Reads
 from fastgen.models.step import Context, DecoderStep
 from fastgen.models.whole import Prepared, is_written, prepared
 from fastgen.ops import native
+from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache import SharedCache, parts_of
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.restored import method_of
 
 # Arguments of a model's forward that its decode steps can do without, or that are looked at here; and of a loop.
@@ -31,10 +32,10 @@ _ARGUMENTS = {
         "decoder_attention_mask",
         "encoder_outputs",
         "global_attention_mask",
-        "past_key_values",
+        CACHE,
         "use_cache",
     },
-    False: {"attention_mask", "inputs_embeds", "logits_to_keep", "past_key_values", "position_ids", "use_cache"},
+    False: {"attention_mask", "inputs_embeds", "logits_to_keep", CACHE, "position_ids", "use_cache"},
 }  # by whether it is an encoder-decoder
 _OF_LOOP = {"streamer", "synced_gpus", "tokenizer"}
 _NOT_FORWARDED = {"labels"}  # trainers hand `generate` whole batches; it keeps these from the forward
@@ -43,7 +44,7 @@ _ATTENTION = ("eager", "sdpa")
 
 def not_known(model: Any, config: Any) -> str | None:
     """Why the attention function that a model's config names is not one whose results are known."""
-    name = config._attn_implementation
+    name = compat.attention_of(config)
     eager = getattr(sys.modules.get(type(model).__module__), "eager_attention_forward", None)
     function = cast(Any, ALL_ATTENTION_FUNCTIONS).get(name, eager if name == "eager" else None)
     if name not in _ATTENTION:
@@ -63,7 +64,7 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     if config.settings().step == "module":
         raise NotFused("FASTGEN_STEP=module")
     check_arguments(model, generation_config, kwargs)
-    windows = [layer.sliding_window for layer in parts_of(kwargs["past_key_values"])[0].layers if layer.is_sliding]
+    windows = [layer.sliding_window for layer in parts_of(kwargs[CACHE])[0].layers if layer.is_sliding]
     if windows and longest > min(windows):
         raise NotFused("the text may outgrow the sliding window")
     layout = layout_of(model.config)
@@ -104,10 +105,10 @@ def check_arguments(model: Any, generation_config: Any, kwargs: dict[str, Any]) 
 def check_preparation(model: Any) -> None:
     """Raise NotFused where a model prepares its steps in a way of its own."""
     layout = layout_of(model.config)
-    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+    for name in compat.STEP_METHODS:
         method: Any = getattr(cast(Any, type(model)), name)
         harmless = layout is not None and layout.own_inputs and is_toolkits(method)
-        if name in vars(model) or not (method is getattr(GenerationMixin, name) or harmless):
+        if name in vars(model) or (compat.has_own(model, name) and not harmless):
             raise NotFused(f"{type(model).__name__} has its own {name}")
     if type(model).__call__ is not nn.Module.__call__:
         raise NotFused(f"{type(model).__name__} has its own __call__")

@@ -4,7 +4,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -35,6 +35,7 @@ from fastgen.patches.transformers import (
     bild,
     bild_call,
     bild_resting,
+    compat,
     parity,
     pausing,
     restored,
@@ -46,7 +47,7 @@ from fastgen.patches.transformers import (
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import bounded, edits_of, fill_of, stop_of
-from fastgen.patches.transformers.given import IS_GIVEN, is_given
+from fastgen.patches.transformers.given import IS_GIVEN
 from fastgen.patches.transformers.outputs import Decoding, fields, vocabulary
 from fastgen.patches.transformers.pausing import Begun
 from fastgen.patches.transformers.said import rows_at_most, said
@@ -256,7 +257,7 @@ def decoding_of(loop: Literal["beam", "sample"], call: Call, model: Stepper) -> 
 def _beam_search(call: Call, model: Stepper) -> Decoding:
     config, m = call.config, model.plan.beams
     certain = None if call.streamer is None else Certain(call.streamer.put, call.input_ids.shape[1])
-    eos = config._eos_token_tensor
+    eos = compat.eos_tokens(config)
     rule = TransformersRule(
         beams=m,
         max_length=config.max_length,
@@ -274,6 +275,7 @@ def _beam_search(call: Call, model: Stepper) -> Decoding:
         edits=edits,
         fill=fill_of("beam", config),
         sample=config.do_sample,
+        rank_drawn=compat.INSTALLED.ranks_drawn_beams,
         may_drop=model.plan.drop,
         captured=model.plan.graphs,
         exact=call.model.dtype == torch.float64,
@@ -295,7 +297,7 @@ def _replayed(call: Call, model: Stepper, edits: Sequence[Edit], stop: Stop) -> 
         reason = "scores are summed up"
     elif call.streamer is not None:
         reason = "a streamer listens"
-    elif is_given(call.model_kwargs.get("past_key_values")):
+    elif compat.is_user_provided(compat.cache_of(call.model_kwargs)):
         reason = IS_GIVEN  # which is to hold the keys and values of the last step
     elif stop.others:
         reason = "a stopping criterion looks at all tokens"
@@ -344,9 +346,8 @@ def _of_beams(call: Call, model: Stepper, search: BeamSearch, certain: Certain |
 def _sample(call: Call, model: Stepper) -> Decoding:
     config, streamer, wanted = call.config, call.streamer, call.wanted
     pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
-    pad = config._pad_token_tensor
-    if config.compile_config is not None:
-        call.model._valid_auto_compile_criteria(call.model_kwargs, config)  # which says that nothing is compiled
+    pad = compat.pad_token(config)
+    compat.warn_of_compilation(call.model, config, call.model_kwargs)
     stop = stop_of(call.stopping_criteria)
     edits = edits_of(call.logits_processor, lambda: vocabulary(call.model))
     replayed = _replayed(call, model, edits, stop)
@@ -362,8 +363,7 @@ def _sample(call: Call, model: Stepper) -> Decoding:
         on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
         wanted=None if wanted is None else lambda row: wanted(row // model.plan.beams),
     )
-    around = getattr(call.model, "_optimize_model_for_decode", nullcontext)
-    return Decoding(sampling, lambda: _of_samples(call, model, sampling), around)
+    return Decoding(sampling, lambda: _of_samples(call, model, sampling), lambda: compat.decode_context(call.model))
 
 
 def _of_samples(call: Call, model: Stepper, sampling: Sampling) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastgen.decoding.beam import Trace
 from fastgen.decoding.cohorts import Search
 from fastgen.patches.transformers.call import Call
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.stepper import Stepper
 
 
@@ -32,7 +33,7 @@ def fields(call: Call, model: Stepper, trace: Trace) -> dict[str, Any]:
     found: dict[str, Any] = {
         "scores": None if trace.scores is None else tuple(trace.scores),
         "logits": None if trace.logits is None else tuple(trace.logits),
-        "past_key_values": model.past_key_values,
+        CACHE: model.returned_cache,
     }
     if not encoder_decoder:
         return found | {

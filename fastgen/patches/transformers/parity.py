@@ -16,7 +16,8 @@ from torch import Tensor
 from fastgen.config import settings
 from fastgen.decoding.margin import NEAR_TIE, closest_decision, end_tokens, prompt_length
 from fastgen.patches import _engine
-from fastgen.patches.transformers import restored
+from fastgen.patches.transformers import compat, restored
+from fastgen.patches.transformers.compat import CACHE_ARGUMENTS
 from fastgen.patches.transformers.edits import known, rowwise
 from fastgen.patches.transformers.said import Settings
 
@@ -134,7 +135,7 @@ def _copied(call: dict[str, Any]) -> dict[str, Any]:
 def _reason_not_to_repeat(model: Any, call: dict[str, Any]) -> str | None:
     if call.get("streamer") is not None:
         return "a streamer listens"
-    for name in ("past_key_values", "assistant_model", "custom_generate"):
+    for name in (*sorted(CACHE_ARGUMENTS), "assistant_model", "custom_generate"):
         if call.get(name) is not None:
             return f"{name} is given"
     stateful = rowwise(call.get("logits_processor") or ()) or known(call.get("stopping_criteria") or ())
@@ -227,7 +228,7 @@ def _scores_apart(model: Any, ours: Any, stock: Any) -> Divergence | None:
 
 def _described(model: Any, original: Callable[..., Any], call: dict[str, Any], part: _Part) -> Divergence:
     """Say where the outputs part, and by how little, from the scores of another run of the toolkit's own code."""
-    config: Any = model._prepare_generation_config(call.get("generation_config"), **_options(call))[0]
+    config: Any = compat.prepare_config(model, call.get("generation_config"), _options(call))
     beams, per_sentence = config.num_beams, config.num_return_sequences
     tells = {"return_dict_in_generate": True, "output_scores": True}
     if beams > 1:  # all hypotheses, as the other way's may be among them

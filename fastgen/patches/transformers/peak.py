@@ -31,14 +31,14 @@ from fastgen.models.step import DecoderStep
 from fastgen.models.whole import is_packable
 from fastgen.ops.dispatch import runs_kernels
 from fastgen.patches import _engine
+from fastgen.patches.transformers import compat, source
 from fastgen.patches.transformers import generate as loops
-from fastgen.patches.transformers import source
 from fastgen.patches.transformers.cache import SharedCache
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import bounded, known, runs_code_of_others
 from fastgen.patches.transformers.fused import FusedDecoder
-from fastgen.patches.transformers.given import IS_GIVEN, is_given
+from fastgen.patches.transformers.given import IS_GIVEN
 from fastgen.patches.transformers.prepared import MIXIN, Prepared, generates_segments
 from fastgen.patches.transformers.restored import METHODS
 from fastgen.patches.transformers.shared import SharedStepper
@@ -66,7 +66,7 @@ def peak_bytes(bare: Any, prepared: Prepared, plan: Plan, kwargs: dict[str, Any]
         raise NotPredicted(f"{type(bare).__name__} has a generate of its own")
     if not plan.shared:
         raise NotPredicted("the cache is transformers' own")
-    if is_given(prepared.kwargs.get("past_key_values")):
+    if compat.is_user_provided(compat.cache_of(prepared.kwargs)):
         raise NotPredicted(IS_GIVEN)
     if bare.device.type != "cpu":
         raise NotPredicted(f"only on a CPU, not on {bare.device.type}")
@@ -156,7 +156,7 @@ def _planned(kind: Any, plan: Plan, step: DecoderStep | None, shared: bool) -> t
 
         return planned
 
-    methods = {"__module__": kind.__module__, "_beam_search": loop("beam"), "_sample": loop("sample")}
+    methods = {"__module__": kind.__module__} | {name: loop(which) for name, which in compat.LOOPS.items()}
     return type(kind.__name__, (kind,), methods)
 
 
@@ -220,9 +220,7 @@ class _Ends:
                 cache.ancestry.make_room()
                 cache.ancestry.note_steps(1, is_open=False)
             if model.fused is None:
-                model.kwargs = model.model._update_model_kwargs_for_generation(
-                    ModelOutput(), model.kwargs, is_encoder_decoder=model.model.config.is_encoder_decoder
-                )
+                model.kwargs = compat.arguments_of_next(model.model, ModelOutput(), model.kwargs)
         self._set_length(self.search.text.length + max(0, steps))
 
     def _sweep(self) -> None:

@@ -23,7 +23,7 @@ from fastgen.decoding.plan import Unsupported
 from fastgen.models.families import family_of
 from fastgen.models.parts import is_toolkits
 from fastgen.patches import _engine
-from fastgen.patches.transformers import beam_streamer, restored, restored_loops
+from fastgen.patches.transformers import beam_streamer, compat, restored, restored_loops
 from fastgen.patches.transformers.call import Call
 from fastgen.patches.transformers.decide import check_model, rows_of
 from fastgen.patches.transformers.edits import bounded
@@ -67,15 +67,15 @@ def prepare(bare: Any, model: Any, kwargs: dict[str, Any]) -> Prepared:
         raise Unsupported("custom_generate is given")
     if kwargs.get("cache_implementation") == "paged":
         raise Unsupported("cache_implementation='paged'")
-    attention = bare.config._attn_implementation
+    attention = compat.attention_of(bare.config)
     try:
         with _engine.disabled():
             generate(_probe(bare, model.generation_config), **arguments_of(model, kwargs))
     except _Reached as reached:
         return reached.prepared
     finally:  # which a generate of a model's own may have set, for a call that is not to run
-        if bare.config._attn_implementation != attention:
-            bare.config._attn_implementation = attention
+        if compat.attention_of(bare.config) != attention:
+            compat.set_attention(bare.config, attention)
     raise Unsupported(f"the generate of {type(bare).__name__} comes to no loop")
 
 
@@ -91,7 +91,7 @@ def arguments_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     kwargs = {
         name: value for name, value in kwargs.items() if name not in getattr(model, "special_peft_forward_args", ())
     }
-    for name in ("encoder_outputs", "past_key_values"):  # which `generate` changes in place
+    for name in ("encoder_outputs", *compat.CACHE_ARGUMENTS):  # which `generate` changes in place
         if kwargs.get(name) is not None:
             kwargs[name] = copy.copy(kwargs[name])
     if kwargs.get("streamer") is not None:
@@ -109,7 +109,7 @@ def _probe(model: Any, generation_config: Any) -> Any:
         mode = restored.MODES.get(mode, mode)
         with contextlib.suppress(Unsupported):  # then transformers says what it refuses
             mode_kwargs = beam_streamer.accepted(model, mode, config, mode_kwargs)
-        model._validate_generation_mode(mode, config, mode_kwargs)
+        getattr(model, compat.VALIDATE)(mode, config, mode_kwargs)
 
     kind = cast(Any, type(model))
     methods: dict[str, Any] = {
@@ -118,14 +118,14 @@ def _probe(model: Any, generation_config: Any) -> Any:
     methods |= {
         "__module__": kind.__module__,
         "get_encoder": get_encoder,
-        "_validate_generation_mode": validate,
+        compat.VALIDATE: validate,
         "detect_language": _any_language,
         "load_custom_generate": _load_custom_generate,
-        "_get_deprecated_gen_repo": _repository,
+        compat.REPOSITORY: _repository,
         # What would compute images' features, extend the prompt by generating, and allocate a static cache's memory.
-        "_prepare_multimodal_encoder_kwargs_for_generation": _without_images,
+        compat.ENCODE_IMAGES: _without_images,
         "heal_tokens": _as_they_are,
-        "_get_static_cache_init_shape": _unknown_shape,
+        compat.STATIC_CACHE_SHAPE: _unknown_shape,
     }
     probe: Any = object.__new__(type(kind.__name__, (kind,), methods))
     probe.__dict__ = vars(model) | {"generation_config": generation_config}
@@ -173,13 +173,13 @@ def _loop(name: str) -> Callable[..., NoReturn]:
 
 MIXIN: Any = GenerationMixin  # whose methods are typed for models that no class of transformers is
 
-_LOOPS: dict[str, Literal["beam", "sample"]] = {"_beam_search": "beam", "_sample": "sample"}
+_LOOPS = dict(compat.LOOPS)
 for _mode, _loop_mode in restored.MODES.items():  # by names of their own, as nothing is patched here
     _LOOPS[GENERATION_MODES_MAPPING[_mode]] = _LOOPS[GENERATION_MODES_MAPPING[_loop_mode]]
 
 
 def _repository(self: Any, mode: Any, *args: Any) -> str | None:
-    return None if mode in restored.MODES else MIXIN._get_deprecated_gen_repo(self, mode, *args)
+    return None if mode in restored.MODES else getattr(MIXIN, compat.REPOSITORY)(self, mode, *args)
 
 
 def _load_custom_generate(self: Any, repository: str, *args: Any, **kwargs: Any) -> Any:

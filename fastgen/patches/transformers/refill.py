@@ -9,11 +9,10 @@ Source: Hoang et al. 2018 (Amun), section 2.1.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
 
 from fastgen.decoding.cohorts import Cohort, Occupancy, advance, reason_not_to_refill
 from fastgen.models.families import family_of
@@ -22,7 +21,7 @@ from fastgen.models.replay import JointReplay
 from fastgen.models.routes import routed
 from fastgen.patches import _engine
 from fastgen.patches._room import NO_MEMORY, make_room
-from fastgen.patches.transformers import parity, pausing
+from fastgen.patches.transformers import compat, parity, pausing
 from fastgen.patches.transformers.pausing import Begun, Request
 from fastgen.patches.transformers.shared import SharedStepper
 
@@ -152,7 +151,7 @@ def _reason_not_to_refill(model: Any, config: Any, kwargs: dict[str, Any]) -> st
 def who_stands_between(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
     """What is between our loops and the caller of a model's `generate`, and would see what is no output of it."""
     for name, patch in _METHODS.items():
-        if name in vars(model) or getattr(cast(Any, type(model)), name, None) is not getattr(GenerationMixin, name):
+        if name in vars(model) or compat.has_own(model, name):
             return f"{type(model).__name__} has its own {name}"
         if not _engine.is_on_top(patch):
             return f"{patch} is not in place"
@@ -165,7 +164,7 @@ def who_stands_between(model: Any, config: Any, kwargs: dict[str, Any]) -> str |
 
 _METHODS = {
     "generate": "transformers.generate",
-    "_beam_search": "transformers.beam_search",
-    "_sample": "transformers.sample",
+    compat.BEAM_LOOP: "transformers.beam_search",
+    compat.SAMPLE_LOOP: "transformers.sample",
 }
 """What a batch passes, each with its patch: nobody else may stand there, who would see a loop in place of an output."""

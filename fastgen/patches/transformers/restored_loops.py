@@ -20,9 +20,12 @@ from fastgen.decoding.pooled_beams import PooledBeams
 from fastgen.decoding.pools import Hypothesis, Ranking
 from fastgen.models.layouts import layout_of
 from fastgen.models.step import DecoderStep
+from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache import parts_of
 from fastgen.patches.transformers.call import Call
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.edits import edits_of, stop_of
+from fastgen.patches.transformers.given import IS_GIVEN
 from fastgen.patches.transformers.outputs import Decoding, fields, vocabulary
 from fastgen.patches.transformers.restored import Method
 from fastgen.patches.transformers.scored import Scored, summed
@@ -35,18 +38,18 @@ def widened(call: Call) -> Call:
     Raises:
         ValueError: it asks for what contrastive search here has not; with the value.
     """
-    config, cache = call.config, call.model_kwargs.get("past_key_values")
+    config, cache = call.config, compat.cache_of(call.model_kwargs)
     kind, layout = type(call.model).__name__, layout_of(call.model.config)
     if layout is not None and layout.source_in_text:
         raise ValueError(f"contrastive search looks at hidden states, and a {kind} returns none")
-    if cache is None or "past_key_values" not in inspect.signature(call.model.forward).parameters:
+    if cache is None or CACHE not in inspect.signature(call.model.forward).parameters:
         raise ValueError(f"contrastive search runs one token at a time, and a {kind} has no cache of keys and values")
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
             f"contrastive search runs one token more than cache_implementation={config.cache_implementation!r} holds"
         )
-    if getattr(cache, "_is_user_defined", False):
-        raise ValueError("contrastive search looks at all of the prompt, and past_key_values is given")
+    if compat.is_user_provided(cache):
+        raise ValueError(f"contrastive search looks at all of the prompt, and {IS_GIVEN}")
     if config.prefill_chunk_size is not None:
         raise ValueError(
             f"contrastive search looks at all of the prompt, and prefill_chunk_size is {config.prefill_chunk_size}"
@@ -102,7 +105,7 @@ def _constrained(call: Call, model: Stepper) -> ConstrainedBeamSearch:
 
 
 def _contrastive(call: Call, model: Stepper) -> ContrastiveSearch:
-    config, streamer = call.config, call.streamer
+    config, streamer, pad = call.config, call.streamer, compat.pad_token(call.config)
     pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
     masked = "decoder_attention_mask" if call.model.config.is_encoder_decoder else "attention_mask"
     return ContrastiveSearch(
@@ -112,7 +115,7 @@ def _contrastive(call: Call, model: Stepper) -> ContrastiveSearch:
         penalty=config.penalty_alpha,
         stop=stop_of(call.stopping_criteria),
         edits=edits_of(call.logits_processor, lambda: vocabulary(call.model)),
-        pad=config._pad_token_tensor.to(call.input_ids.device) if pads else None,
+        pad=pad.to(call.input_ids.device) if pads and pad is not None else None,
         may_drop=model.plan.drop and pads,
         trace=call.trace,
         on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
@@ -129,7 +132,7 @@ def check_tokens(constraints: Sequence[Constraint], size: int) -> None:
 
 def _common(call: Call, model: Stepper) -> dict[str, Any]:
     config, prompt = call.config, call.input_ids[:: call.config.num_beams]
-    eos, pad = config._eos_token_tensor, config._pad_token_tensor
+    eos, pad = compat.eos_tokens(config), compat.pad_token(config)
     return {
         "prompt": prompt,
         "beams": config.num_beams,
@@ -175,11 +178,11 @@ def _of_contrastive(call: Call, model: Stepper, search: ContrastiveSearch) -> An
     if not call.config.return_dict_in_generate:
         return search.outcome
     found = fields(call, model, search.trace)
-    cache = found["past_key_values"]
+    cache = found[CACHE]
     rows = len(search.ids) * search.candidates
     layers = [layer for part in parts_of(cache) for layer in part.layers]
     if not layers or any(type(layer) is not DynamicLayer for layer in layers):  # such as one that has slid
-        found["past_key_values"] = None
+        found[CACHE] = None
     else:
         cache.batch_select_indices(torch.arange(0, rows, search.candidates, device=call.model.device))
         cache.crop(-1)  # elsewhere the last token of a text has not been run
@@ -189,7 +192,7 @@ def _of_contrastive(call: Call, model: Stepper, search: ContrastiveSearch) -> An
 
 def _sequences(found: Sequence[Hypothesis], config: Any) -> Tensor:
     """The hypotheses as one tensor: behind each, where there is room, the token that ends it, and padding."""
-    eos, pad = config._eos_token_tensor, config._pad_token_tensor
+    eos, pad = compat.eos_tokens(config), compat.pad_token(config)
     longest = max(len(one.ids) for one in found)
     width = longest if eos is None else min(longest + 1, config.max_length)
     sequences = torch.full((len(found), width), -1 if pad is None else int(pad))

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fastgen.patches.transformers.compat import CACHE_ARGUMENTS
+
 
 def said(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
     """What a call says of one of its settings: itself, by its generation config, or by the model's."""
@@ -15,7 +17,7 @@ def said(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
 
 
 _SEVERAL = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
-_UNKNOWN = ("encoder_outputs", "past_key_values")
+_UNKNOWN = ("encoder_outputs", *CACHE_ARGUMENTS)
 
 
 def rows_at_most(model: Any, inputs: Sequence[Any], arguments: Mapping[str, Any]) -> int | None:

@@ -18,9 +18,11 @@ from fastgen.models.proof import by_modules, first_outcome, first_verdict, outco
 from fastgen.models.replay import Opened, Result, not_captured
 from fastgen.models.step import Context, DecoderStep
 from fastgen.models.whole import Prepared
+from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import SharedCache
 from fastgen.patches.transformers.captured import CapturedModules
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.decide import (
     MODULES_CANNOT,
     computes_alone,
@@ -30,7 +32,6 @@ from fastgen.patches.transformers.decide import (
     refused,
 )
 from fastgen.patches.transformers.fused import FusedDecoder, source_mask
-from fastgen.patches.transformers.given import is_given
 from fastgen.patches.transformers.report import CallReport
 from fastgen.patches.transformers.stepper import Stepper
 
@@ -60,11 +61,11 @@ class SharedStepper(Stepper):
     ) -> None:
         super().__init__(model, plan, input_ids, generation_config, model_kwargs)
         longest = generation_config.max_length - input_ids.shape[1] + (1 if step is None else step.tokens) - 1
-        stock = model_kwargs["past_key_values"]
+        stock = model_kwargs[CACHE]
         self.cache: SharedCache | None = SharedCache(
             plan.sentences, plan.beams, longest, model.device, stock, memory_of(model)
         )
-        model_kwargs["past_key_values"] = self.cache.past_key_values
+        model_kwargs[CACHE] = self.cache.as_seen
         self.of_weights = step
         self.fused: FusedDecoder | None = None
         self.captured: CapturedModules | None = None
@@ -73,12 +74,12 @@ class SharedStepper(Stepper):
         self.first_proven = None if step is None else first_outcome(step)  # of the text's first token
 
     @property
-    def past_key_values(self) -> Any:
-        return super().past_key_values if self.cache is None else self.cache.as_stock()
+    def returned_cache(self) -> Any:
+        return super().returned_cache if self.cache is None else self.cache.as_stock()
 
     def hand_back(self) -> None:
         returned = self.config.return_dict_in_generate  # which has done so
-        if self.cache is not None and is_given(self.cache.stock) and not returned:
+        if self.cache is not None and compat.is_user_provided(self.cache.stock) and not returned:
             self.cache.as_stock()
 
     def begin(self) -> bool:
@@ -121,14 +122,14 @@ class SharedStepper(Stepper):
         """What the model's own forward returns of the prompt, or what stands in its place; `kwargs`: of B rows."""
         step, ids = self.of_weights, self.input_ids[:: self.plan.beams]
         if step is None or not self._is_first_token(cache, step, kwargs):
-            return self.model._prefill(ids, self.config, kwargs, is_first_iteration=True)
+            return compat.prefill(self.model, ids, self.config, kwargs)
         states, mask = kwargs["encoder_outputs"][0], source_mask(self.model, kwargs, step.dtype)
         if self.first_proven:
             _make_room(cache, step, states)
             text, source = ([(layer.keys, layer.values) for layer in of] for of in (cache.text, cache.source))
             logits = step(ids[:, 0], first_token.first_token(text, source, mask))
-            return Seq2SeqLMOutput(logits=cast(Any, logits[:, None]), past_key_values=cast(Any, cache.past_key_values))
-        outputs: Any = self.model._prefill(ids, self.config, kwargs, is_first_iteration=True)
+            return Seq2SeqLMOutput(logits=cast(Any, logits[:, None]), **{CACHE: cast(Any, cache.as_seen)})
+        outputs: Any = compat.prefill(self.model, ids, self.config, kwargs)
         if self.first_proven is None:
             found = tried(lambda: first_token.all_made(step, ids[:, 0], states, mask), step.dtype)
             own = [each for layer in (*cache.text, *cache.source) for each in (layer.keys, layer.values)]
@@ -175,7 +176,7 @@ class SharedStepper(Stepper):
     def in_a_row(self) -> bool:
         """Whether C may make several steps in a row, choices and all."""
         cache, fused = self.cache, self.fused
-        return cache is not None and fused is not None and fused.in_a_row and not is_given(cache.stock)
+        return cache is not None and fused is not None and fused.in_a_row and not compat.is_user_provided(cache.stock)
 
     def begin_steps(self, most: int) -> Prepared | None:
         """Have at most so many of them ready; None where they have to be made one at a time."""
@@ -310,9 +311,7 @@ class SharedStepper(Stepper):
     def _catch_up(self) -> dict[str, Any]:
         """The arguments of the forward, with the tokens of replayed steps counted."""
         for _ in range(self._behind):
-            self.kwargs = self.model._update_model_kwargs_for_generation(
-                BaseModelOutput(), self.kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
-            )
+            self.kwargs = compat.arguments_of_next(self.model, BaseModelOutput(), self.kwargs)
         self._behind = 0
         return self.kwargs
 
@@ -343,7 +342,7 @@ class SharedStepper(Stepper):
     def _leave_shared(self, cache: SharedCache, kwargs: dict[str, Any], reason: str) -> None:
         self._peak = cache.peak_nbytes
         cache.undo_steps()
-        self.kwargs = kwargs | {"past_key_values": cache.as_stock()}
+        self.kwargs = kwargs | {CACHE: cache.as_stock()}
         self.cache = self.fused = self.captured = None
         left_off = (not_shared(reason), *self.plan.left_off)
         self.plan = replace(self.plan, shared=False, fused=False, graphs=False, left_off=left_off)

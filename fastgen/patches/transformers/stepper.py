@@ -9,7 +9,9 @@ from torch import Tensor
 
 from fastgen.decoding.cache import Ancestry
 from fastgen.decoding.plan import Plan
+from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache import nbytes
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.report import CallReport
 
 
@@ -37,9 +39,9 @@ class Stepper:
         return False
 
     @property
-    def past_key_values(self) -> Any:
-        """What the toolkit's loop would hand back as its cache."""
-        return self.kwargs.get("past_key_values")
+    def returned_cache(self) -> Any:
+        """The KV cache that the toolkit's loop would return."""
+        return compat.cache_of(self.kwargs)
 
     @property
     def hidden(self) -> Tensor:
@@ -53,8 +55,8 @@ class Stepper:
         return None
 
     def prefill(self) -> Tensor:
-        logits = self._taken(self.model._prefill(self.input_ids, self.config, self.kwargs, is_first_iteration=True))
-        if "beam" in self.plan.method and self.kwargs.get("past_key_values", self) is None:
+        logits = self._taken(compat.prefill(self.model, self.input_ids, self.config, self.kwargs))
+        if "beam" in self.plan.method and self.kwargs.get(CACHE, self) is None:
             raise ValueError(  # as the toolkit's loop does, where a prompt in chunks leaves no cache
                 f"{type(self.model).__name__} cannot use beam search with a cache currently, as the cache cannot be "
                 "reordered"
@@ -66,7 +68,7 @@ class Stepper:
         return self._taken(self._forward(ids))
 
     def reorder(self, parents: Tensor) -> None:
-        cache = self.kwargs.get("past_key_values")
+        cache = compat.cache_of(self.kwargs)
         if cache is not None:
             cache.reorder_cache(self._rows_of(torch.arange(parents.shape[0], device=parents.device), parents))
 
@@ -99,14 +101,14 @@ class Stepper:
 
     def keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
         """Keep what the cache holds of these sentences, which are `rows` in a cache by rows."""
-        cache = self.kwargs.get("past_key_values")
+        cache = compat.cache_of(self.kwargs)
         if cache is not None:
             self._peak = max(self._peak, nbytes(cache))
             cache.batch_select_indices(rows)
 
     def _kv_bytes(self) -> tuple[int, int]:
         """The most bytes of keys and values there were, and those that the toolkit's loop would have by now."""
-        by_now = nbytes(self.kwargs.get("past_key_values"))
+        by_now = nbytes(compat.cache_of(self.kwargs))
         return max(self._peak, by_now), by_now // max(self._rows, 1) * self.plan.rows
 
     def _rows_of(self, sentences: Tensor, beams: Tensor) -> Tensor:
@@ -118,9 +120,7 @@ class Stepper:
 
         repeat: how many rows each row of the outputs stands for.
         """
-        self.kwargs = self.model._update_model_kwargs_for_generation(
-            outputs, self.kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
-        )
+        self.kwargs = compat.arguments_of_next(self.model, outputs, self.kwargs)
         if self.kwargs.get("output_hidden_states"):
             name = "decoder_hidden_states" if self.model.config.is_encoder_decoder else "hidden_states"
             self.last_hidden = outputs[name][-1]

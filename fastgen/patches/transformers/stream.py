@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastgen.decoding.leaving import Wanted
 from fastgen.patches import _engine
-from fastgen.patches.transformers import awaited, bild_call, first_tokens, scored
-from fastgen.patches.transformers.edits import penalty_sees_padding
+from fastgen.patches.transformers import awaited, bild_call, compat, first_tokens, scored
+from fastgen.patches.transformers.compat import CACHE_ARGUMENTS, INSTALLED
 from fastgen.patches.transformers.pausing import Begun
 from fastgen.patches.transformers.refill import Batch, Refill, who_stands_between
 from fastgen.patches.transformers.said import said
@@ -85,7 +85,7 @@ class _Stream:
         if self.first is not None:
             kwargs[_FIRST] = 0  # each batch says its own
             self.drafts = bild_call.options_of(model, dict(kwargs)) is not None  # which has one for all of a batch
-        config, _ = model._prepare_generation_config(kwargs.get("generation_config"), **_settings(kwargs))
+        config = compat.prepare_config(model, kwargs.get("generation_config"), _settings(kwargs))
         if config.return_dict_in_generate:
             raise TypeError("return_dict_in_generate=True: a stream yields sequences alone")
         for name in _REFUSED & set(kwargs):
@@ -98,7 +98,7 @@ class _Stream:
         sees_padding = (
             config.no_repeat_ngram_size == 1
             or config.forced_bos_token_id is not None
-            or (config.repetition_penalty not in (None, 1.0) and penalty_sees_padding())
+            or (config.repetition_penalty not in (None, 1.0) and not INSTALLED.penalty_skips_padding)
             or "logits_processor" in kwargs
         )
         self.alike = sees_padding and not self.encoder_decoder
@@ -244,7 +244,7 @@ _FIRST = "forced_bos_token_id"
 
 _REFUSED = {
     "inputs", "input_ids", "attention_mask", "inputs_embeds", "encoder_outputs", "decoder_input_ids",
-    "decoder_inputs_embeds", "decoder_attention_mask", "position_ids", "token_type_ids", "past_key_values", "streamer",
+    "decoder_inputs_embeds", "decoder_attention_mask", "position_ids", "token_type_ids", "streamer", *CACHE_ARGUMENTS,
     "stopping_criteria", "stop_strings", "prefix_allowed_tokens_fn",
 }  # fmt: skip
 """Inputs, which a stream makes itself, and what ends a text without a token that says so or knows a batch's order."""
