@@ -38,6 +38,8 @@ __all__ = [
 def explain(model: Any, **generate_kwargs: Any) -> Any:
     """Say what ``model.generate(**generate_kwargs)`` would run and the memory it would take, without running it.
 
+    The command ``fastgen explain MODEL`` does the same for a model's folder.
+
     Args:
         model: a transformers model that can generate.
         generate_kwargs: what `generate` would be given.

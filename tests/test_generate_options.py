@@ -381,6 +381,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--num-beams", "4", "--num-beam-groups", "3"], "num_beams=4 cannot be divided by num_beam_groups=3"),
         (["more"], "'more' is not expected there"),
         (["--num-beams", "x"], "--num-beams x: must be int"),
+        (["--num-beams", "0"], "--num-beams 0: must be above 0"),
         (["--do-sample=3"], "ignored explicit argument"),
         (["--temperature", "hot"], "--temperature hot: must be float"),
         (["--eos-token-id", "x"], "--eos-token-id x: must be int or list"),

@@ -64,14 +64,21 @@ def variables() -> str:
 def commands() -> str:
     """Every command with its arguments, as `--help` lists them."""
     parts: list[str] = []
+    groups: dict[str, str] = {}
     for name, module in COMMANDS.items():
         parser = argparse.ArgumentParser(description=module.__doc__)
         module.arguments(parser)
-        parts += _command(f"fastgen {name}", parser)
+        parts += _command(f"fastgen {name}", parser, groups)
     return "\n\n".join(parts)
 
 
-def _command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+def _command(name: str, parser: argparse.ArgumentParser, groups: dict[str, str]) -> Iterator[str]:
+    """Yield a command's heading, description and tables, then those of its subcommands.
+
+    Args:
+        groups: the command that each table of a titled group has been shown for; extended. A later
+            command with the same group refers to it.
+    """
     yield f"{'#' * len(name.split())} `{name}`"
     yield (parser.description or "").strip().partition("\n\n")[0].replace("\n", " ")
     below: list[argparse._SubParsersAction[argparse.ArgumentParser]] = []
@@ -84,11 +91,18 @@ def _command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
             elif not isinstance(action, argparse._HelpAction):
                 tables.setdefault(title, []).append((f"`{_spelled(action)}`", _help(action)))
     for title, rows in tables.items():
-        if rows:
-            yield table((title or "argument", "what it does"), rows)
+        if not rows:
+            continue
+        shown = table((title or "argument", "what it does"), rows)
+        first = name if title is None else groups.setdefault(shown, name)
+        if first == name:
+            yield shown
+        else:
+            link = f"#{first.replace(' ', '-')}"
+            yield f"The options of *{title}* are those of [`{first}`]({link})."
     for action in below:
         for word, subparser in action.choices.items():
-            yield from _command(f"{name} {word}", subparser)
+            yield from _command(f"{name} {word}", subparser, groups)
 
 
 def _spelled(action: argparse.Action) -> str:

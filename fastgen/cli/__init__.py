@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from fastgen._version import __version__
-from fastgen.cli import bench, bild, demo, doctor, generate, hook, run, status
+from fastgen.cli import bench, bild, demo, doctor, explain, generate, hook, run, status
 from fastgen.cli.parser import CommandParser
 from fastgen.errors import CommandError
 
@@ -20,6 +20,7 @@ COMMANDS = {
     "run": run,
     "generate": generate,
     "bench": bench,
+    "explain": explain,
     "bild": bild,
     "install-hook": hook.install,
     "remove-hook": hook.remove,

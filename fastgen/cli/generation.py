@@ -41,6 +41,9 @@ RESTORED = {
 }
 """Those that transformers no longer documents."""
 
+COUNTS = ("num_beams", "num_return_sequences")
+"""Those that transformers accepts below 1, though it cannot decode with them."""
+
 _DOCUMENTED = re.compile(r"^ {8}(\w+):? *\(([^\n]*)\):\n((?: {12}.*\n|\n)+)", re.M)
 _TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "list": (list,), "tuple": (list,),
@@ -126,20 +129,32 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(*flags, nargs=nargs, metavar=setting.kinds[0].upper(), **given)
 
 
-def given(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `generate`, from the file and from the flags that are there.
+def given(args: argparse.Namespace, elsewhere: Mapping[str, str] = ELSEWHERE) -> dict[str, Any]:
+    """Return the arguments of `generate`, from the file and from the flags that are there.
+
+    Args:
+        elsewhere: names that the file must not have, and why.
 
     Raises:
-        CommandError: a value has not the type that it needs, or the file is no such config.
+        CommandError: a value is not of its type or not in its range, or the file is no such config.
     """
     known = settings()
     said = {name.removeprefix(_DEST): value for name, value in vars(args).items() if name.startswith(_DEST)}
     flags = {name: known[name].value(value) for name, value in said.items() if value is not None}
-    return ({} if args.generation_config is None else of_file(args.generation_config, known)) | flags
+    file = args.generation_config
+    found = ({} if file is None else of_file(file, known, elsewhere)) | flags
+    for name in COUNTS:
+        if found.get(name, 1) < 1:
+            raise CommandError(f"{known[name].flag} {found[name]}: must be above 0")
+    return found
 
 
-def of_file(file: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
+def of_file(file: Path, known: Mapping[str, Setting], elsewhere: Mapping[str, str] = ELSEWHERE) -> dict[str, Any]:
     """What a generation config on disk says.
+
+    Args:
+        known: the options by name.
+        elsewhere: names that it must not have, and why.
 
     Raises:
         CommandError: it cannot be read, or says what a command cannot have.
@@ -157,7 +172,7 @@ def of_file(file: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
         if name in known:
             values[name] = known[name].value(value)
         elif value:
-            reason = ELSEWHERE.get(name, "transformers has no such option")
+            reason = elsewhere.get(name, "transformers has no such option")
             raise CommandError(f"--generation-config {file}: {name} is not an option here: {reason}")
     return values
 

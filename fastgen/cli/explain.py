@@ -1,0 +1,84 @@
+"""Say what a `generate` call of a model would run and the memory it would take, without running it.
+
+    fastgen explain MODEL --num-beams 4 --max-new-tokens 128
+    fastgen explain MODEL --batch-size 16 --source-tokens 512 --do-sample --json
+
+It prints what `fastgen.explain(model, ...)` finds for a batch of sources of equal length: the decode
+loop, cache, decode steps and linear layers, the bytes of keys and values, the peak memory on a CPU,
+and the reason for whatever fastgen would not run.
+
+The exit status is 0 if fastgen's decode loop would run, 1 if transformers' own would, and 2 if
+`generate` would raise or the command has to be corrected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import fastgen
+from fastgen.cli import generation
+from fastgen.cli.bild.pair import positive
+from fastgen.cli.parser import CommandParser
+from fastgen.corpus import models
+from fastgen.decoding import bild_options
+from fastgen.errors import CommandError
+
+HELP = "say what a generate call of a model would run, and its memory, without running it"
+
+PYTHON_ONLY = dict.fromkeys(
+    (*generation.ELSEWHERE, "assistant_model", *bild_options.NAMES),
+    "fastgen.explain(model, ...) takes it, in Python",
+)
+"""Arguments of `generate` that are not options of the command, with the hint to print for each."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    models.need("transformers", "transformers")
+    number = positive(int)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "fastgen explain MODEL [option ...]"
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="folder of the model; no tokenizer is needed")
+    add("--batch-size", type=number, default=1, metavar="N", help="sentences in the batch (%(default)s)")
+    add("--source-tokens", type=number, default=32, metavar="N",
+        help="tokens in each source or prompt (%(default)s)")  # fmt: skip
+    add("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"],
+        help="type of the weights (%(default)s)")  # fmt: skip
+    add("--device", help="default: cuda where there is one")
+    add("--json", action="store_true", help="print JSON instead of text")
+    generation.arguments(parser)
+    if isinstance(parser, CommandParser):
+        parser.answer({name.replace("_", "-"): hint for name, hint in PYTHON_ONLY.items()})
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the explanation; return 1 if transformers' own decode loop would run."""
+    models.check_folder(args.model)
+    options = generation.given(args, PYTHON_ONLY)
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = models.load_model(args.model, models.usable_device(args.device, None), args.dtype)
+    try:
+        explanation = fastgen.explain(model, **_inputs(model, args), **options)
+    except Exception as error:  # `generate` may raise any; a traceback would mean status 1
+        problem = f"{type(error).__name__}: {models.first_line(error)}"
+        raise CommandError(f"generate would raise {problem}") from error
+    print(json.dumps(explanation.to_dict(), indent=2) if args.json else explanation)
+    return 0 if explanation.plan is not None else 1
+
+
+def _inputs(model: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Return placeholder sources (B, S) without padding: the plan depends on their shape alone."""
+    import torch
+
+    config = model.generation_config
+    ends = config.eos_token_id
+    special = {config.pad_token_id, *(ends if isinstance(ends, list) else [ends])}
+    token = next(token for token in itertools.count() if token not in special)
+    ids = torch.full((args.batch_size, args.source_tokens), token, device=model.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
