@@ -141,7 +141,7 @@ def test_drawn_beams_are_ordered_as_in_the_installed_release() -> None:
         texts, beams = torch.zeros(1, 1, 3, dtype=torch.int64), torch.zeros(1, 1, 2, dtype=torch.int32)
         values = model._get_top_k_continuations(  # pyright: ignore[reportPrivateUsage]
             accumulated_log_probs=scores, running_sequences=texts, running_beam_indices=beams, cur_len=1,
-            decoder_prompt_len=1, do_sample=True, beams_to_keep=3, num_beams=1, batch_size=1,
+            decoder_prompt_len=1, do_sample=True, beams_to_keep=3, num_beams=1, batch_size=1, vocab_size=4,
         )[0]  # fmt: skip
         ordered.add(bool((values[0].diff() <= 0).all()))
     assert ordered == ({True} if INSTALLED.ranks_drawn_beams else {True, False})
