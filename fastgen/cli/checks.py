@@ -17,12 +17,14 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 import fastgen
 from fastgen.cli import hook
 from fastgen.cli.status import import_targets
 from fastgen.config import VARIABLES, settings
 from fastgen.errors import CommandError
+from fastgen.patches import fairseq, transformers
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,17 @@ def versions() -> Iterator[Finding]:
     yield _triton(torch)
     import_targets()
     toolkits = fastgen.status().toolkits
+    hints = {toolkit.name: toolkit.install_hint for toolkit in (transformers.TOOLKIT, fairseq.TOOLKIT)}
     for toolkit in toolkits:
         found = str(getattr(sys.modules.get(toolkit.name), "__version__", toolkit.found))
         fits = found[0].isdigit() and SpecifierSet(toolkit.supported).contains(found, prereleases=True)
         text = f"{toolkit.name} {found} ({toolkit.supported} is supported, {toolkit.tested} the newest tested)"
-        yield Finding("ok" if fits else "note", text)
+        if not fits and found[0].isdigit():
+            yield Finding("trouble", f"{text}: fastgen accelerates nothing of it", hints[toolkit.name])
+        elif fits and Version(found) > Version(toolkit.tested):
+            yield Finding("note", f"{text}: newer than tested, and compared before anything is accelerated")
+        else:
+            yield Finding("ok" if fits else "note", text)
     if all(toolkit.found == "not installed" for toolkit in toolkits):
         yield Finding("trouble", "there is no toolkit to accelerate", 'pip install "fastgen[transformers]"')
 
@@ -132,7 +140,8 @@ def patches() -> Iterator[Finding]:
         many = f"{toolkit}: {len(names)} patches" if len(names) > 1 else f"{names[0]}:"
         text = f"{many} {state}" + (f": {reason}" if reason else "")
         if state == "applied":
-            yield Finding("note" if reason else "ok", text)
+            differs = "as the canary found" in reason
+            yield Finding("trouble" if differs else "note" if reason else "ok", text)
         elif "is not installed" in reason or reason == "FASTGEN_SKIP":
             yield Finding("note", text)
         elif not modules or state != "pending":  # else said above

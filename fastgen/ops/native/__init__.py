@@ -159,11 +159,18 @@ def state() -> str:
     """Say in one line whether operations on the CPU run in C, and why not."""
     if found().library is None:
         return f"none: {found().reason}"
-    if library() is None:
-        asked = f"FASTGEN_OPS={config.settings().ops}"
-        others = "they are for processors of AMD's, but for FASTGEN_OPS=native"
-        return f"for {found().variant}, not used: {others if asked == 'FASTGEN_OPS=auto' else asked}"
-    return f"for {found().variant}"
+    return f"for {found().variant}" + (f", not used: {why_off()}" if library() is None else "")
+
+
+def why_off() -> str:
+    """Say why operations on the CPU do not run in C; empty where they do."""
+    if library() is not None:
+        return ""
+    if found().library is None:
+        return f"there are none for this processor: {found().reason}"
+    if config.settings().ops != "auto":
+        return f"FASTGEN_OPS={config.settings().ops}"
+    return "they are for processors of AMD's, but for FASTGEN_OPS=native"
 
 
 def threads_for(work: int) -> int:

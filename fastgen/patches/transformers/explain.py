@@ -16,6 +16,7 @@ from fastgen.models.early_exit import early_exit
 from fastgen.models.layouts import LAYOUTS
 from fastgen.ops import linear as linear_ops
 from fastgen.patches import _engine
+from fastgen.patches._status import readable
 from fastgen.patches.transformers import bild, bild_call, compat, restored
 from fastgen.patches.transformers.cache import held, parts_of
 from fastgen.patches.transformers.call import Call
@@ -52,7 +53,7 @@ class Linears:
     def __str__(self) -> str:
         if self.reason is not None:
             return f"torch's own: {self.reason}"
-        copies = f"packed copies of at most {_readable(self.packed_bytes)}" if self.packed else "no copies of weights"
+        copies = f"packed copies of at most {readable(self.packed_bytes)}" if self.packed else "no copies of weights"
         return f"{self.routed} {self.by}, {copies}"
 
 
@@ -100,12 +101,15 @@ class Explanation:
             lines.append(("cache", shared if plan.shared else "transformers' own, if any"))
             steps = "from the weights" if plan.fused else "through the model's own modules"
             lines.append(("decode steps", steps + (", as CUDA graphs" if plan.graphs else "")))
-            lines.append(("finished sentences", "leave the batch" if plan.drop else "stay in the batch"))
+            if plan.not_in_c:
+                lines.append(("", f"as torch operations, not in C: {plan.not_in_c}"))
+            if plan.sentences > 1:
+                lines.append(("finished sentences", "leave the batch" if plan.drop else "stay in the batch"))
         if self.kv_bytes is not None and self.stock_kv_bytes is not None:
-            ours, stock = _readable(self.kv_bytes), _readable(self.stock_kv_bytes)
+            ours, stock = readable(self.kv_bytes), readable(self.stock_kv_bytes)
             lines.append(("keys and values", f"at most {ours}, with transformers' own cache {stock}"))
         if self.least_peak_bytes is not None and self.peak_bytes is not None:
-            least, most = _readable(self.least_peak_bytes), _readable(self.peak_bytes)
+            least, most = readable(self.least_peak_bytes), readable(self.peak_bytes)
             close = self.peak_bytes <= 1.05 * self.least_peak_bytes
             said = most if close else f"{least} where beams share most tokens, at most {most},"
             lines.append(("peak memory", f"{said} beside weights and their packed copies"))
@@ -273,11 +277,3 @@ def _held(cache: Any, layers: int, length: int) -> int:
 def _dtype(model: Any) -> torch.dtype:
     kind = model.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
-
-
-def _readable(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
