@@ -16,7 +16,7 @@ from fastgen.patches.transformers.compat import CACHE, cache_of
 _METHODS: dict[str, dict[str, Any]] = {
     "greedy search": {},
     "sampling": {"do_sample": True, "top_k": 0, "num_return_sequences": 2},
-    "beam search": {"num_beams": 3, "no_repeat_ngram_size": 2},
+    "beam search": {"num_beams": 3, "no_repeat_ngram_size": 1},
     # Many tokens end a text, as the order of drawn candidates shows in which of them finish.
     "beam sampling": {"num_beams": 3, "do_sample": True, "top_k": 0, "eos_token_id": list(range(2, 20))},
 }
