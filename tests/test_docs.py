@@ -71,7 +71,7 @@ def test_every_variable_command_and_public_name_is_documented() -> None:
     for name in fastgen.__all__:
         if not name.startswith("_"):
             assert f"\n::: fastgen.{name}\n" in api
-            assert re.search(rf"\bfastgen\.{name}\(", readme), f"README.md does not name fastgen.{name}"
+            assert re.search(rf"\bfastgen\.{name}\b", readme), f"README.md does not name fastgen.{name}"
             assert inspect.getdoc(getattr(fastgen, name))
 
 
