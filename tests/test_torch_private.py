@@ -167,8 +167,11 @@ def test_mkl_packs_every_weight_on_intel_without_onednn(
 def test_products_in_c_need_nothing_of_torchs(schema: str, net: nn.Module, change: Callable[[str], str]) -> None:
     if native.library() is None:
         pytest.skip("there are no operations in C here")
-    change(schema)
+    said = change(schema)
+    assert " in C alone (" in _explained()
+    assert said in str(linear_ops.unusable("plain")), "checked before tensors without values come"
     assert linears.reason_off(net) is None
+    assert (_examined()[0], said in _examined()[1]) == ("note", True)
     _check_product(net, packs=True, exactly=False)
     few, x = nn.Linear(2048, 15), torch.ones(64, 2048)  # too few outputs for C
     with torch.no_grad(), routes.routed(few), packed.packing_at_once():

@@ -14,9 +14,8 @@ Where there are operations in C (`ops.native`, on AMD's processors), products ar
 and not 12 to 15, so that it is 1.2 to 5 times as fast as oneDNN's up to 64 rows, and as fast beyond (250 GFLOP/s of a
 thread).
 
-oneDNN's and MKL's operators are private to torch (`ops.torch_private`), so each library's are checked once. Where they
-are not what they were, `unusable` says why, and the next product is taken: with the weight packed, with the weight as
-it is, torch's own.
+oneDNN's and MKL's operators are private to torch (`ops.torch_private`), and checked once. `unusable`
+says why a library is left out.
 """
 
 import math
@@ -137,7 +136,8 @@ Packed = Tensor | MklWeight | PanelWeight
 
 def reason_off() -> str | None:
     """Return why every product is torch's own; None where another one may be faster."""
-    return None if native.library() is not None else unusable("mkl" if by_mkl() else "plain")
+    reason = unusable("mkl" if by_mkl() else "plain")  # for C as well, which leaves small weights to oneDNN
+    return None if native.library() is not None else reason
 
 
 def by_mkl() -> bool:
@@ -177,10 +177,12 @@ def described(packed: bool = True) -> tuple[str, str | None]:
     """
     if reason := reason_off():
         return "torch's own", reason
+    without, by = "by oneDNN, weights unpacked", "by oneDNN"
     if packed and native.library() is not None:
-        return "in C", None
+        without, by = "in C alone", "in C"
+    elif by_mkl():
+        without, by = "by MKL", "by MKL or oneDNN"
     reason = unusable("onednn" if packed else "plain")
-    without, by = ("by MKL", "by MKL or oneDNN") if by_mkl() else ("by oneDNN, weights unpacked", "by oneDNN")
     return without if reason else by, reason
 
 
@@ -216,8 +218,7 @@ def _agrees(library: str) -> bool:
     else:
         form = weight if library == "plain" else _pack_for_onednn(weight, 16)
         pairs = [(_product_by_onednn(x, form, bias), own), (_product_by_onednn(x, form, bias, residual=own), own + own)]
-    for kind in FUNCTIONS if library == "plain" else ():
-        # In fp64, as torch's gelu in fp32 is oneDNN's.
+    for kind in FUNCTIONS if library == "plain" else ():  # in fp64, as torch's gelu in fp32 is oneDNN's
         pairs.append((_product_by_onednn(x, weight, bias, kind), activation_reference(own.double(), kind)))
     return all(y.shape == z.shape and torch.allclose(y.double(), z.double(), atol=1e-4) for y, z in pairs)
 
@@ -331,8 +332,7 @@ def linear(
 
 
 def _product_by_mkl(x: Tensor, weight: MklWeight, bias: Tensor | None) -> Tensor:
-    rows = x.numel() // x.shape[-1]
-    return operator(torch_private.MKL_LINEAR)(x, weight.layout, weight.sizes, bias, rows)
+    return operator(torch_private.MKL_LINEAR)(x, weight.layout, weight.sizes, bias, x.numel() // x.shape[-1])
 
 
 def _product_by_onednn(

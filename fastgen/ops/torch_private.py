@@ -1,7 +1,7 @@
-"""Private operators of torch: looked up here, and used only where they are the ones that fastgen was written for.
+"""Private operators of torch, used only where they are the ones that fastgen was written for.
 
-Any release of torch may rename an operator like these, change what it takes, or drop it. A user of one runs something
-else where `operator` raises, and reports the message as the reason.
+Any release of torch may rename an operator like these, change its arguments, or drop it. Whoever
+uses one runs something else where `operator` raises, and gives the message as the reason.
 """
 
 from collections.abc import Callable
