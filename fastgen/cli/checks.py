@@ -107,13 +107,12 @@ def devices() -> Iterator[Finding]:
     units = {"avx2": "AVX2", "avx512_f": "AVX-512", "avx512_bf16": "AVX-512 for bf16", "amx_bf16": "AMX"}
     there = ", ".join(text for name, text in units.items() if has.get(name)) or "none of them of x86-64"
     yield Finding("ok", f"CPU: {has.get('cpu_name') or platform.machine()}; vector units: {there}")
-    if linear.available():
-        by = linear.described(packed=True)
-        yield Finding("ok", f"fp32 linear layers on the CPU: {by}, with packed weights, where that is faster")
+    by, reason = linear.described()
+    text = f"fp32 linear layers on the CPU: {by}"
+    if reason:
+        yield Finding("note", f"{text}: {reason}")
     else:
-        yield Finding(
-            "note", "fp32 linear layers on the CPU: torch's own, as this torch lacks operators of oneDNN and MKL"
-        )
+        yield Finding("ok", f"{text}, with packed weights, where that is faster")
     text = f"attention and the choice of tokens on the CPU, fp32, in C: {native.state()}"
     if native.found().library is None:
         can = native.found().variant in native.build.VARIANTS

@@ -16,6 +16,7 @@ from torch import Tensor
 from fastgen import config
 from fastgen.ops import processor
 from fastgen.ops.native import build
+from fastgen.ops.torch_private import is_observed
 
 LIBRARIES = Path(__file__).parent / "lib"
 
@@ -94,6 +95,7 @@ def found() -> Found:
     """Look for the library that this processor runs."""
     variant = torch.backends.cpu.get_cpu_capability().lower()
     try:
+        is_observed()  # C has to ask before every operation
         return Found(variant, load(variant))
     except (OSError, AttributeError) as error:
         return Found(variant, None, str(error))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, StaticCache
 
+from fastgen import config
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import linear, routes
 from fastgen.models.early_exit import early_exit
@@ -38,7 +39,7 @@ class Linears:
 
     Attributes:
         routed: how many may run by another product than torch's, where their rows make that the faster one.
-        by: which that is: in C, by oneDNN, or by MKL or oneDNN.
+        by: which that is: in C, by oneDNN, or by MKL or oneDNN; and why one of these is left out, if so.
         packed: whether their weights are copied into a layout of these.
         packed_bytes: what these copies take at most; they are kept between calls.
         reason: why none is routed.
@@ -232,7 +233,8 @@ def _linears(model: Any, rows: int | None) -> Linears:
     survey = routes.survey(model, rows)
     if rows is not None and not survey.layers and routes.survey(model, None).layers:
         return Linears(reason=f"faster for the {rows} rows that there are at most")
-    return Linears(survey.layers, survey.packed, survey.packed_bytes, by=linear_ops.described(survey.packed))
+    by, lacking = linear_ops.described(packed=config.settings().linear != "plain")
+    return Linears(survey.layers, survey.packed, survey.packed_bytes, by=f"{by} ({lacking})" if lacking else by)
 
 
 def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | tuple[None, None]:
