@@ -4,6 +4,8 @@
 #   VENV=path           where the environment is or will be (default: .venv)
 #   ENV_READY=1         install nothing: use VENV, where it is given, else PYTHON, as it is
 #   N=1000              how many calls the fuzz compares
+#   TRANSFORMERS=5.25.0 the release that `make newest` tests (default: the newest that pip finds)
+#   WITH="..."          packages that the release needs in other versions than the environment's
 #   TORCH=cpu|default   PyTorch's CPU build, or the build that pip takes by itself (default: by machine)
 #   ARGS="..."          further arguments for the command of demo, bench, bench-ops, paper, plot, fuzz; PYTEST="..." for the tests
 
@@ -25,6 +27,7 @@ else
 PY = $(VENV)/bin/python
 endif
 OLDEST_DIR = $(abspath $(VENV)/oldest)
+NEWEST_DIR = $(abspath $(VENV)/newest)
 READY := $(if $(ENV_READY),,$(VENV)/.ready)
 OLDEST_READY := $(if $(ENV_READY),,$(OLDEST_DIR)/.ready-$(OLDEST))
 # Tests that no toolkit's version can change, or only by what others test, and that take long.
@@ -34,7 +37,7 @@ RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 TORCH_PIN = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cuda test-gpu gpu check docs tables bench bench-ops paper plot fuzz clean
+.PHONY: help demo test newest cuda test-gpu gpu check docs tables bench bench-ops paper plot fuzz clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -43,11 +46,19 @@ help:  ## this list
 demo: $(READY)  ## translate real sentences unpatched and patched, side by side (about 4 minutes on 2 cores)
 	$(RUN) -m fastgen demo $(ARGS)
 
-test: $(READY) $(OLDEST_READY)  ## all tests on the newest transformers, then those that touch it on the oldest supported
+test: $(READY) $(OLDEST_READY)  ## all tests on the pinned transformers, then those that touch it on the oldest supported
 	$(RUN) -m pytest $(PYTEST)
 	@if [ -d $(OLDEST_DIR) ]; then export PYTHONPATH=$(OLDEST_DIR) EXPECT_TRANSFORMERS=$(OLDEST); set -x; \
 	  $(RUN) -m pytest $(PYTEST) $(NO_TOOLKIT); \
 	else echo "not tested on transformers $(OLDEST): $(OLDEST_DIR) is missing and ENV_READY=1 says to install nothing"; fi
+
+newest: $(READY)  ## the tests that touch transformers, on the newest release or on TRANSFORMERS=5.25.0
+	rm -rf $(NEWEST_DIR)
+	$(PY) -m pip install --quiet --no-deps --target $(NEWEST_DIR) transformers$(if $(TRANSFORMERS),==$(TRANSFORMERS))
+	$(if $(WITH),$(PY) -m pip install --quiet --target $(NEWEST_DIR) $(foreach package,$(WITH),'$(package)'))
+	@version=$$($(RUN) -m tests.newest $(NEWEST_DIR)) || exit; \
+	export PYTHONPATH=$(NEWEST_DIR) EXPECT_TRANSFORMERS=$$version; set -x; \
+	$(RUN) -m pytest $(PYTEST) $(NO_TOOLKIT)
 
 cuda: $(READY)
 	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device")'

@@ -1,4 +1,4 @@
-"""The error that the command prints without a traceback, and the warning that something does nothing."""
+"""What the command prints without a traceback, what is warned of, and how messages name missing packages."""
 
 
 class CommandError(Exception):
@@ -7,3 +7,40 @@ class CommandError(Exception):
 
 class FastgenWarning(UserWarning):
     """fastgen as a whole, or for a whole decoding method, does nothing here; given once for each reason."""
+
+
+REQUIREMENTS = {
+    "accelerate": "accelerate>=1.1",
+    "datasets": "datasets>=4",
+    "matplotlib": "matplotlib",
+    "numpy": "numpy",
+    "pyarrow": "pyarrow>=18",
+    "ray": "ray[data,serve]>=2.60",
+    "rouge_score": "rouge-score>=0.1.2",
+    "sacrebleu": "sacrebleu>=2",
+    "starlette": "ray[data,serve]>=2.60",
+    "torch": "torch>=2.11",
+    "tqdm": "tqdm",
+    "transformers": "transformers>=5.17",
+    "triton": "triton>=3.7",
+    "zstandard": "zstandard>=0.23",
+}
+"""Requirement that installs a module, by import name. The versions are those of pyproject.toml.
+
+Messages name these and not an extra of this package: the package index has another project by the name of `fastgen`.
+"""
+
+
+def needs(*modules: str) -> str:
+    """Return a message that names missing modules, and the pip command for those of `REQUIREMENTS`.
+
+    Args:
+        modules: import names, such as ``rouge_score`` or ``matplotlib.pyplot``.
+    """
+    roots = [name.partition(".")[0] for name in modules]
+    known = dict.fromkeys(REQUIREMENTS[root] for root in roots if root in REQUIREMENTS)
+    message = f"needs {', '.join(modules)}"
+    if not known:
+        return message
+    quoted = (f'"{requirement}"' if set("<>[") & set(requirement) else requirement for requirement in known)
+    return f"{message}: pip install {' '.join(quoted)}"

@@ -82,9 +82,31 @@ def test_supported_versions_are_those_of_the_guards() -> None:
     assert oldest is not None
     assert f"| {oldest[1]} and {tables.transformers.TOOLKIT.tested}, at every run" in rows["transformers"]
     assert SpecifierSet(tables.transformers.TOOLKIT.versions).contains(oldest[1])
+    assert f"\ntransformers=={tables.transformers.TOOLKIT.tested}\n" in (ROOT / "constraints.txt").read_text("utf-8")
     assert f" {tables.fairseq.TOOLKIT.tested} " in rows["fairseq"]
     requires = metadata.metadata("fastgen")["Requires-Python"]
     assert f"| {requires.removeprefix('>=')} and newer |" in rows["Python"]
+
+
+def recipe(target: str, *variables: str) -> str:
+    """The commands that make would run for a target, in an environment that needs nothing."""
+    command = ["make", "--dry-run", "--no-print-directory", target, "ENV_READY=1", "PYTHON=python", *variables]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_newest_release_is_tested_as_the_oldest_one(tmp_path: Path) -> None:
+    environment = f"VENV={tmp_path}"
+    newest = recipe("newest", environment)
+    assert f"pip install --quiet --no-deps --target {tmp_path}/newest transformers\n" in newest
+    assert f"-m tests.newest {tmp_path}/newest" in newest
+    assert newest.count("pip install") == 1
+    left_out = set(re.findall(r"--ignore-glob='[^']+'", newest))
+    assert left_out == set(re.findall(r"--ignore-glob='[^']+'", recipe("test", environment)))
+    assert left_out
+    named = recipe("newest", environment, "TRANSFORMERS=5.25.0", "WITH=a>=1,<2 b")
+    assert f"--no-deps --target {tmp_path}/newest transformers==5.25.0\n" in named
+    assert f"pip install --quiet --target {tmp_path}/newest 'a>=1,<2' 'b'\n" in named
 
 
 def test_every_plot_and_figure_is_shown() -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fastgen.cli.bild.pair import check_parent, positive, read_lines
 from fastgen.config import settings
 from fastgen.corpus import models
-from fastgen.errors import CommandError
+from fastgen.errors import CommandError, needs
 
 if TYPE_CHECKING:
     from fastgen.cli.cell import Cell
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(f"--output {args.output} is a file, and not a folder")
     lines = None if args.input is None else [line for line in read_lines(args.input) if line.strip()]
     models.check_folder(args.model)
-    models.need("bench", "transformers", "numpy")
+    models.need("transformers", "numpy")
     from transformers.utils import logging
 
     from fastgen.cli.measure import environment
@@ -174,7 +174,7 @@ def _write(args: argparse.Namespace, header: dict[str, Any], cells: list[Cell]) 
 
         figure = draw(data)
     except ModuleNotFoundError as error:
-        print(f"no plot: needs {error.name}: pip install 'fastgen[bench]'")
+        print(f"no plot: {needs(str(error.name))}")
         return
     if figure is not None:
         figure.savefig(file.with_suffix(".svg"))

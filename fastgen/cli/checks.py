@@ -84,7 +84,9 @@ def versions() -> Iterator[Finding]:
         else:
             yield Finding("ok" if fits else "note", text)
     if all(toolkit.found == "not installed" for toolkit in toolkits):
-        yield Finding("trouble", "there is no toolkit to accelerate", 'pip install "fastgen[transformers]"')
+        yield Finding(
+            "trouble", "there is no toolkit to accelerate", f'pip install "transformers{_required("transformers")}"'
+        )
 
 
 def devices() -> Iterator[Finding]:
@@ -218,7 +220,7 @@ def _triton(torch: ModuleType) -> Finding:
     found = metadata.version("triton") if find_spec("triton") else None
     if found is not None:
         return _against("Triton", found, _required("triton"))
-    advice = 'pip install "fastgen[triton]"'
+    advice = f'pip install "triton{_required("triton")}"'
     if settings().ops == "triton":
         return Finding("trouble", "Triton is not installed, but FASTGEN_OPS=triton asks for its kernels", advice)
     if torch.cuda.is_available():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import fastgen
 from fastgen.cli.counts import counts
-from fastgen.errors import CommandError
+from fastgen.errors import CommandError, needs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         from fastgen.cli.measure import environment
         from fastgen.cli.workloads import bart, translation
     except ModuleNotFoundError as error:
-        raise CommandError(f"needs {error.name}: pip install 'fastgen[transformers]'") from error
+        raise CommandError(needs(str(error.name))) from error
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -193,7 +193,7 @@ def _translations(text: "Text", translations: list[str]) -> dict[str, Any]:
     try:
         from sacrebleu.metrics.bleu import BLEU
     except ModuleNotFoundError:
-        print("\n  BLEU: not computed, needs sacrebleu")
+        print(f"\n  BLEU: not computed, {needs('sacrebleu')}")
         return {"translations": translations}
     metric = BLEU()
     score = metric.corpus_score(translations, [text.references]).score

@@ -37,7 +37,7 @@ PYTHON_ONLY = dict.fromkeys(
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    models.need("transformers", "transformers")
+    models.need("transformers")
     number = positive(int)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "fastgen explain MODEL [option ...]"

@@ -32,7 +32,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    models.need("transformers", "transformers")
+    models.need("transformers")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "fastgen generate MODEL --input FILE ... [--output FILE] [option ...]"
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the model and its tokenizer")

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, options: Options, parser: argparse.ArgumentPar
     Raises:
         CommandError: an option that a cluster has not; what `fastgen.ray.engine.run` raises.
     """
-    models.need("ray", "ray", "pyarrow")
+    models.need("ray", "pyarrow")
     _refuse(_OF_ONE_MACHINE, args, parser, "is not for --engine ray")
     if len(args.input) > 1 or args.input[0] == STDIN:
         raise CommandError(f"--engine ray takes one file or folder as --input, not {' '.join(args.input)}")

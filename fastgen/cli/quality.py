@@ -20,15 +20,15 @@ class Metric:
     signature: str
 
 
-def _bleu(extra: str) -> Metric:
-    need(extra, "sacrebleu")
+def _bleu() -> Metric:
+    need("sacrebleu")
     from sacrebleu.metrics.bleu import BLEU
 
     return _of_sacrebleu(BLEU)
 
 
-def _chrf(extra: str) -> Metric:
-    need(extra, "sacrebleu")
+def _chrf() -> Metric:
+    need("sacrebleu")
     from sacrebleu.metrics.chrf import CHRF
 
     return _of_sacrebleu(CHRF)
@@ -42,8 +42,8 @@ def _of_sacrebleu(kind: Callable[[], Any]) -> Metric:
     )
 
 
-def _rouge(name: str, extra: str) -> Metric:
-    need(extra, "rouge_score")
+def _rouge(name: str) -> Metric:
+    need("rouge_score")
     from rouge_score.rouge_scorer import RougeScorer  # pyright: ignore[reportMissingImports]
 
     scorer = RougeScorer([name], use_stemmer=True)
@@ -55,9 +55,9 @@ def _rouge(name: str, extra: str) -> Metric:
     return Metric(score, f"{name}|mean of F1|stemmer:yes")
 
 
-METRICS: dict[str, Callable[[str], Metric]] = {
+METRICS: dict[str, Callable[[], Metric]] = {
     "bleu": _bleu,
     "chrf": _chrf,
     **{name: partial(_rouge, name) for name in ("rouge1", "rouge2", "rougeL")},
 }
-"""By name; what one needs is imported when it is asked for, of the extra of fastgen that is named."""
+"""Metrics by name; a metric's library is imported when the metric is made."""

@@ -76,7 +76,7 @@ def prepared(args: argparse.Namespace, output: Path | None) -> Scoring | None:
         return None
     if output is None:
         raise CommandError("--reference: standard output is not read again; name a file by --output")
-    metrics = {name: METRICS[name]("corpus") for name in args.metric or ["bleu"]}
+    metrics = {name: METRICS[name]() for name in args.metric or ["bleu"]}
     references: list[str] = []
     for record in Files((str(args.reference),), "text", limit=args.limit).records():
         if record.problem is not None:

@@ -52,7 +52,7 @@ def packed(data: bytes, ending: str) -> bytes:
     if ending == ".xz":
         return lzma.compress(data)
     if ending == ".zst":
-        need("corpus", "zstandard")
+        need("zstandard")
         import zstandard
 
         return zstandard.ZstdCompressor().compress(data)
@@ -63,7 +63,7 @@ class _Zstandard(io.RawIOBase):
     """Frames in a row; unlike zstandard's own reader it tells a torn frame from the end."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        need("corpus", "zstandard")
+        need("zstandard")
         import zstandard
 
         self._stream, self._new = stream, zstandard.ZstdDecompressor().decompressobj

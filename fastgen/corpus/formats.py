@@ -63,7 +63,7 @@ def rows(kind: str, name: str, stream: BinaryIO, layout: Layout) -> Iterator[Row
 def length(kind: str, stream: BinaryIO) -> int:
     """The number of a file's rows: of Parquet as it says, else of line ends."""
     if kind == "parquet":
-        need("corpus", "pyarrow")
+        need("pyarrow")
         from pyarrow.parquet import ParquetFile
 
         return ParquetFile(stream).metadata.num_rows
@@ -157,7 +157,7 @@ def _json_lines(name: str, stream: BinaryIO, layout: Layout) -> Iterator[Row]:
 
 
 def _parquet(name: str, stream: BinaryIO, layout: Layout) -> Iterator[Row]:
-    need("corpus", "pyarrow")
+    need("pyarrow")
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -171,7 +171,7 @@ def _parquet(name: str, stream: BinaryIO, layout: Layout) -> Iterator[Row]:
 
 
 def _dataset(name: str, layout: Layout) -> Iterator[Row]:
-    need("corpus", "datasets")
+    need("datasets")
     from datasets import DatasetDict, load_from_disk
 
     try:

@@ -6,14 +6,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fastgen.errors import CommandError
+from fastgen.errors import CommandError, needs
 
 
-def need(extra: str, *modules: str) -> None:
-    """Raise CommandError with the line that installs what is missing of an extra of fastgen."""
+def need(*modules: str) -> None:
+    """Raise CommandError with the pip command for those optional modules that are not installed."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        raise CommandError(f"needs {', '.join(missing)}: pip install 'fastgen[{extra}]'")
+        raise CommandError(needs(*missing))
 
 
 def usable_device(device: str | None, threads: int | None) -> str:

@@ -17,7 +17,7 @@ def of_json_lines(lines: Path, output: Path) -> None:
 
     A column has the type that holds all of its values; where none does, its values are JSON text.
     """
-    need("corpus", "pyarrow")
+    need("pyarrow")
     import pyarrow as pa
     import pyarrow.parquet as pq
 

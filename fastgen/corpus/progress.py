@@ -33,7 +33,7 @@ class Meter:
         self._bar: Any = None
         self._done = done
         if shown:
-            models.need("corpus", "tqdm")
+            models.need("tqdm")
             from tqdm import tqdm
 
             length = operator.length_hint(source, 0) or None

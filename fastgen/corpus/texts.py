@@ -131,7 +131,7 @@ class TextGenerator:
 
     def __init__(self, options: Options, serves: bool = False) -> None:
         models.check_folder(options.model)
-        models.need("transformers", "transformers")
+        models.need("transformers")
         self.options, self.serves = options, serves
         device = models.usable_device(options.device, options.threads)
         self.tokenizer = models.load_tokenizer(options.model)

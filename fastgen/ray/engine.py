@@ -101,7 +101,7 @@ def run(
         CommandError: what the user has to put right. Nothing is left at `output` then.
         ValueError: sizes that are not positive, or no such `on_error`.
     """
-    models.need("ray", "ray", "pyarrow")
+    models.need("ray", "pyarrow")
     check_on_error(on_error)
     least, most = workers
     for name, value in (("workers", least), ("rows", rows), ("rows_per_file", rows_per_file)):

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = {name: args.pop(name) for name in ("address", "host", "port", "application", "route_prefix")}
     try:
         settings = Settings(**{name: value for name, value in args.items() if value is not None})
-        models.need("ray", "ray", "starlette")
+        models.need("ray", "starlette")
         models.check_folder(settings.model)
         connection = start(settings.model_copy(update={"model": settings.model.absolute()}), **where)
     except (CommandError, ValidationError) as error:

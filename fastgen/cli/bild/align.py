@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     for folder in (args.large, args.small):
         models.check_folder(folder)
     lines = [line for line in pair.read_lines(args.input) if line.strip()]
-    pair.need("transformers", "accelerate")
+    models.need("transformers", "accelerate")
     device = pair.device_of(args)
     tokenizers = tuple(models.load_tokenizer(folder) for folder in (args.large, args.small))
     sources = pair.encode(tokenizers[0], lines, args.append_eos, args.max_source_tokens)

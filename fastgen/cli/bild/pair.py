@@ -46,11 +46,6 @@ def positive(kind: type) -> Callable[[str], Any]:
     return number
 
 
-def need(*modules: str) -> None:
-    """Raise CommandError with the line that installs what is missing."""
-    models.need("bild", *modules)
-
-
 def device_of(args: argparse.Namespace) -> str:
     """The device to run on; torch gets the number of threads on the way."""
     return models.usable_device(args.device, args.threads)

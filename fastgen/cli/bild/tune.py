@@ -19,7 +19,7 @@ from fastgen.cli import quality
 from fastgen.cli.bild import pair
 from fastgen.config import settings
 from fastgen.corpus import models
-from fastgen.errors import CommandError
+from fastgen.errors import CommandError, needs
 
 if TYPE_CHECKING:
     from fastgen.cli.bild.sweep import Arm, Batch, Point
@@ -78,10 +78,10 @@ def run(args: argparse.Namespace) -> int:
     for folder in (args.large, args.small):
         models.check_folder(folder)
     lines, references = _texts(args)
-    pair.need("transformers")
+    models.need("transformers")
     if not settings().enabled:
         raise CommandError("FASTGEN=0 switches off what is to be measured")
-    metric = quality.METRICS[args.metric]("bild")
+    metric = quality.METRICS[args.metric]()
     device = pair.device_of(args)
     tokenizers = tuple(models.load_tokenizer(folder) for folder in (args.large, args.small))
     large, small = (pair.load_model(folder, device, args.dtype) for folder in (args.large, args.small))
@@ -228,7 +228,7 @@ def _plot(sweep_file: Path) -> None:
 
         figure = draw(json.loads(sweep_file.read_text("utf-8")))
     except ModuleNotFoundError as error:
-        print(f"no plot: needs {error.name}: pip install 'fastgen[bild]'")
+        print(f"no plot: {needs(str(error.name))}")
         return
     file = sweep_file.with_suffix(".svg")
     figure.savefig(file)

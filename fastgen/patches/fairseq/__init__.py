@@ -10,7 +10,8 @@ TOOLKIT = Toolkit(
     module="fairseq",
     versions=">=0.12.2,<0.13",
     tested="0.12.3.1",  # and 0.12.2
-    install_hint='pip install "fastgen[fairseq]" && pip install --no-deps fairseq==0.12.2',
+    install_hint='pip install bitarray "hydra-core>=1.3.2,<1.4" numpy "omegaconf>=2.3" regex "sacrebleu>=1.4.12" tqdm '
+    "&& pip install --no-deps fairseq==0.12.2",
 )
 
 PATCHES = (
