@@ -98,13 +98,12 @@ def product_rate(session: Session, size: int = 2048, passes: int = 5) -> float:
     if session.tiny:
         size = 64
     x = torch.randn(size, size, dtype=session.dtype, device=session.device)
-    packed = session.device == "cpu" and session.dtype == torch.float32 and linear.available()
-    weight = linear.pack(x) if packed else x
+    packed = linear.pack(x) if session.device == "cpu" and session.dtype == torch.float32 else None
     seconds = []
     for _ in range(passes):
         session.synchronize()
         began = time.perf_counter()
-        linear.linear(x, weight, None) if packed else torch.nn.functional.linear(x, weight)
+        torch.nn.functional.linear(x, x) if packed is None else linear.linear(x, packed)
         session.synchronize()
         seconds.append(time.perf_counter() - began)
     return 2 * size**3 / min(seconds)

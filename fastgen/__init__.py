@@ -3,7 +3,7 @@
 Importing it declares what can be patched and, unless ``FASTGEN=0``, patches the toolkits that are or will be imported.
 It imports no toolkit and not torch.
 
-    status()            what is patched, how often it ran, and why it did not
+    status()            the calls so far: accelerated, partly or not, why, and what would help
     explain(model, **)  what a `model.generate(**)` would run, and its memory, without running it
     bild(small, **)     fairseq: within it, a small model drafts and the generator's own looks over what it drafted
     generate_stream(model, inputs, **)  many sentences in batches of like lengths, results in their order
@@ -13,15 +13,19 @@ It imports no toolkit and not torch.
     release()           drop the memory kept between calls
 """
 
+import atexit
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 from fastgen._version import __version__
 from fastgen.config import settings
+from fastgen.errors import FastgenWarning
 from fastgen.patches import disable, disabled, enable, release, status
 
 __all__ = [
+    "FastgenWarning",
     "__version__",
     "bild",
     "disable",
@@ -145,3 +149,5 @@ def score(
 
 if settings().enabled:
     enable()
+if settings().report:
+    atexit.register(lambda: print(f"\n{status()}", file=sys.stderr))

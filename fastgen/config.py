@@ -62,6 +62,7 @@ VARIABLES = (
         "call: a GPU's decode steps are captured by every call; off: never",
     ),
     Variable("FASTGEN_REFILL", "auto", get_args(Refill), "whether batches start beside others; auto: on a CPU"),
+    Variable("FASTGEN_REPORT", "0", ("0", "1"), "1: print a summary of all calls to stderr when the process ends"),
     Variable("FASTGEN_FAIRSEQ_ALLOW", "", (), "comma-separated classes that a fairseq checkpoint you trust may hold"),
     Variable("FASTGEN_CACHE_DIR", "", (), "folder for kept results; empty: fastgen in the platform's user cache"),
 )
@@ -80,6 +81,7 @@ class Settings:
     step: Step
     graphs: Graphs
     refill: Refill
+    report: bool
     fairseq_allow: tuple[str, ...]
     cache_dir: Path
 
@@ -118,6 +120,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         step=cast(Step, value["FASTGEN_STEP"]),
         graphs=cast(Graphs, value["FASTGEN_GRAPHS"]),
         refill=cast(Refill, value["FASTGEN_REFILL"]),
+        report=value["FASTGEN_REPORT"] == "1",
         fairseq_allow=_names(value["FASTGEN_FAIRSEQ_ALLOW"]),
         cache_dir=Path(folder).expanduser().absolute() if folder else _user_cache(environ) / "fastgen",
     )

@@ -1,8 +1,12 @@
-"""The error that the command prints without a traceback, and how messages name packages that are missing."""
+"""The error that the command prints without a traceback, a warning, and messages about missing packages."""
 
 
 class CommandError(Exception):
     """Something the user has to put right; the message says what and how."""
+
+
+class FastgenWarning(UserWarning):
+    """fastgen as a whole, or for a whole decoding method, does nothing here; given once for each reason."""
 
 
 REQUIREMENTS = {

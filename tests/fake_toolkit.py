@@ -52,10 +52,10 @@ TOOLKIT = {
     "declaration.py": """
         from fastgen.patches._engine import Patch, Toolkit
 
-        TOOLKIT = Toolkit("toolkit", "toolkit", ">=1.2", "1.5", canary="canary:agrees", install_hint="get toolkit")
+        TOOLKIT = Toolkit("toolkit", "toolkit", ">=1.2", "1.5", canary="canary:parts", install_hint="get toolkit")
 
         def patch(what, target, *parameters, **more):
-            target = "toolkit.gen:" + target
+            target, more = "toolkit.gen:" + target, {"parts": (what,)} | more
             return Patch("toolkit." + what, TOOLKIT, target, "ours:" + what, parameters, "a test", **more)
 
         PATCHES = (
@@ -78,7 +78,7 @@ TOOLKIT = {
         greet, step, build, add, double = map(_replacement, ("greet", "step", "build", "add", "double"))
     """,
     "canary.py": """
-        def agrees():
+        def parts():
             raise AssertionError("the canary is not to be asked")
     """,
     "checks.py": """

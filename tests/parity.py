@@ -48,6 +48,11 @@ def left_off() -> Counter[str]:
     return sum((Counter(row.left_off) for row in rows), Counter())
 
 
+def counts() -> dict[str, Any]:
+    """All that `status` counts; memory, which other models give back at any time, is no count."""
+    return {name: value for name, value in fastgen.status().to_dict().items() if name != "memory"}
+
+
 def hits() -> int:
     return sum(
         row.hits for row in fastgen.status().rows if row.name in ("transformers.beam_search", "transformers.sample")

@@ -26,6 +26,7 @@ from fastgen.patches.transformers.fused import FusedDecoder
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.bild_oracle import Scores, bild
+from tests.parity import counts
 
 FAMILIES = sorted(name for name in set(LAYOUTS) & set(zoo.FAMILIES) if LAYOUTS[name].mask is None)
 ENDS = [zoo.EOS, 7, 9, 30]
@@ -458,9 +459,9 @@ def test_explain_says_what_then_runs(family: str, name: str) -> None:
     options, method = EXPLAINED[name]
     large, small = pair(family)
     call = {"assistant_model": small, "max_new_tokens": 6, "min_new_tokens": 6} | options | zoo.batch(large, 2, 5)
-    before = fastgen.status().to_dict()
+    before = counts()
     explained = fastgen.explain(large, **call)
-    assert fastgen.status().to_dict() == before, "and nothing has run"
+    assert counts() == before, "and nothing has run"
     assert explained.plan is not None
     assert explained.plan.method == method
     first = "the first 1 layers draft" if "assistant_early_exit" in options else f"{type(small).__name__} drafts"
@@ -639,7 +640,7 @@ def test_a_call_that_would_not_draft_is_the_large_models_own(family: str) -> Non
     first = large.generate(**inputs, **call, return_dict_in_generate=True)
     pace = pace_of(large, small, None, 5)
     assert pace.total > 0, "the first call goes by the clock"
-    pace.lost, before = 1e6, fastgen.status().to_dict()
+    pace.lost, before = 1e6, counts()
     rested = large.generate(**inputs, **call, return_dict_in_generate=True)
     report = last_call()
     assert report is not None
@@ -650,7 +651,7 @@ def test_a_call_that_would_not_draft_is_the_large_models_own(family: str) -> Non
     assert torch.equal(rested.bild["large_calls"], rested.bild["tokens"])
     assert not rested.bild["drafted"].any()
     assert torch.equal(large.generate(**inputs, **call), greedy(large, inputs))
-    after = fastgen.status().to_dict()
+    after = counts()
     assert after["bild"]["tokens"] - before["bild"]["tokens"] == 2 * int(rested.bild["tokens"].sum())
     whole, spent = pace._calls.alone, pace.total
     assert whole is not None

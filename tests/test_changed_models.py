@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
+from transformers.utils.generic import can_return_tuple
 
 import fastgen
 from tests import zoo
@@ -245,3 +246,22 @@ def test_a_method_of_a_users_class(family: str, name: str, make: Any, more: dict
     assert found.shape != plain.shape or bool((found != plain).any())
     reason = f"{own.__name__} has its own {name}"
     assert any(reason in new for new in left_off() + fallbacks() - before)
+
+
+@pytest.mark.parametrize("asked", ["greedy", "beams"])
+def test_a_forward_of_a_user_under_a_decorator_of_transformers(asked: str) -> None:
+    """The decorator's own function is transformers'; what it wraps, which changes the text, is not."""
+
+    class Attention(modeling_llama.LlamaAttention):
+        @can_return_tuple
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            mixed, weights = super().forward(*args, **kwargs)
+            return 2 * mixed, weights
+
+    model = zoo.build("llama")
+    _check(model, ASKED[asked])
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Attention
+    before = left_off()
+    _check(model, ASKED[asked])
+    assert any("a forward of its own of a Attention" in reason for reason in left_off() - before)

@@ -51,13 +51,22 @@ def fastgen_command(*words: str, **variables: str) -> subprocess.CompletedProces
 
 
 def test_status_imports_the_toolkits_and_lists_every_variable():
-    done = fastgen_command("status", FASTGEN_SKIP="transformers.sample")
+    done = fastgen_command("status", "--all", FASTGEN_SKIP="transformers.sample")
     assert done.returncode == 0, done.stderr
     lines = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line}
     assert lines["transformers.beam_search"][0] == "applied"
     assert lines["transformers.sample"][0] == "skipped"
     assert lines["FASTGEN_SKIP"][0] == "transformers.sample"
     assert all(variable.name in lines for variable in VARIABLES)
+
+
+def test_status_is_a_summary():
+    done = fastgen_command("status", FASTGEN_SKIP="transformers.sample")
+    assert done.returncode == 0, done.stderr
+    assert "  not running, transformers.sample: FASTGEN_SKIP" in done.stdout
+    assert "transformers.beam_search" not in done.stdout
+    variables = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("FASTGEN")}
+    assert variables == {"FASTGEN_SKIP", "FASTGEN_CACHE_DIR"}, "those that are set"
 
 
 def test_status_as_json():
@@ -107,7 +116,8 @@ def test_demo_shows_speed_only_for_equal_output(
     assert shown.count("same output           yes") == 2
     assert shown.count("faster by") == 2
     assert "reference  Uno." in shown
-    assert "transformers.beam_search" in shown
+    assert "MarianMTModel  " in shown
+    assert "beam search" in shown
 
     found = json.loads(figures.read_text("utf-8"))
     assert found["environment"]["torch"] == torch.__version__

@@ -71,7 +71,7 @@ def test_every_variable_command_and_public_name_is_documented() -> None:
     for name in fastgen.__all__:
         if not name.startswith("_"):
             assert f"\n::: fastgen.{name}\n" in api
-            assert re.search(rf"\bfastgen\.{name}\(", readme), f"README.md does not name fastgen.{name}"
+            assert re.search(rf"\bfastgen\.{name}\b", readme), f"README.md does not name fastgen.{name}"
             assert inspect.getdoc(getattr(fastgen, name))
 
 
@@ -133,7 +133,7 @@ def test_examples_run(page: Path) -> None:
     code = "\n".join(blocks)
     done = python(["-c", code])
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^transformers.beam_search +applied +1 +0$", done.stdout, re.M)
+    assert re.search(r"^MarianMTModel +beam search +(1 +0|0 +1) +0$", done.stdout, re.M)
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:

@@ -27,7 +27,7 @@ from fastgen.models.proof import by_modules
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
-from tests.parity import fallbacks, left_off
+from tests.parity import counts, fallbacks, left_off
 from tests.processes import python
 
 ROOT = Path(__file__).parents[1]
@@ -52,12 +52,12 @@ def _explain(model: Any, kwargs: dict[str, Any]) -> Any:
             ran.append(type(module).__name__)
         return result
 
-    before = fastgen.status().to_dict(), torch.get_rng_state(), last_call(), set(vars(model)), len(kwargs)
+    before = counts(), torch.get_rng_state(), last_call(), set(vars(model)), len(kwargs)
     given = copy.deepcopy({name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)})
     with patch.object(torch.nn.Module, "__call__", noted):  # a hook would show in what is explained
         explanation = fastgen.explain(model, **kwargs)
     assert ran == [], "a forward of numbers ran"
-    after = fastgen.status().to_dict(), torch.get_rng_state(), last_call(), set(vars(model)), len(kwargs)
+    after = counts(), torch.get_rng_state(), last_call(), set(vars(model)), len(kwargs)
     assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(before, after, strict=True))
     assert all(torch.equal(kwargs[name], value) for name, value in given.items())
     return explanation
@@ -222,7 +222,7 @@ def test_what_never_comes_to_a_patched_loop() -> None:
     for ids in (kwargs["input_ids"], kwargs["input_ids"][:, 3:]):  # all of the text, or what the cache does not hold
         explanation = _explain(model, {**kwargs, "input_ids": ids, CACHE: cache})
         assert explanation.plan.shared
-        assert explanation.notes[0] == "finished sentences stay in the batch: a KV cache is given"
+        assert explanation.notes[0] == "peak memory is not predicted: a KV cache is given"
     assert not hasattr(cache, "_is_user_defined") or not cache._is_user_defined
     with pytest.raises(ValueError, match="trust_remote_code"):
         fastgen.explain(model, **kwargs, dola_layers="high")
@@ -426,7 +426,7 @@ def test_wrapped_models() -> None:
     )
     explanation = _explain(lora, kwargs)
     adapted = by_modules("a peft.Linear in place of a linear layer")
-    assert explanation.plan == replace(plain.plan, fused=False, left_off=(adapted,))
+    assert explanation.plan == replace(plain.plan, fused=False, left_off=(adapted,), not_in_c="")
     assert explanation.kv_bytes == plain.kv_bytes
     _matches(lora, kwargs)
     prompt = peft.get_peft_model(

@@ -33,7 +33,7 @@ from tests.processes import python
 ROOT = Path(__file__).parents[1]
 BEAMS: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 10}
 NGRAMS: dict[str, Any] = BEAMS | {"no_repeat_ngram_size": 2}
-needs_onednn = pytest.mark.skipif(not linear_ops.available(), reason="this torch has no oneDNN linear operators")
+needs_onednn = pytest.mark.skipif(bool(linear_ops.unusable("onednn")), reason="oneDNN cannot be used")
 
 
 def _inputs(model: Any, sentences: int = 3, length: int = 9) -> dict[str, Tensor]:

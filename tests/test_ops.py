@@ -536,8 +536,8 @@ def test_attention_errors(query: tuple[int, ...], keys: tuple[int, ...]) -> None
 
 # Linear layers
 
-needs_onednn = pytest.mark.skipif(not linear_ops._onednn_agrees(), reason="this torch has no oneDNN linear operators")
-needs_mkl = pytest.mark.skipif(not linear_ops._mkl_agrees(), reason="this torch has no MKL linear operators")
+needs_onednn = pytest.mark.skipif(bool(linear_ops.unusable("onednn")), reason="oneDNN cannot be used")
+needs_mkl = pytest.mark.skipif(bool(linear_ops.unusable("mkl")), reason="MKL cannot be used")
 
 
 @contextmanager
@@ -556,7 +556,7 @@ def _forms(weight: Tensor) -> list[linear_ops.Packed]:
         linear_ops.pack(weight),
         *(linear_ops._pack_for_onednn(weight.contiguous(), rows) for rows in (1, 16)),
     ]
-    if linear_ops._mkl_agrees():
+    if linear_ops.unusable("mkl") is None:
         forms += [linear_ops._pack_for_mkl(weight.contiguous(), rows) for rows in (1, 5, 1000)]
     return forms
 
@@ -654,16 +654,13 @@ def test_rows_that_mkl_lays_out_for(by_torch_alone: None, monkeypatch: pytest.Mo
     lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta"), torch.inference_mode, _in_fp64,
 ])  # fmt: skip
 def test_what_a_torch_has_does_not_depend_on_who_asks_first(around: Callable[[], Any]) -> None:
-    probes = linear_ops._onednn_agrees, linear_ops._mkl_agrees
-    before = [probe() for probe in probes]
+    before = [linear_ops.unusable(library) for library in ("mkl", "onednn", "plain")]
+    linear_ops.unusable.cache_clear()
     try:
-        for probe in probes:
-            probe.cache_clear()
         with around():
-            assert [probe() for probe in probes] == before
+            assert [linear_ops.unusable(library) for library in ("mkl", "onednn", "plain")] == before
     finally:
-        for probe in probes:
-            probe.cache_clear()
+        linear_ops.unusable.cache_clear()
 
 
 @needs_onednn

@@ -32,7 +32,7 @@ from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.said import rows_at_most
 from tests import zoo
 
-needs_onednn = pytest.mark.skipif(not linear_ops._onednn_agrees(), reason="this torch has no oneDNN linear operators")
+needs_onednn = pytest.mark.skipif(bool(linear_ops.unusable("onednn")), reason="oneDNN cannot be used")
 
 
 def _randn(*shape: int, seed: int) -> Tensor:
@@ -64,8 +64,8 @@ def net(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     elif native.library() is None:
         pytest.skip("there are no operations in C here")
     if request.param == "mkl":
-        if not linear_ops._mkl_agrees():
-            pytest.skip("this torch has no MKL linear operators")
+        if linear_ops.unusable("mkl"):
+            pytest.skip("MKL cannot be used")
         monkeypatch.setattr(processor, "on_intel", lambda: True)
     packed.release()
     yield Net().eval()
@@ -278,7 +278,7 @@ def test_routes_of_few_rows(net: Net) -> None:
 @needs_onednn
 def test_a_weight_is_packed_once(net: Net) -> None:
     """For whatever numbers of rows and activation functions come; for those that another library is for, by torch."""
-    if not linear_ops._onednn_agrees():
+    if linear_ops.unusable("onednn"):
         pytest.skip("gelu is MKL's, too")
     mkl, copies = linear_ops.by_mkl(), set[int]()
     with routes.routed(net), torch.no_grad():

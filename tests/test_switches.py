@@ -26,6 +26,7 @@ def test_defaults() -> None:
         step="auto",
         graphs="auto",
         refill="auto",
+        report=False,
         fairseq_allow=(),
         cache_dir=settings.cache_dir,
     )
@@ -46,13 +47,14 @@ def test_values() -> None:
             "FASTGEN_STEP": "module",
             "FASTGEN_GRAPHS": "off",
             "FASTGEN_REFILL": "on",
+            "FASTGEN_REPORT": "1",
             "FASTGEN_FAIRSEQ_ALLOW": "a.B,c.D",
             "FASTGEN_CACHE_DIR": "some/where",
         }
     )
     cache_dir = Path.cwd() / "some" / "where"
     assert settings == config.Settings(
-        False, ("a", "b.c"), "triton", True, True, "packed", "module", "off", "on", ("a.B", "c.D"), cache_dir
+        False, ("a", "b.c"), "triton", True, True, "packed", "module", "off", "on", True, ("a.B", "c.D"), cache_dir
     )
 
 
@@ -252,7 +254,7 @@ def test_strict_unsupported_version_is_no_failure(sandbox: Sandbox) -> None:
 
 def test_strict_with_a_canary_that_declines(sandbox: Sandbox) -> None:
     sandbox.version("1.6")
-    sandbox.write("canary.py", "def agrees(): return False, 'token 3'")
+    sandbox.write("canary.py", "def parts(): return {'greet': lambda: 'token 3'}")
     sandbox.run(
         """
         import fastgen
@@ -261,7 +263,7 @@ def test_strict_with_a_canary_that_declines(sandbox: Sandbox) -> None:
             try:
                 gen.greet("you")
             except RuntimeError as error:
-                assert str(error) == "toolkit.greet fell back: declined by the canary"
+                assert str(error) == "toolkit.greet fell back: declined by the canary: token 3"
             else:
                 raise AssertionError("no error")
         """,

@@ -349,3 +349,17 @@ def test_few_new_tokens(family: str, options: dict[str, Any], reason: str | None
     assert call is not None
     assert call.plan.shared == (reason is None)
     assert reason is None or any(reason in said for said in call.plan.left_off)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+def test_a_mask_that_is_longer_than_the_text(options: dict[str, Any]) -> None:
+    """It masks generated tokens too: of a model whose steps are proven, the model's own modules run."""
+    model = zoo.build("gpt2")
+    kwargs = zoo.batch(model, 2, 6, "none") | options | {"max_new_tokens": 6}
+    assert_same(model, kwargs)  # from here on steps are made from the weights
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[0, :7] = 0
+    embeds = model.get_input_embeddings()(kwargs.pop("input_ids")).detach()
+    before = left_off()
+    assert_same(model, kwargs | {"inputs_embeds": embeds, "attention_mask": mask, CACHE: DynamicCache()})
+    assert any("a mask of 8 tokens for a text of 6" in reason for reason in left_off() - before)

@@ -17,12 +17,14 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 import fastgen
 from fastgen.cli import hook
 from fastgen.cli.status import import_targets
 from fastgen.config import VARIABLES, settings
 from fastgen.errors import CommandError
+from fastgen.patches import fairseq, transformers
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,17 @@ def versions() -> Iterator[Finding]:
     yield _triton(torch)
     import_targets()
     toolkits = fastgen.status().toolkits
+    hints = {toolkit.name: toolkit.install_hint for toolkit in (transformers.TOOLKIT, fairseq.TOOLKIT)}
     for toolkit in toolkits:
         found = str(getattr(sys.modules.get(toolkit.name), "__version__", toolkit.found))
         fits = found[0].isdigit() and SpecifierSet(toolkit.supported).contains(found, prereleases=True)
         text = f"{toolkit.name} {found} ({toolkit.supported} is supported, {toolkit.tested} the newest tested)"
-        yield Finding("ok" if fits else "note", text)
+        if not fits and found[0].isdigit():
+            yield Finding("trouble", f"{text}: fastgen accelerates nothing of it", hints[toolkit.name])
+        elif fits and Version(found) > Version(toolkit.tested):
+            yield Finding("note", f"{text}: newer than tested, and compared before anything is accelerated")
+        else:
+            yield Finding("ok" if fits else "note", text)
     if all(toolkit.found == "not installed" for toolkit in toolkits):
         yield Finding(
             "trouble", "there is no toolkit to accelerate", f'pip install "transformers{_required("transformers")}"'
@@ -101,13 +109,12 @@ def devices() -> Iterator[Finding]:
     units = {"avx2": "AVX2", "avx512_f": "AVX-512", "avx512_bf16": "AVX-512 for bf16", "amx_bf16": "AMX"}
     there = ", ".join(text for name, text in units.items() if has.get(name)) or "none of them of x86-64"
     yield Finding("ok", f"CPU: {has.get('cpu_name') or platform.machine()}; vector units: {there}")
-    if linear.available():
-        by = linear.described(packed=True)
-        yield Finding("ok", f"fp32 linear layers on the CPU: {by}, with packed weights, where that is faster")
+    by, reason = linear.described()
+    text = f"fp32 linear layers on the CPU: {by}"
+    if reason:
+        yield Finding("note", f"{text}: {reason}")
     else:
-        yield Finding(
-            "note", "fp32 linear layers on the CPU: torch's own, as this torch lacks operators of oneDNN and MKL"
-        )
+        yield Finding("ok", f"{text}, with packed weights, where that is faster")
     text = f"attention and the choice of tokens on the CPU, fp32, in C: {native.state()}"
     if native.found().library is None:
         can = native.found().variant in native.build.VARIANTS
@@ -134,7 +141,8 @@ def patches() -> Iterator[Finding]:
         many = f"{toolkit}: {len(names)} patches" if len(names) > 1 else f"{names[0]}:"
         text = f"{many} {state}" + (f": {reason}" if reason else "")
         if state == "applied":
-            yield Finding("note" if reason else "ok", text)
+            differs = "as the canary found" in reason
+            yield Finding("trouble" if differs else "note" if reason else "ok", text)
         elif "is not installed" in reason or reason == "FASTGEN_SKIP":
             yield Finding("note", text)
         elif not modules or state != "pending":  # else said above

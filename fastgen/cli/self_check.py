@@ -61,9 +61,9 @@ def _toolkit(loops: tuple[str, ...]) -> str:
 
 
 def _transformers() -> tuple[bool, str]:
-    from fastgen.patches.transformers.canary import agrees
+    from fastgen.patches.transformers.canary import agree
 
-    return agrees()
+    return agree()
 
 
 def _fairseq() -> tuple[bool, str]:

@@ -1,4 +1,4 @@
-"""Show what fastgen patches in the toolkits that are installed here, and every variable that changes it."""
+"""Show what fastgen runs in the toolkits that are installed here, and the variables that are set."""
 
 import argparse
 import json
@@ -10,16 +10,19 @@ import fastgen
 from fastgen.config import VARIABLES
 from fastgen.patches import fairseq, transformers
 
-HELP = "show the patches, their state, and the variables"
+HELP = "show what runs here and what does not"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--all", action="store_true", help="print every patch and every variable, not the summary alone"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text; it holds everything")
 
 
 def run(args: argparse.Namespace) -> int:
     problems = import_targets()
-    status = fastgen.status()
+    status = fastgen.status(verbose=args.all)
     variables = [
         {
             "name": variable.name,
@@ -37,6 +40,10 @@ def run(args: argparse.Namespace) -> int:
     for problem in dict.fromkeys(problems.values()):
         modules = ", ".join(module for module, found in problems.items() if found == problem)
         print(f"\n{modules} cannot be imported: {problem}")
+    if not args.all:
+        variables = [variable for variable in variables if variable["value"] != variable["default"]]
+    if not variables:
+        return 0
     width = max(len("value"), *(len(variable["value"]) for variable in variables))
     longest = max(len(variable["name"]) for variable in variables) + 2
     print(f"\n{'variable':<{longest}}{'value':<{width}}  what it does (allowed values; the default comes first)")

@@ -28,6 +28,7 @@ class Plan:
         graphs: whether they are captured as CUDA graphs, and replayed.
         drop: whether finished sentences leave the batch.
         left_off: what does not run, each with its reason.
+        not_in_c: why fused decode steps on a CPU run as torch operations and not in C; empty where they do.
     """
 
     method: str
@@ -38,7 +39,17 @@ class Plan:
     fused: bool = False
     graphs: bool = False
     left_off: tuple[str, ...] = ()
+    not_in_c: str = ""
 
     @property
     def rows(self) -> int:
         return self.sentences * self.beams
+
+    @property
+    def missing(self) -> list[str]:
+        """Return what costs most of the gain, with the reasons; what would not pay is not missing."""
+        found = [note for note in self.left_off if note.startswith(_COSTLY) and "does not pay" not in note]
+        return [*found, *([f"decode steps run in torch, not in C: {self.not_in_c}"] if self.not_in_c else [])]
+
+
+_COSTLY = ("keys and values are not shared", "decode steps run through the model's own modules")

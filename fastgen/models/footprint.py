@@ -74,23 +74,24 @@ class Footprint(TorchDispatchMode):
                 result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
             self._note(tensor, tensor.untyped_storage().nbytes())
-        if func in _TEMPORARY:
-            self.peak = max(self.peak, self.now + _TEMPORARY[func](*args, **kwargs))
+        if func.name() in _TEMPORARY:
+            self.peak = max(self.peak, self.now + _TEMPORARY[func.name()](*args, **kwargs))
         return result
 
     def _without_values(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        name = func.name()
+        if name == "aten::_local_scalar_dense":
             if not isinstance(args[0], FakeTensor):
                 return func(*args)
             return _MOST["bool" if args[0].dtype == torch.bool else "float" if args[0].is_floating_point() else "int"]
-        if func is torch.ops.aten.add.Tensor and getattr(args[0], _TAKEN_OVER, None) is args[1]:
+        if name == "aten::add.Tensor" and getattr(args[0], _TAKEN_OVER, None) is args[1]:
             return args[0]
         args = [self._stand_in(value) for value in args]
-        kwargs = {name: self._stand_in(value) for name, value in kwargs.items()}
-        if func in _SHAPES:
-            return _SHAPES[func](*args, **kwargs)
+        kwargs = {key: self._stand_in(value) for key, value in kwargs.items()}
+        if name in _SHAPES:
+            return _SHAPES[name](*args, **kwargs)
         # torch keeps what it has found for arguments, and with it a storage that is one of them.
-        self._fake.cache_enabled = func is not torch.ops.aten.set_.source_Storage_storage_offset
+        self._fake.cache_enabled = name != "aten::set_.source_Storage_storage_offset"
         return self._fake.__torch_dispatch__(func, (), args, kwargs)
 
     def _stand_in(self, value: Any) -> Any:
@@ -141,18 +142,17 @@ def _as_if_true(x: Tensor) -> Tensor:
     return x.new_empty(x.numel(), x.dim(), dtype=torch.int64)
 
 
-_SHAPES: dict[Any, Callable[..., Tensor]] = {torch.ops.aten.nonzero.default: _as_if_true}
+_SHAPES: dict[str, Callable[..., Tensor]] = {
+    "aten::nonzero": _as_if_true,
+    "mkldnn::_linear_pointwise": _linear,
+    "mkldnn::_linear_pointwise.binary": _like_residual,
+}
 """Operators of which torch does not say what shape comes out."""
-if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-    _pointwise = cast(Any, torch.ops.mkldnn._linear_pointwise)
-    _SHAPES |= {_pointwise.default: _linear, _pointwise.binary: _like_residual}
 
 
 def _copy_of_mask(*args: Any, attn_mask: Tensor | None = None, **_: Any) -> int:
     return 0 if attn_mask is None or attn_mask.stride(-1) in (0, 1) else attn_mask.nbytes
 
 
-_TEMPORARY: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _copy_of_mask
-}
+_TEMPORARY: dict[str, Callable[..., int]] = {"aten::_scaled_dot_product_flash_attention_for_cpu": _copy_of_mask}
 """Bytes that operators take for themselves while they run, where it can be as much as what they return."""

@@ -41,7 +41,7 @@ class _Useful(NamedTuple):
 
 
 @functools.cache
-def _useful(outputs: int, inputs: int, packer: str) -> _Useful:
+def _useful(outputs: int, inputs: int, packer: str | None) -> _Useful:
     """Looked up once for layers of one size, and for one library that packs: a call asks for every layer."""
     rows = {kind: ops.useful_rows(outputs, inputs, kind) for kind in (None, *FUNCTIONS)}
     elements = {kind: (max(1, found.start * inputs), (found.stop - 1) * inputs) for kind, found in rows.items()}
@@ -135,7 +135,7 @@ class Linear(Routed):
         copy = self._copy(weight, plain, x.numel() // x.shape[-1], activation)
         if copy is not None:
             return copy
-        return None if self.transposed or ops.by_mkl() or x.numel() < self.useful_plain else weight
+        return None if self.transposed or x.numel() < self.useful_plain else weight
 
     def in_panels(self) -> ops.PanelWeight | None:
         """The weight as a step in C reads it; None where it is not packed so, or not yet."""
@@ -292,7 +292,7 @@ def gains(module: nn.Module, rows: int | None) -> bool:
 
 
 @functools.cache
-def _least(shape: tuple[int, int], transposed: bool, packer: str) -> int:
+def _least(shape: tuple[int, int], transposed: bool, packer: str | None) -> int:
     return _useful(*(reversed(shape) if transposed else shape), packer).least
 
 
@@ -305,6 +305,4 @@ def reason_off(model: nn.Module) -> str | None:
         return "not on a CPU"
     if weight.dtype != torch.float32:
         return f"weights are {str(weight.dtype).removeprefix('torch.')}, not float32"
-    if not ops.available():
-        return "this torch has no linear operators of oneDNN or MKL"
-    return None
+    return ops.reason_off()

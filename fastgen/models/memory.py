@@ -63,6 +63,11 @@ class Memory:
         with self._lock:
             return sum(kept.size for kept in self._kept if kept.is_free)
 
+    @property
+    def held(self) -> int:
+        """Bytes in use or free."""
+        return self._held
+
     def take(self, like: Tensor, *shape: int) -> Tensor:
         """Return an uninitialised tensor of a shape, with the dtype and on the device of `like`."""
         size = math.prod(shape) * like.element_size()
@@ -144,6 +149,11 @@ def memory_of(model: object) -> Memory:
 def plan_for(model: object) -> None:
     """Let a model that has made no call yet make its calls on tensors that take no memory."""
     _memories[model] = Memory(planned=True)
+
+
+def held_bytes() -> int:
+    """Bytes that are held for all models now, in use or free."""
+    return sum(memory.held for memory in list(_memories.values()) if not memory.planned)
 
 
 def release() -> None:

@@ -131,6 +131,11 @@ def _foreign(hook: Any) -> bool:
 def is_toolkits(forward: Any) -> bool:
     """Whether a class's forward is defined in a toolkit, and was not put there by somebody else.
 
-    Asked of the function itself: a wrapper may have taken over the names of what it wraps.
+    Asked of the function itself and of all that it wraps: a wrapper may have taken over the names of what it wraps, and
+    a toolkit's decorator may stand around a function of somebody else's.
     """
-    return getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0] in (*_TOOLKITS, "fastgen")
+    while forward is not None:
+        if getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0] not in (*_TOOLKITS, "fastgen"):
+            return False
+        forward = getattr(forward, "__wrapped__", None)
+    return True

@@ -13,6 +13,7 @@ from fastgen.models import activation, bias, linear, norm, packed
 from fastgen.models.families import Family
 from fastgen.models.instance import install, modules_of, restore
 from fastgen.models.memory import memory_of
+from fastgen.ops import linear as ops
 
 _lock = threading.RLock()
 
@@ -95,7 +96,7 @@ class Survey:
 
 def survey(model: nn.Module, rows: int | None) -> Survey:
     """Say what `routed` would do in a call with so many rows at most, without doing it."""
-    packed = config.settings().linear != "plain"
+    packed = config.settings().linear != "plain" and ops.packer() is not None
     with _lock:
         route = _routes.get(id(model))
         layers: list[Any] = [

@@ -334,6 +334,12 @@ def give_back(seat: Seat) -> None:
         seat.of.take_back(seat)
 
 
+def held_bytes() -> int:
+    """Bytes of the seats that no call has now."""
+    with _lock:
+        return sum(seat.nbytes for by in _all.values() for seats in by.values() for seat in seats.free)
+
+
 def release() -> None:
     """Give back the memory of seats that nobody has, and forget what was captured over them."""
     with _lock:

@@ -117,6 +117,17 @@ def is_packable(step: DecoderStep) -> bool:
     return by is not None and packed and inner.records.is_packable(by)
 
 
+def why_not_in_c(step: DecoderStep) -> str:
+    """Return why decode steps on a CPU run as torch operations; empty where they run in C, or on another device."""
+    if step.embedding.tokens.device.type != "cpu":
+        return ""
+    if step.dtype != torch.float32:
+        return f"the weights are {str(step.dtype).removeprefix('torch.')}, and C reads float32"
+    if reason := native.why_off():
+        return reason
+    return "" if step.together is not None else "its layers are not written in C"
+
+
 def is_written(step: DecoderStep) -> bool:
     """Whether a decoder's steps are written in C from token ids to logits."""
     norms = [step.embedding.norm, step.first]

@@ -19,6 +19,7 @@ from torch import Tensor
 from fastgen import config
 from fastgen.ops import native
 from fastgen.ops.counts import calls, launches
+from fastgen.ops.torch_private import is_observed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run as numpy on the CPU; Triton reads the variable when a kernel is declared."""
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 else:
     constexpr = int if tl is None else tl.constexpr
 
-
-_of_torch: Any = torch._C
 
 uncounted: ContextVar[bool] = ContextVar("fastgen_uncounted", default=False)
 """Whether the calls of this context are on tensors without values (`models.footprint`), which are none to count."""
@@ -106,9 +105,8 @@ def chosen(
     if tensor.numel() > 0:
         if runs_kernels(tensor) and all(other is None or other.device == tensor.device for other in others):
             found = TRITON if able() else REFERENCE
-        elif able_in_c is not never and _in_the_open():
-            by = native.library()
-            found = by if by is not None and able_in_c() else REFERENCE
+        elif able_in_c is not never and (by := native.library()) is not None:
+            found = by if _in_the_open() and able_in_c() else REFERENCE
     if not uncounted.get():
         calls[operation, found if isinstance(found, str) else "native"] += 1
     return found
@@ -126,14 +124,7 @@ def never() -> bool:
 
 def _in_the_open() -> bool:
     """Whether tensors hold numbers, and nobody records, transforms or replaces what is computed with them."""
-    return not (
-        uncounted.get()
-        or torch.compiler.is_compiling()
-        or _of_torch._get_tracing_state() is not None
-        or _of_torch._len_torch_dispatch_stack()
-        or _of_torch._functorch.peek_interpreter_stack() is not None
-        or torch.is_autocast_enabled("cpu")
-    )
+    return not (uncounted.get() or torch.compiler.is_compiling() or is_observed() or torch.is_autocast_enabled("cpu"))
 
 
 def in_memory(*tensors: Tensor) -> bool:

@@ -14,12 +14,13 @@ Where there are operations in C (`ops.native`, on AMD's processors), products ar
 and not 12 to 15, so that it is 1.2 to 5 times as fast as oneDNN's up to 64 rows, and as fast beyond (250 GFLOP/s of a
 thread).
 
-The operators are private to torch, so `available` looks for them and checks a result once.
+oneDNN's and MKL's operators are private to torch (`ops.torch_private`), and checked once. `unusable`
+says why a library is left out.
 """
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeGuard
 
@@ -27,9 +28,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastgen.ops import native, processor
+from fastgen.ops import native, processor, torch_private
 from fastgen.ops.activation import FUNCTIONS, activation_, activation_reference
 from fastgen.ops.dispatch import chosen, in_c, never, plain
+from fastgen.ops.torch_private import operator
 
 LEAST_ROWS = ((96 * 1024, 32), (384 * 1024, 2), (math.inf, 1))
 """Rows from which on oneDNN is faster, for weights of fewer elements than stand before them.
@@ -90,6 +92,8 @@ CHUNK, CHUNK_ROWS = 2 * 2**20, 64
 """Bytes of output, and rows at least, that `linear_into` computes at a time."""
 
 
+_NAMES = {"mkl": "MKL's product", "onednn": "oneDNN's product with a packed weight", "plain": "oneDNN's product"}
+
 # How oneDNN's operator calls what comes behind a product.
 _ACTIVATIONS: dict[str | None, tuple[str, str]] = {
     None: ("none", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", ""),
@@ -130,19 +134,27 @@ Packed = Tensor | MklWeight | PanelWeight
 """A packed weight."""
 
 
-def available() -> bool:
-    """Whether this torch has linear operators for packed weights that agree with its own product (checked once)."""
-    return _onednn_agrees() or by_mkl()
+def reason_off() -> str | None:
+    """Return why every product is torch's own; None where another one may be faster."""
+    reason = unusable("mkl" if by_mkl() else "plain")  # for C as well, which leaves small weights to oneDNN
+    return None if native.library() is not None else reason
 
 
 def by_mkl() -> bool:
-    """Whether weights are packed by MKL rather than by oneDNN: on Intel's processors, but for C."""
-    return processor.on_intel() and native.library() is None and _mkl_agrees()
+    """Whether torch's own product is MKL's, and packed weights are MKL's rather than oneDNN's: on Intel, but for C."""
+    return processor.on_intel() and native.library() is None and torch.backends.mkl.is_available()
 
 
-def packer() -> str:
-    """By which library weights are packed, as far as no activation function decides it: native, mkl or onednn."""
-    return "native" if native.library() is not None else "mkl" if by_mkl() else "onednn"
+def packer() -> str | None:
+    """Return what packs weights where no activation function decides it: native, mkl or onednn; None for nothing."""
+    if native.library() is not None:
+        return "native"
+    return None if unusable(library := _library_for(None)) else library
+
+
+def _library_for(activation: str | None) -> str:
+    """The library in torch for packed weights that are not for C, if it can be used, with this activation behind."""
+    return "mkl" if by_mkl() and (activation not in DEAR or unusable("onednn")) else "onednn"
 
 
 def native_for(outputs: int, inputs: int) -> "native.Library | None":
@@ -158,50 +170,57 @@ def _in_panels(by: "native.Library", outputs: int) -> int:
     return -(-outputs // by.panel) * by.panel
 
 
-def described(packed: bool) -> str:
-    """By what linear layers run where that is faster than torch's own product, in words."""
-    names = {"native": "in C", "mkl": "by MKL or oneDNN", "onednn": "by oneDNN"}
-    return names[packer() if packed else "mkl" if by_mkl() else "onednn"]
+def described(packed: bool = True) -> tuple[str, str | None]:
+    """Say by what linear layers run where that is faster than torch's own product, and why not by more, if so.
+
+    packed: whether weights may be packed.
+    """
+    if reason := reason_off():
+        return "torch's own", reason
+    without, by = "by oneDNN, weights unpacked", "by oneDNN"
+    if packed and native.library() is not None:
+        without, by = "in C alone", "in C"
+    elif by_mkl():
+        without, by = "by MKL", "by MKL or oneDNN"
+    reason = unusable("onednn" if packed else "plain")
+    return without if reason else by, reason
 
 
 @cache
-def _onednn_agrees() -> bool:
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-        return False
-    weight = _probe_weight()
-    return _agree(lambda: [weight, _pack_for_onednn(weight, 16)])
+def unusable(library: str) -> str | None:
+    """Return why products are not left to a library in torch, found once; None where they are.
 
-
-@cache
-def _mkl_agrees() -> bool:
-    if not (torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")):
-        return False
-    weight = _probe_weight()
-    return _agree(lambda: [_pack_for_mkl(weight, rows) for rows in PACKED_ROWS_MKL])
-
-
-def _probe_weight() -> Tensor:
-    return torch.linspace(1, -1, 32 * 64, **_PROBED).view(32, 64)
-
-
-_PROBED: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the caller's defaults are
+    Args:
+        library: mkl or onednn, for packed weights; plain, for oneDNN with weights as they are.
+    """
+    if library == "onednn" and (reason := unusable("plain")):
+        return reason
+    try:
+        if _agrees(library):
+            return None
+        wrong = "differs from torch.nn.functional.linear"
+    except LookupError as error:
+        return str(error)
+    except Exception as error:  # an operator may raise anything
+        wrong = "fails: " + str(error).partition("\n")[0]
+    return f"torch {torch.__version__}: {_NAMES[library]} {wrong}"
 
 
 @torch.autocast("cpu", enabled=False)
-def _agree(forms: Callable[[], Sequence[Packed]]) -> bool:
-    """Whether products with these forms of the probe's weight are what they should be, with all that comes behind."""
-    x, bias = torch.linspace(-1, 1, 3 * 64, **_PROBED).view(3, 64), torch.ones(32, **_PROBED)
-    expected = F.linear(x, _probe_weight(), bias)
-    try:
-        for form in forms():
-            found = [linear(x, form, bias), linear(x, form, bias, residual=expected) - expected]
-            activated = [(linear(x, form, bias, kind), activation_reference(expected, kind)) for kind in FUNCTIONS]
-            pairs = [*((y, expected) for y in found), *activated]
-            if not all(torch.allclose(y, wanted, atol=1e-4) for y, wanted in pairs):
-                return False
-    except (RuntimeError, TypeError, AttributeError):
-        return False
-    return True
+def _agrees(library: str) -> bool:
+    """Whether a library's products are torch's, with what comes behind. oneDNN compiles each, in 0.8 ms."""
+    fixed: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the caller's defaults are
+    x, weight = (torch.linspace(-1, 1, rows * 64, **fixed).view(rows, 64) for rows in (3, 32))
+    bias = torch.ones(32, **fixed)
+    own = F.linear(x, weight, bias)
+    if library == "mkl":
+        pairs = [(_product_by_mkl(x, _pack_for_mkl(weight, 16), bias), own)]
+    else:
+        form = weight if library == "plain" else _pack_for_onednn(weight, 16)
+        pairs = [(_product_by_onednn(x, form, bias), own), (_product_by_onednn(x, form, bias, residual=own), own + own)]
+    for kind in FUNCTIONS if library == "plain" else ():  # in fp64, as torch's gelu in fp32 is oneDNN's
+        pairs.append((_product_by_onednn(x, weight, bias, kind), activation_reference(own.double(), kind)))
+    return all(y.shape == z.shape and torch.allclose(y.double(), z.double(), atol=1e-4) for y, z in pairs)
 
 
 def useful_rows(outputs: int, inputs: int, activation: str | None = None, packed: bool = True) -> range:
@@ -215,18 +234,15 @@ def useful_rows(outputs: int, inputs: int, activation: str | None = None, packed
     if packed and (by := native_for(outputs, inputs)) is not None:
         filled = outputs >= FILLED * _in_panels(by, outputs)
         return range(_at(LEAST_ROWS_NATIVE, elements) if filled else sys.maxsize, sys.maxsize)
-    if not by_mkl():
+    if not by_mkl() and not unusable("plain"):
         return range(_at(LEAST_ROWS_ZEN5 if processor.on_zen5() else LEAST_ROWS, elements), sys.maxsize)
-    if not _by_mkl(activation):
-        return range(max(DEAR_ROWS, -(-DEAR_WORK // max(1, elements))), sys.maxsize)
-    if outputs < FEWEST_OUTPUTS_MKL:
+    library = _library_for(activation)
+    if not (packed and by_mkl()) or unusable(library) or (library == "mkl" and outputs < FEWEST_OUTPUTS_MKL):
         return range(sys.maxsize, sys.maxsize)
+    if library == "onednn":
+        return range(max(DEAR_ROWS, -(-DEAR_WORK // max(1, elements))), sys.maxsize)
     least = LEAST_ROWS_MKL_NARROW if outputs < inputs else LEAST_ROWS_MKL
     return range(_at(least, elements), _at(MOST_ROWS_MKL, elements) + 1)
-
-
-def _by_mkl(activation: str | None) -> bool:
-    return by_mkl() and not (activation in DEAR and _onednn_agrees())
 
 
 def _at(table: Sequence[tuple[float, int]], elements: int) -> int:
@@ -238,8 +254,8 @@ def saved_share() -> float:
     return 0.03 if processor.on_intel() else 0.15
 
 
-def pack(weight: Tensor, rows: int = 16, activation: str | None = None) -> Packed:
-    """Return a packed copy of weight (N, K) fp32 that only `linear` can read.
+def pack(weight: Tensor, rows: int = 16, activation: str | None = None) -> Packed | None:
+    """Return a packed copy of weight (N, K) fp32 that only `linear` can read; None where no library packs it.
 
     Args:
         weight: (N, K) fp32 on the CPU.
@@ -250,7 +266,10 @@ def pack(weight: Tensor, rows: int = 16, activation: str | None = None) -> Packe
     by = native_for(*weight.shape)
     if by is not None:
         return PanelWeight(native.packed(by, weight), len(weight))
-    if not _by_mkl(activation):
+    library = _library_for(activation)
+    if unusable(library):
+        return None
+    if library == "onednn":
         return _pack_for_onednn(weight, rows)
     few, many = PACKED_ROWS_MKL
     return _pack_for_mkl(weight, many if weight.shape[0] >= many * torch.get_num_threads() else few)
@@ -274,15 +293,15 @@ def suits(packed: Packed, outputs: int, inputs: int, activation: str | None = No
     by = native_for(outputs, inputs)
     if by is not None or isinstance(packed, PanelWeight):
         return isinstance(packed, PanelWeight) and by is not None and packed.panels.shape[2] == by.panel
-    return isinstance(packed, MklWeight) == _by_mkl(activation)
+    return isinstance(packed, MklWeight) == (_library_for(activation) == "mkl")
 
 
-def _pack_for_onednn(weight: Tensor, rows: int) -> Packed:
-    return torch.ops.mkldnn._reorder_linear_weight.default(weight, rows)
+def _pack_for_onednn(weight: Tensor, rows: int) -> Tensor:
+    return operator(torch_private.ONEDNN_PACK)(weight, rows)
 
 
-def _pack_for_mkl(weight: Tensor, rows: int) -> Packed:
-    layout = torch.ops.mkl._mkl_reorder_linear_weight.default(weight, rows)
+def _pack_for_mkl(weight: Tensor, rows: int) -> MklWeight:
+    layout = operator(torch_private.MKL_PACK)(weight, rows)
     return MklWeight(layout, weight.new_empty(1).expand(weight.shape))
 
 
@@ -299,23 +318,32 @@ def linear(
     at 128 x 512 x 1,024 33 us, by itself 83; the sum at 128 x 256 x 512 5 us, by itself 16.
 
     Args:
-        weight: the result of `pack`; or plain, for oneDNN, or for torch's own product where that is MKL's.
+        weight: the result of `pack`; or plain, for oneDNN, or for torch's own product where oneDNN is not for it.
         activation: gelu, gelu_tanh, relu or silu, for that of the result.
         residual: (..., N), to be added to the result; not with an activation.
     """
     if isinstance(weight, PanelWeight):
         return _in_c(x, weight, bias, activation, residual)
     if isinstance(weight, MklWeight):
-        y = torch.ops.mkl._mkl_linear.default(x, weight.layout, weight.sizes, bias, x.numel() // x.shape[-1])
-        return _finished(y, activation, residual)
+        return _finished(_product_by_mkl(x, weight, bias), activation, residual)
     if _is_own(weight):
         return _finished(F.linear(x, weight, bias), activation, residual)
+    return _product_by_onednn(x, weight, bias, activation, residual)
+
+
+def _product_by_mkl(x: Tensor, weight: MklWeight, bias: Tensor | None) -> Tensor:
+    return operator(torch_private.MKL_LINEAR)(x, weight.layout, weight.sizes, bias, x.numel() // x.shape[-1])
+
+
+def _product_by_onednn(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None, residual: Tensor | None = None
+) -> Tensor:
     # oneDNN reads a bias as if its elements lay side by side.
     bias = None if bias is None else bias.contiguous()
     if residual is not None:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
+        return operator(torch_private.ONEDNN_LINEAR_ADD)(x, residual, weight, bias, "add")
     name, algorithm = _ACTIVATIONS[activation]
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], algorithm)
+    return operator(torch_private.ONEDNN_LINEAR)(x, weight, bias, name, [], algorithm)
 
 
 def _in_c(
@@ -363,8 +391,9 @@ def linear_into(
 
 
 def _is_own(weight: Packed) -> TypeGuard[Tensor]:
-    """Whether a weight is for torch's own product: a plain one, where that is MKL's."""
-    return isinstance(weight, Tensor) and weight.layout == torch.strided and by_mkl()
+    """Whether a weight is for torch's own product: a plain one, where that is MKL's, or oneDNN's cannot be used."""
+    plain = isinstance(weight, Tensor) and weight.layout == torch.strided
+    return plain and (by_mkl() or unusable("plain") is not None)
 
 
 def _own_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:

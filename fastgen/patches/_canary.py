@@ -1,4 +1,4 @@
-"""Ask once per installed version whether the patched toolkit still gives what the unpatched one gives."""
+"""Ask once per installed version, part by part, whether the patched toolkit gives what the unpatched one gives."""
 
 import hashlib
 import json
@@ -6,9 +6,9 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,28 +28,49 @@ class Verdict:
     """What a canary found.
 
     Attributes:
-        equal: whether both ways gave the same.
-        reason: in the canary's words, or the exception that it raised.
+        parts: the names of all parts that were tried.
+        differing: those that differ, with what was found.
+        failed: why nothing could be tried; empty where it could.
         kept: where the result is kept, or why it is not.
     """
 
-    equal: bool
-    reason: str
-    kept: str
+    parts: tuple[str, ...] = ()
+    differing: dict[str, str] = field(default_factory=dict[str, str])
+    failed: str = ""
+    kept: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """Whether all parts agree."""
+        return not (self.failed or self.differing)
+
+    def declines(self, parts: Iterable[str]) -> str | None:
+        """Return why none of some parts can be relied on; None where one of them agrees, or there are none."""
+        if self.failed:
+            return self.failed
+        found = [self.differing.get(part) for part in parts]
+        return "; ".join(filter(None, found)) if found and all(found) else None
 
     def __str__(self) -> str:
-        return f"{'equal' if self.equal else 'different'}: {self.reason} ({self.kept})"
+        if self.failed:
+            return f"not tried: {self.failed} ({self.kept})"
+        if self.equal:
+            return f"all {len(self.parts)} parts agree ({self.kept})"
+        differing = "; ".join(self.differing.values())
+        agree = len(self.parts) - len(self.differing)
+        return f"{len(self.differing)} of {len(self.parts)} parts differ: {differing}; {agree} agree ({self.kept})"
 
 
 class Canary:
     """The question to one toolkit version, with the memory of its answer: in this process and in the cache folder.
 
-    The answer holds for the versions of toolkit, fastgen, torch and Python. An exception counts as "different" but is
-    not kept for other processes, since its cause (out of memory, say) may pass.
+    The answer holds for the versions of toolkit, fastgen, torch and Python. A part that raises counts as different, but
+    then nothing is kept for other processes, since the cause (out of memory, say) may pass.
 
     Args:
-        function: ``"module:function"``; it returns ``(equal, reason)`` after it ran the toolkit both ways. It must not
-            wait for patched calls in threads of its own: they wait for its answer.
+        function: ``"module:function"``; it returns the parts by name, each a function that runs the toolkit both ways
+            and returns what differs, or None. It must not wait for patched calls in threads of its own: they wait for
+            its answer.
         toolkit: name of the toolkit.
         version: its version.
         folder: the cache folder, made when needed.
@@ -74,14 +95,22 @@ class Canary:
         return self.verdict
 
     def _run(self) -> Verdict:
-        token = _asking.set(True)
+        token, again = _asking.set(True), "not kept, asked again in the next process"
         try:
-            equal, reason = resolve(self.function)()
+            parts: dict[str, Callable[[], str | None]] = resolve(self.function)()
+            differing, raised = dict[str, str](), False
+            for name, part in parts.items():
+                try:
+                    found = part()
+                except Exception as error:
+                    found, raised = f"{name} raised {type(error).__name__}: {error}", True
+                if found is not None:
+                    differing[name] = found
         except Exception as error:
-            return Verdict(False, f"{type(error).__name__}: {error}", "not kept, asked again in the next process")
+            return Verdict(failed=f"{type(error).__name__}: {error}", kept=again)
         finally:
             _asking.reset(token)
-        return Verdict(bool(equal), str(reason), self._keep(bool(equal), str(reason)))
+        return Verdict(tuple(parts), differing, kept=again if raised else self._keep(tuple(parts), differing))
 
     def _key(self) -> dict[str, str]:
         # A patched call can only be where torch is imported; a toolkit without it is as good a key.
@@ -97,18 +126,20 @@ class Canary:
         file = self._file()
         try:
             kept = json.loads(file.read_text(encoding="utf-8"))
-            if kept["key"] == self._key() and isinstance(kept["equal"], bool):
-                return Verdict(kept["equal"], str(kept["reason"]), f"kept in {file}")
-        except (OSError, ValueError, KeyError, TypeError):
+            parts, differing = kept["parts"], kept["differing"]
+            texts = [*parts, *differing.values()]
+            if kept["key"] == self._key() and {*map(type, texts)} <= {str} and differing.keys() <= {*parts}:
+                return Verdict(tuple(parts), differing, kept=f"kept in {file}")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass  # absent or damaged: ask again, which writes it anew
         return None
 
-    def _keep(self, equal: bool, reason: str) -> str:
+    def _keep(self, parts: tuple[str, ...], differing: dict[str, str]) -> str:
         file = self._file()
         scratch = file.with_suffix(f".{os.getpid()}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"key": self._key(), "equal": equal, "reason": reason}, indent=1)
+            text = json.dumps({"key": self._key(), "parts": parts, "differing": differing}, indent=1)
             scratch.write_text(text + "\n", encoding="utf-8")
             scratch.replace(file)  # at once, as other processes may read or write it
         except OSError as error:

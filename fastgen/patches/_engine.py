@@ -4,9 +4,9 @@ A patch is data (`Patch`): a target, and a replacement that gets the original as
 no toolkit and not torch. An import hook puts a plain function into the target's place once its module is there; the
 replacement's own module is imported at the first call that needs it, so that nothing is imported while a toolkit is.
 
-A toolkit's author of patches needs `Toolkit`, `Patch` and, in replacements, `hit`, `fallback`, `compared`, `running`,
-`current_plan`, `asking`, `is_applied`, `is_on_top`, `is_disabled`, `counted`, `count_too`, `on_disable` and
-`on_release`; users need `enable`, `disable`, `disabled`, `status` and `release`.
+A toolkit's author of patches needs `Toolkit`, `Patch` and, in replacements, `hit`, `fallback`, `note_call`,
+`declined`, `compared`, `running`, `current_plan`, `asking`, `is_applied`, `is_on_top`, `is_disabled`, `counted`,
+`count_too`, `on_disable` and `on_release`; users need `enable`, `disable`, `disabled`, `status` and `release`.
 
 Locks: `_lock` guards the tables and is never held while something is imported or a replacement or canary runs.
 """
@@ -25,10 +25,12 @@ from typing import Any, TypeVar
 
 from fastgen.config import settings
 from fastgen.ops.counts import calls
+from fastgen.patches import _notices
+from fastgen.patches._calls import Calls, Of, Outcome
 from fastgen.patches._canary import Canary, asking, resolve
 from fastgen.patches._imports import unfinished, when_finished, when_imported
 from fastgen.patches._patch import FallbackError, Patch, PatchError, Toolkit
-from fastgen.patches._slot import Function, Layer, function_in
+from fastgen.patches._slot import Function, Layer, Slot, function_in
 from fastgen.patches._status import Entry, Status, report
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "counted",
     "current_plan",
     "declare",
+    "declined",
     "disable",
     "disabled",
     "enable",
@@ -52,6 +55,7 @@ __all__ = [
     "is_disabled",
     "is_on_top",
     "left_alone",
+    "note_call",
     "on_disable",
     "on_release",
     "release",
@@ -84,6 +88,7 @@ _entries: dict[str, Entry] = {}
 _installed: list[Entry] = []  # in the order of installation; undone from the end
 _versions: dict[str, str] = {}  # toolkit name -> version found
 _canaries: dict[str, Canary] = {}  # toolkit name -> the canary of a version newer than tested
+_calls = Calls()  # of users, by model class and method
 _compared: Counter[str] = Counter()  # parity mode: calls by outcome
 _together: Counter[str] = Counter()  # big-little decoding: what it counts, over all texts
 _disable_callbacks: list[Callable[[], object]] = []
@@ -233,8 +238,11 @@ def left_alone(name: str, reason: str) -> None:
             entry.left_off[reason] += 1
 
 
-def fallback(name: str, reason: str) -> None:
+def fallback(name: str, reason: str, of: tuple[str, str] | None = None) -> None:
     """Count a call that is left to the original. A canary's call that falls back proves nothing, so there it raises.
+
+    Args:
+        of: model class and method, of a call that a user would look for in `status`.
 
     Raises:
         FallbackError: ``FASTGEN_STRICT=1``, or a canary runs.
@@ -243,8 +251,29 @@ def fallback(name: str, reason: str) -> None:
     if not asking():
         with _lock:
             entry.fallbacks[reason] += 1
+        if of is not None:
+            note_call(entry.patch.toolkit.name, *of, "not", [reason])
     if asking() or settings().strict:
         raise FallbackError(name, reason)
+
+
+def note_call(toolkit: str, model: str, method: str, outcome: Outcome, reasons: Iterable[str] = ()) -> None:
+    """Count a call of a user: of which model class and method, how it ran, and why not better."""
+    if not asking():
+        with _lock:
+            _calls.add(Of(toolkit, model, method), outcome, reasons)
+
+
+def declined(toolkit: str, part: str) -> str | None:
+    """Return why a part of a toolkit newer than tested cannot be relied on, and warn once; None where it can."""
+    canary = _canaries.get(toolkit)
+    if canary is None or asking():
+        return None
+    found = canary.ask().declines([part])
+    if found is None:
+        return None
+    _notices.warn_of_difference(_toolkit(toolkit), canary.version, part, found)
+    return f"declined by the canary: {found}"
 
 
 def compared(outcome: str) -> None:
@@ -267,6 +296,8 @@ def counted() -> Counter[tuple[str, ...]]:
             found["hit", name] = entry.hits
             found.update({("fallback", name, why): count for why, count in entry.fallbacks.items()})
             found.update({("left off", name, what): count for what, count in entry.left_off.items()})
+        found.update({("call", *key): count for key, count in _calls.outcomes.items()})
+        found.update({("reason", *key): count for key, count in _calls.reasons.items()})
     return found
 
 
@@ -278,6 +309,10 @@ def count_too(counts: Mapping[tuple[str, ...], int]) -> None:
                 calls[name, rest[0]] += count
             elif kind == "hit":
                 _entry(name).hits += count
+            elif kind == "call":
+                _calls.merge({(name, *rest): count}, {})
+            elif kind == "reason":
+                _calls.merge({}, {(name, *rest): count})
             else:
                 entry = _entry(name)
                 (entry.fallbacks if kind == "fallback" else entry.left_off)[rest[0]] += count
@@ -295,12 +330,24 @@ def on_release(callback: _Callback) -> _Callback:
     return callback
 
 
-def status() -> Status:
-    """Return the state of every patch, with its reason, hits and fallbacks."""
+def status(verbose: bool = False, reset: bool = False) -> Status:
+    """Return what fastgen has done in this process: calls by model and method, patches, operations, memory.
+
+    Args:
+        verbose: let it print every patch and operation, and not the summary alone.
+        reset: set all counts to zero, once they have been read.
+    """
     modules = {entry.patch.toolkit.module for entry in tuple(_entries.values())}
     absent = frozenset(module for module in modules if module not in sys.modules and find_spec(module) is None)
     with _lock:
-        return report(_enabled, tuple(_entries.values()), _versions, _canaries, absent, _compared, _together)
+        entries = tuple(_entries.values())
+        found = report(_enabled, entries, _versions, _canaries, absent, _calls.groups(), _compared, _together, verbose)
+        if reset:
+            for entry in entries:
+                entry.forget_counts()
+            for counts in (_calls, _compared, _together, calls):
+                counts.clear()
+    return found
 
 
 def _hook(module: str) -> None:
@@ -344,6 +391,7 @@ def _apply(entry: Entry) -> None:
     if not toolkit.supports(version):
         advice = "; ".join(filter(None, (f"{toolkit.versions} is supported", toolkit.install_hint)))
         entry.settle("skipped", f"{toolkit.name} {version} found; {advice}")
+        _watch(entry, module)
         return
     try:
         slot = patch.address.find(module)
@@ -359,13 +407,27 @@ def _apply(entry: Entry) -> None:
         canary = _canaries.get(toolkit.name)
         if canary is None or canary.version != version:
             _canaries[toolkit.name] = Canary(toolkit.canary, toolkit.name, version, settings().cache_dir)
+    _install(entry, slot)
+    entry.settle("applied", f"newer than {toolkit.tested}, the newest tested" if newer else "")
+
+
+def _install(entry: Entry, slot: Slot) -> None:
     if entry.layer is not None and entry.layer.reachable:
         entry.layer.active = True  # disable() had to leave it below another's wrapper
     else:
         entry.layer = Layer(slot, functools.partial(_call, entry))
         entry.layer.install()
         _installed[:] = [*(other for other in _installed if other is not entry), entry]
-    entry.settle("applied", f"newer than {toolkit.tested}, the newest tested" if newer else "")
+
+
+def _watch(entry: Entry, module: ModuleType) -> None:
+    """Have the first call of a target warn, as its patch cannot be applied and users would miss it."""
+    if not entry.patch.covers:
+        return
+    try:
+        _install(entry, entry.patch.address.find(module))
+    except (LookupError, TypeError):  # there is nothing to call
+        _notices.warn_of_patch(entry, _versions)
 
 
 def _fail(entry: Entry, error: Exception) -> PatchError:
@@ -373,6 +435,9 @@ def _fail(entry: Entry, error: Exception) -> PatchError:
     if entry.layer is not None:
         entry.layer.active = False
     entry.settle("failed", reason)
+    module = sys.modules.get(entry.patch.address.module)
+    if module is not None:
+        _watch(entry, module)
     failure = PatchError(entry.patch.name, reason)
     failure.__cause__ = error
     return failure
@@ -381,6 +446,11 @@ def _fail(entry: Entry, error: Exception) -> PatchError:
 def _call(entry: Entry, original: Function, /, *args: Any, **kwargs: Any) -> Any:
     """Run what a patched target runs: the replacement, or the original where that is switched off or declined."""
     if _under_compilation() or _is_off(entry.patch) or (entry.patch.inner and current_plan.get() is None):
+        return original(*args, **kwargs)
+    if entry.state != "applied":
+        _notices.warn_of_patch(entry, _versions)
+        if args:
+            note_call(entry.patch.toolkit.name, type(args[0]).__name__, entry.patch.covers, "not", [entry.reason])
         return original(*args, **kwargs)
     replacement = _approved_replacement(entry)
     if replacement is None:
@@ -405,8 +475,10 @@ def _under_compilation() -> bool:
 def _approved_replacement(entry: Entry) -> Function | None:
     """Return the replacement; None where the original must run, which is then counted."""
     canary = _canaries.get(entry.patch.toolkit.name)
-    if canary is not None and not asking() and not canary.ask().equal:
-        fallback(entry.patch.name, "declined by the canary")
+    if canary is not None and not asking() and (found := canary.ask().declines(entry.patch.parts)) is not None:
+        if entry.patch.covers:
+            _notices.warn_of_difference(entry.patch.toolkit, canary.version, entry.patch.covers, found)
+        fallback(entry.patch.name, f"declined by the canary: {found}")
         return None
     if entry.replacement is None:
         try:
@@ -419,6 +491,10 @@ def _approved_replacement(entry: Entry) -> Function | None:
             fallback(entry.patch.name, "the replacement could not be imported")
             return None
     return entry.replacement
+
+
+def _toolkit(name: str) -> Toolkit:
+    return next(entry.patch.toolkit for entry in _entries.values() if entry.patch.toolkit.name == name)
 
 
 def _entry(name: str) -> Entry:

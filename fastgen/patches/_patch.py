@@ -15,8 +15,8 @@ class Toolkit:
         module: its top module, whose ``__version__`` counts (forks have other distribution names).
         versions: the supported range, ``">=5.17"``.
         tested: the newest version that is tested.
-        canary: ``"module:function"`` that is asked once for versions newer than tested, and returns
-            ``(equal, reason)``; None to trust newer versions as long as the signatures hold.
+        canary: ``"module:function"`` whose parts are tried once for versions newer than tested (`_canary.Canary`); None
+            to trust newer versions as long as the signatures hold.
         install_hint: what to type to get a supported version.
     Raises:
         ValueError: `canary` is not readable as a function.
@@ -67,6 +67,10 @@ class Patch:
         inner: whether it only serves the plan of an outer patch; where no plan runs, the original is called at once.
         when: module after whose import it is applied, where that is not the target's: one of the toolkit's own that
             comes before the target is needed.
+        covers: what users lose without it, such as ``"beam search"``: where it cannot be applied, the first call of its
+            target warns. Empty where nobody would miss it by itself.
+        parts: the parts of the canary that have to agree; where all of them differ, the original runs. A replacement
+            that serves several asks for each by itself (`_engine.declined`).
         mends: whether the toolkit would fail without it, on today's versions or where it is given more than it knows.
             It stays in place in `disabled()`, where the toolkit's own code runs otherwise.
     Raises:
@@ -82,6 +86,8 @@ class Patch:
     inner: bool = False
     when: str | None = None
     mends: bool = False
+    covers: str = ""
+    parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name.startswith(f"{self.toolkit.name}."):

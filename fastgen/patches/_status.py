@@ -1,4 +1,4 @@
-"""What became of each patch, and its report, which `fastgen.status()` returns: plain data that prints as a table."""
+"""What fastgen has done in this process, as `fastgen.status()` returns it: plain data that prints as a summary."""
 
 import sys
 from collections import Counter
@@ -9,6 +9,7 @@ from typing import Any, Literal
 from fastgen._version import __version__
 from fastgen.config import settings
 from fastgen.ops.counts import calls
+from fastgen.patches._calls import CallGroup
 from fastgen.patches._canary import Canary
 from fastgen.patches._patch import Patch, Toolkit
 from fastgen.patches._slot import Function, Layer
@@ -34,6 +35,12 @@ class Entry:
     def settle(self, state: State, reason: str = "") -> None:
         """Set the state and its reason."""
         self.state, self.reason = state, reason
+
+    def forget_counts(self) -> None:
+        """Set what is counted to zero."""
+        self.hits = 0
+        self.fallbacks.clear()
+        self.left_off.clear()
 
 
 @dataclass(frozen=True)
@@ -83,12 +90,13 @@ class ToolkitRow:
 
 @dataclass(frozen=True)
 class Status:
-    """The state of every patch. ``status["transformers.beam_search"]`` is one row; ``print(status)`` shows all.
+    """What fastgen has done. ``print(status)`` shows a summary; ``status["transformers.beam_search"]`` is one patch.
 
     Attributes:
         version: fastgen's.
         enabled: whether the patches are switched on as a whole.
         toolkits: what they are made for, and what is there.
+        calls: the calls of this process, by model class and method.
         rows: the patches.
         parity: the calls of parity mode (``FASTGEN_PARITY=1``) by outcome: equal, near tie, different, or why run once.
         operations: calls of the operations that have a Triton kernel or are written in C, by operation and path
@@ -96,16 +104,21 @@ class Status:
         native: the operations in C for the CPU, and why they do not run; empty before any operation.
         bild: what big-little decoding has done, summed over all texts: tokens, drafted, large_calls, small_calls,
             fallbacks, rollbacks; empty where there was none.
+        memory: bytes that are held between calls to save time, by what holds them; `fastgen.release` drops them.
+        verbose: whether it prints every patch and operation.
     """
 
     version: str
     enabled: bool
     toolkits: tuple[ToolkitRow, ...]
+    calls: tuple[CallGroup, ...]
     rows: tuple[Row, ...]
     parity: dict[str, int]
     operations: dict[str, dict[str, int]]
     native: str
     bild: dict[str, int]
+    memory: dict[str, int]
+    verbose: bool = False
 
     def __getitem__(self, name: str) -> Row:
         for row in self.rows:
@@ -118,6 +131,57 @@ class Status:
         return asdict(self)
 
     def __str__(self) -> str:
+        parts = [self._header(), *self._of_calls(), *(self._in_full() if self.verbose else self._in_short())]
+        return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+    def _header(self) -> list[str]:
+        """Versions, what runs, and what does not."""
+        lines = [f"fastgen {self.version}, {'enabled' if self.enabled else 'disabled'}"]
+        for toolkit in self.toolkits:
+            rows = [row for row in self.rows if row.name.startswith(f"{toolkit.name}.")]
+            states = Counter(row.state for row in rows)
+            found = [f"{states[state]} {text}" for state, text in _STATES.items() if states[state]]
+            is_there = toolkit.found[0].isdigit()
+            tested = f" ({toolkit.tested} is the newest tested)" if is_there else ""
+            detail = f": {', '.join(found)}" if is_there or not self.enabled else ""
+            lines.append(f"{toolkit.name} {toolkit.found}{tested}{detail}")
+            if toolkit.canary not in ("", "not needed"):
+                lines.append(f"  newer than tested, so that it is compared first: {toolkit.canary}")
+            for reason in dict.fromkeys(row.reason for row in rows if row.state in ("skipped", "failed")):
+                names = [row.name for row in rows if row.state in ("skipped", "failed") and row.reason == reason]
+                which = ", ".join(names) if len(names) < 4 else f"{len(names)} patches"
+                lines.append(f"  not running, {which}: {reason}")
+        return lines
+
+    def _of_calls(self) -> list[list[str]]:
+        if not self.calls:
+            return [["no calls of generate so far"]]
+        head = ("calls", "method", "accelerated", "partly", "not")
+        rows = [
+            (group.model, group.method, str(group.accelerated), str(group.partly), str(group.not_accelerated))
+            for group in self.calls
+        ]
+        table, lines = _table(head, rows, numbers=(2, 3, 4)), list[str]()
+        for line, group in zip(table[1:], self.calls, strict=True):
+            lines.append(line)
+            for reason in group.reasons:
+                lines.append(f"  {reason.calls} {reason.outcome}: {reason.text}")
+                lines += [f"    -> {reason.remedy}"] if reason.remedy else []
+        return [[table[0], *lines]]
+
+    def _in_short(self) -> list[list[str]]:
+        memory = [f"{name} {readable(count)}" for name, count in self.memory.items() if count]
+        outcomes = [f"{outcome} {count}" for outcome, count in sorted(self.parity.items())]
+        together = [f"{name} {count}" for name, count in self.bild.items()]
+        return [
+            [f"operations in C for the CPU: {self.native}"] if self.native else [],
+            [f"memory held for later calls: {', '.join(memory)}; fastgen.release() drops it"] if memory else [],
+            [f"parity mode: {', '.join(outcomes)}"] if outcomes else [],
+            [f"big-little decoding: {', '.join(together)}"] if together else [],
+            ["every patch, with all counts: fastgen.status(verbose=True), or `fastgen status --all`"],
+        ]
+
+    def _in_full(self) -> list[list[str]]:
         toolkits = [(t.name, t.found, t.supported, t.tested, t.canary) for t in self.toolkits]
         patches: list[tuple[str, ...]] = []
         for row in self.rows:
@@ -127,19 +191,31 @@ class Status:
         outcomes = [(outcome, str(count)) for outcome, count in sorted(self.parity.items())]
         together = [(name, str(count)) for name, count in self.bild.items()]
         operations = [(name, *(str(by.get(path, 0)) for path in _PATHS)) for name, by in self.operations.items()]
-        return "\n".join(
-            [
-                f"fastgen {self.version}, {'enabled' if self.enabled else 'disabled'}",
-                "",
-                *_table(("toolkit", "found", "supported", "tested", "canary"), toolkits),
-                "",
-                *_table(("patch", "state", "hits", "fallbacks", "reason"), patches, numbers=(2, 3)),
-                *(["", *_table(("operation", *_PATHS), operations, numbers=(1, 2, 3))] if operations else ()),
-                *(["", f"operations in C for the CPU: {self.native}"] if self.native else ()),
-                *(["", *_table(("parity", "calls"), outcomes, numbers=(1,))] if outcomes else ()),
-                *(["", *_table(("big-little decoding", "sum"), together, numbers=(1,))] if together else ()),
-            ]
-        )
+        memory = [(name, readable(count)) for name, count in self.memory.items()]
+        return [
+            _table(("toolkit", "found", "supported", "tested", "canary"), toolkits),
+            _table(("patch", "state", "hits", "fallbacks", "reason"), patches, numbers=(2, 3)),
+            _table(("operation", *_PATHS), operations, numbers=(1, 2, 3)) if operations else [],
+            [f"operations in C for the CPU: {self.native}"] if self.native else [],
+            _table(("memory held for later calls", "size"), memory, numbers=(1,)) if memory else [],
+            _table(("parity", "calls"), outcomes, numbers=(1,)) if outcomes else [],
+            _table(("big-little decoding", "sum"), together, numbers=(1,)) if together else [],
+        ]
+
+
+_STATES: dict[State, str] = {
+    "applied": "patches run", "pending": "wait for modules that are not imported", "skipped": "are skipped",
+    "failed": "have failed", "off": "are off",
+}  # fmt: skip
+
+
+def readable(count: float) -> str:
+    """Bytes as text, ``1.5 GiB``."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
 
 
 def report(
@@ -148,8 +224,10 @@ def report(
     versions: Mapping[str, str],
     canaries: Mapping[str, Canary],
     absent: frozenset[str],
+    groups: tuple[CallGroup, ...],
     compared: Mapping[str, int],
     together: Mapping[str, int],
+    verbose: bool,
 ) -> Status:
     """Return the present state.
 
@@ -159,19 +237,24 @@ def report(
         versions: toolkit name -> version found.
         canaries: toolkit name -> the canary of a version newer than tested.
         absent: the top modules of toolkits that are not installed.
+        groups: the calls by model class and method.
         compared: calls of parity mode by outcome.
         together: what big-little decoding counts.
+        verbose: whether it prints every patch.
     """
     toolkits = dict.fromkeys(entry.patch.toolkit for entry in entries)
     return Status(
         __version__,
         enabled,
         tuple(_toolkit_row(t, versions.get(t.name), canaries.get(t.name), t.module in absent) for t in toolkits),
+        groups,
         tuple(_row(e, canaries.get(e.patch.toolkit.name), e.patch.toolkit.module in absent) for e in entries),
         dict(compared),
         {name: {p: calls[name, p] for p in _PATHS if calls[name, p]} for name in sorted({name for name, _ in calls})},
         _native(),
         dict(together),
+        _memory(),
+        verbose,
     )
 
 
@@ -179,6 +262,22 @@ def _native() -> str:
     """What there is in C, where operations have run in this process; calls of others may be counted without."""
     loaded = sys.modules.get("fastgen.ops.native")
     return loaded.state() if calls and loaded is not None else ""
+
+
+_HOLDERS = {
+    "packed weights": ("fastgen.models.packed", "packed_bytes"),
+    "buffers": ("fastgen.models.memory", "held_bytes"),
+    "CUDA graphs' buffers": ("fastgen.models.seats", "held_bytes"),
+}
+"""What holds memory between calls: a module, and its function that says how many bytes."""
+
+
+def _memory() -> dict[str, int]:
+    return {
+        name: getattr(sys.modules[module], function)()
+        for name, (module, function) in _HOLDERS.items()
+        if module in sys.modules
+    }
 
 
 def _toolkit_row(toolkit: Toolkit, version: str | None, canary: Canary | None, absent: bool) -> ToolkitRow:
@@ -195,8 +294,8 @@ def _row(entry: Entry, canary: Canary | None, absent: bool) -> Row:
         reasons = [f"{patch.toolkit.name} is not installed", patch.toolkit.install_hint]
     elif state == "pending":
         reasons = [f"{patch.awaited} is not imported yet"]
-    elif state == "applied" and canary is not None and canary.verdict is not None and not canary.verdict.equal:
-        state, reasons = "skipped", [f"the canary found {canary.verdict}"]
+    elif state == "applied" and (found := _declined(patch, canary)) is not None:
+        state, reasons = found
     elif state == "applied" and entry.layer is not None and not entry.layer.on_top:
         reasons += ["others have patched over it since"]
     elif state == "off":
@@ -207,6 +306,16 @@ def _row(entry: Entry, canary: Canary | None, absent: bool) -> Row:
     return Row(
         patch.name, patch.help, patch.target, state, reason, entry.hits, dict(entry.fallbacks), dict(entry.left_off)
     )
+
+
+def _declined(patch: Patch, canary: Canary | None) -> tuple[State, list[str]] | None:
+    """The state and reasons of a patch of which the canary declined something; None where it declined nothing."""
+    if canary is None or canary.verdict is None:
+        return None
+    if (found := canary.verdict.declines(patch.parts)) is not None:
+        return "skipped", [f"the canary found: {found}"]
+    differing = [canary.verdict.differing[part] for part in patch.parts if part in canary.verdict.differing]
+    return ("applied", [f"in part, as the canary found: {'; '.join(differing)}"]) if differing else None
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...] = ()) -> list[str]:

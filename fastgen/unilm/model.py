@@ -192,6 +192,7 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
         encoder_outputs: Any = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
+        position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
@@ -208,6 +209,7 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
             encoder_outputs: the embedded source, (B, S, C); in place of input_ids.
             cache: the KV cache of source and target, which grows; `past_key_values` is its name before transformers
                 5.24.
+            position_ids: None; transformers hands them on as such behind a prompt that was run in chunks.
             labels: (B, T) int64, the targets; -100 is none.
         Returns:
             logits (B, T, V), of a mask behind each; with labels the mean cross-entropy, smoothed as the config says.
@@ -219,6 +221,10 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
         """
         if output_attentions or output_hidden_states:
             raise ValueError(f"{output_attentions=}, {output_hidden_states=}: a UniLM returns neither")
+        if position_ids is not None:
+            raise ValueError(
+                f"position_ids are given, {tuple(position_ids.shape)}: a UniLM counts its positions itself"
+            )
         if decoder_input_ids is None:
             if labels is None:
                 raise ValueError("a UniLM needs decoder_input_ids or labels, and both are None")

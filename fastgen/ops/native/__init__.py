@@ -16,6 +16,7 @@ from torch import Tensor
 from fastgen import config
 from fastgen.ops import processor
 from fastgen.ops.native import build
+from fastgen.ops.torch_private import is_observed
 
 LIBRARIES = Path(__file__).parent / "lib"
 
@@ -94,6 +95,7 @@ def found() -> Found:
     """Look for the library that this processor runs."""
     variant = torch.backends.cpu.get_cpu_capability().lower()
     try:
+        is_observed()  # C has to ask before every operation
         return Found(variant, load(variant))
     except (OSError, AttributeError) as error:
         return Found(variant, None, str(error))
@@ -159,11 +161,18 @@ def state() -> str:
     """Say in one line whether operations on the CPU run in C, and why not."""
     if found().library is None:
         return f"none: {found().reason}"
-    if library() is None:
-        asked = f"FASTGEN_OPS={config.settings().ops}"
-        others = "they are for processors of AMD's, but for FASTGEN_OPS=native"
-        return f"for {found().variant}, not used: {others if asked == 'FASTGEN_OPS=auto' else asked}"
-    return f"for {found().variant}"
+    return f"for {found().variant}" + (f", not used: {why_off()}" if library() is None else "")
+
+
+def why_off() -> str:
+    """Say why operations on the CPU do not run in C; empty where they do."""
+    if library() is not None:
+        return ""
+    if found().library is None:
+        return f"there are none for this processor: {found().reason}"
+    if config.settings().ops != "auto":
+        return f"FASTGEN_OPS={config.settings().ops}"
+    return "they are for processors of AMD's, but for FASTGEN_OPS=native"
 
 
 def threads_for(work: int) -> int:

@@ -87,6 +87,7 @@ PATCHES = (
         replacement="fastgen.patches.fairseq.generate:generate",
         parameters=("self", "sample", "prefix_tokens", "constraints", "bos_token"),
         help="SequenceGenerator over one cache per sentence; linear layers with packed weights on a CPU",
+        covers="generation",
     ),
     Patch(
         name="fairseq.score",

@@ -31,6 +31,7 @@ from fastgen.patches.fairseq import decide
 from fastgen.patches.fairseq.encoder import encode
 from fastgen.patches.fairseq.fused import FusedDecoder
 from fastgen.patches.fairseq.lengths import longest_of
+from fastgen.patches.fairseq.report import note_served
 from fastgen.patches.fairseq.search import Beam, without_nan
 from fastgen.patches.fairseq.stepper import Member, Stepper
 
@@ -163,7 +164,7 @@ def generate(
     with _engine.running(plan), routed(generator.model.models[0]), small:
         found, counts, left_off = _decode(generator, plan, sample["net_input"], options, bos_token)
     _count(here, counts)
-    _engine.hit("fairseq.generate", dict.fromkeys((*plan.left_off, *left_off)))
+    note_served(generator, plan, (*plan.left_off, *left_off), ())
     return found
 
 

@@ -23,6 +23,7 @@ from fastgen.patches.fairseq import bild
 from fastgen.patches.fairseq.decide import decide
 from fastgen.patches.fairseq.encoder import encode
 from fastgen.patches.fairseq.lengths import longest_of, source_lengths
+from fastgen.patches.fairseq.report import PATCH, note_served, of_generator
 from fastgen.patches.fairseq.search import Beam, Toolkits
 from fastgen.patches.fairseq.split import Found, in_halves
 from fastgen.patches.fairseq.stepper import Member, Stepper
@@ -37,6 +38,7 @@ _engine.on_release(graph.release)
 class Begun:
     """A generator's search that has begun, or is over."""
 
+    generator: Any
     plan: Plan
     search: FirstFinished
     model: Stepper
@@ -46,7 +48,7 @@ class Begun:
         """Return what `_generate` returns, once the search is over."""
         found = [[_as_fairseq(hypothesis) for hypothesis in hypotheses] for hypotheses in self.search.outcome()]
         left_off = *self.plan.left_off, *self.left_off, *self.model.left_off, *self.search.left_off
-        _engine.hit("fairseq.generate", left_off)
+        note_served(self.generator, self.plan, left_off, self.model.decoders)
         return found
 
 
@@ -81,7 +83,7 @@ def generate(
     try:
         plan = decide(self, sample, constraints)
     except Unsupported as unsupported:
-        _engine.fallback("fairseq.generate", unsupported.reason)
+        _engine.fallback(PATCH, unsupported.reason, of_generator(self))
         return original(self, sample, prefix_tokens, constraints, bos_token)
 
     def decoded(part: Any, prefix: Tensor | None) -> Begun:
@@ -167,7 +169,7 @@ def begin(
     made = stepper.step(search.text.ids[::m]) if first is None else (Prediction(lambda: first), None)
     over = run(search, stepper, made, lambda: pauses and stepper.joinable)
     left_off = encoded.left_off if reason is None else (*encoded.left_off, not_captured(reason))
-    return Begun(plan, search, stepper, left_off), over
+    return Begun(generator, plan, search, stepper, left_off), over
 
 
 def _reason_not_to_capture(generator: Any, stepper: Stepper) -> str | None:

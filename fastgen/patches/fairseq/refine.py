@@ -8,5 +8,6 @@ from fastgen.patches import _engine
 
 def refine(original: Callable[..., Any], self: Any, models: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
     """`IterativeRefinementGenerator.generate`: fairseq's own, and counted."""
-    _engine.fallback("fairseq.refine", "iterative refinement")
+    of = type(models[0]).__name__, "iterative refinement"
+    _engine.fallback("fairseq.refine", "iterative refinement", of)
     return original(self, models, sample, *args, **kwargs)

@@ -7,9 +7,22 @@ TOOLKIT = Toolkit(
     module="transformers",
     versions=">=5.17",
     tested="5.24.0",
-    canary="fastgen.patches.transformers.canary:agrees",
+    canary="fastgen.patches.transformers.canary:parts",
     install_hint='pip install "transformers>=5.17"',
 )
+
+DECODER_ONLY, ENCODER_DECODER = "decoder-only models", "encoder-decoder models"
+CACHES, LOSS = "KV caches that callers give or get", "the loss of language models"
+
+
+def part_of(method: str, encoder_decoder: bool) -> str:
+    """The part of the canary that a decoding method of a kind of model belongs to."""
+    return f"{method} of {ENCODER_DECODER if encoder_decoder else DECODER_ONLY}"
+
+
+def _of_loops(*methods: str) -> tuple[str, ...]:
+    return tuple(part_of(method, encoder_decoder) for method in methods for encoder_decoder in (False, True))
+
 
 # Of each family: the folder of its code, the class of its layers, and its class for sentences.
 _ENCODERS = (
@@ -52,6 +65,7 @@ PATCHES = (
         replacement="fastgen.patches.transformers.generate:generate",
         parameters=("self", "inputs", "generation_config", "logits_processor", "stopping_criteria"),
         help="linear layers with packed weights on a CPU, for the whole call; parity mode",
+        covers="generate",
     ),
     Patch(
         name="transformers.beam_search",
@@ -60,6 +74,8 @@ PATCHES = (
         replacement="fastgen.patches.transformers.generate:beam_search",
         parameters=("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus"),
         help="beam search and beam sampling over one cache per sentence",
+        covers="beam search",
+        parts=_of_loops("beam search", "beam sampling"),
     ),
     Patch(
         name="transformers.sample",
@@ -68,6 +84,8 @@ PATCHES = (
         replacement="fastgen.patches.transformers.generate:sample",
         parameters=("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus"),
         help="greedy search and sampling; several samples share the prompt's cache",
+        covers="greedy search and sampling",
+        parts=_of_loops("greedy search", "sampling"),
     ),
     Patch(
         name="transformers.generation_mode",
@@ -119,6 +137,7 @@ PATCHES = (
         replacement="fastgen.patches.transformers.loss:causal",
         parameters=("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels"),
         help="the loss of language models, without gradients: log_softmax is not stored",
+        parts=(LOSS,),
     ),
     Patch(
         name="transformers.beam_streamer",

@@ -1,6 +1,7 @@
 """A streamer in beam search, which transformers refuses: it hears tokens as soon as they are certain.
 
-transformers' own `generate` calls the streamer with the prompt, and our loop with what follows (`decoding.certain`).
+The patch that validates a call's mode also counts calls of loops that nothing here replaces. transformers' own
+`generate` calls the streamer with the prompt, and our loop with what follows (`decoding.certain`).
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from fastgen.decoding.plan import Unsupported
 from fastgen.patches import _engine
@@ -68,6 +70,7 @@ def validate(
     generation_mode_kwargs: dict[str, Any],
 ) -> None:
     """`GenerationMixin._validate_generation_mode`, which takes a streamer where our beam search runs."""
+    _note_other(self, generation_mode, generation_config)
     given = generation_mode_kwargs
     try:
         given = accepted(self, generation_mode, generation_config, given)
@@ -76,6 +79,20 @@ def validate(
     original(self, generation_mode, generation_config, given)
     if given is not generation_mode_kwargs:
         _engine.hit(_NAME)
+
+
+def _note_other(model: Any, mode: Any, config: Any) -> None:
+    """Count a call that comes to a decoding loop which nothing here replaces."""
+    if GENERATION_MODES_MAPPING.get(mode) in compat.LOOPS:
+        return
+    name = (
+        "prompt lookup decoding" if config.prompt_lookup_num_tokens is not None else _NAMES.get(mode) or str(mode.value)
+    )
+    reason = f"{name} runs transformers' own loop"
+    _engine.fallback("transformers.generate", reason, (type(model).__name__, name))
+
+
+_NAMES = {GenerationMode.ASSISTED_GENERATION: "assisted decoding"}
 
 
 def accepted(model: Any, mode: Any, config: Any, mode_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from fastgen.patches.transformers.drafted import DraftedStepper
 from fastgen.patches.transformers.edits import edits_of, kind_of, known, rowwise, stop_of
 from fastgen.patches.transformers.fused import FusedDecoder
 from fastgen.patches.transformers.given import IS_GIVEN
-from fastgen.patches.transformers.report import note
+from fastgen.patches.transformers.report import note_served
 from fastgen.patches.transformers.shared import SharedStepper
 
 WIDTH = 2
@@ -166,8 +166,7 @@ def decode(call: Call, asked: Asked) -> Any:
                 sequences = bild.run()
     if streamer is not None:
         streamer.end()
-    note(large.stepper.report())
-    _engine.hit("transformers.sample", plan.left_off)
+    note_served("transformers.sample", call.model, large.stepper.report())
     return returned(call, config.return_dict_in_generate, sequences, by_name(bild.counts))
 
 

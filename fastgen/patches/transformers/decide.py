@@ -16,8 +16,9 @@ from fastgen.models.layouts import layout_of
 from fastgen.models.parts import NotFused, foreign_hook, is_toolkits, name_of
 from fastgen.models.proof import by_modules
 from fastgen.models.step import DecoderStep
+from fastgen.models.whole import why_not_in_c
 from fastgen.patches import _engine
-from fastgen.patches.transformers import captured, compat, first_tokens, fused, given
+from fastgen.patches.transformers import CACHES, TOOLKIT, captured, compat, first_tokens, fused, given, part_of
 from fastgen.patches.transformers.cache import parts_of
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.edits import known, rowwise
@@ -47,6 +48,7 @@ def decide(
     vocabulary = lambda: model.config.get_text_config(decoder=True).vocab_size  # noqa: E731
     first_tokens.check(config.forced_bos_token_id, input_ids.shape[0] // beams, vocabulary)
     check_call(model, loop, method, config, kwargs)
+    _check_canary(model, loop, config, kwargs)
     left_off: list[str] = []
     reason = _reason_not_to_know(model, method) or _reason_not_to_share(model, input_ids, config, kwargs, beams)
     if reason is None and beams == 1 and method is None and not drafts:
@@ -72,24 +74,46 @@ def decide(
             left_off.append(not_shared(drawn))
         if may_drop:
             reason = drawn or _looks_at_rows(model)
-    if reason is not None:
+    sentences = input_ids.shape[0] // beams
+    if reason is not None and sentences > 1:
         left_off.append(f"finished sentences stay in the batch: {reason}")
     graphs = shared and graph.wanted(input_ids) and new_tokens > (captured.WORTH if step is None else replay.WORTH)
     if graphs and (reason_not := reason_not_to_capture(model, method, config, kwargs, step)) is not None:
         graphs = False
         left_off.append(replay.not_captured(reason_not))
-    drawn = "sampling" if loop == "sample" else "beam sampling"
     plan = Plan(
-        method=method or (drawn if config.do_sample else {"sample": "greedy search", "beam": "beam search"}[loop]),
-        sentences=input_ids.shape[0] // beams,
+        method=method_named(loop, config),
+        sentences=sentences,
         beams=beams,
         shared=shared,
         drop=reason is None,
         fused=step is not None,
         graphs=graphs,
         left_off=tuple(left_off),
+        not_in_c="" if step is None else why_not_in_c(step),
     )
     return plan, step
+
+
+def method_named(loop: Literal["beam", "sample"], config: Any) -> str:
+    """The name of the decoding method that a loop runs for a generation config."""
+    return method_of(config) or _OF_LOOP[loop, bool(config.do_sample)]
+
+
+_OF_LOOP = {
+    ("sample", False): "greedy search", ("sample", True): "sampling",
+    ("beam", False): "beam search", ("beam", True): "beam sampling",
+}  # fmt: skip
+
+
+def _check_canary(model: Any, loop: Literal["beam", "sample"], config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise Unsupported where the installed transformers was found to do otherwise in a part that a call needs."""
+    needed = [part_of(_OF_LOOP[loop, bool(config.do_sample)], bool(model.config.is_encoder_decoder))]
+    if config.return_dict_in_generate or compat.is_user_provided(compat.cache_of(kwargs)):
+        needed.append(CACHES)
+    for part in needed:
+        if (reason := _engine.declined(TOOLKIT.name, part)) is not None:
+            raise Unsupported(reason)
 
 
 def reason_not_to_capture(

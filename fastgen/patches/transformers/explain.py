@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from transformers import DynamicCache, StaticCache
 
+from fastgen import config
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import linear, routes
 from fastgen.models.early_exit import early_exit
 from fastgen.models.layouts import LAYOUTS
 from fastgen.ops import linear as linear_ops
 from fastgen.patches import _engine
+from fastgen.patches._status import readable
 from fastgen.patches.transformers import bild, bild_call, compat, restored
 from fastgen.patches.transformers.cache import held, parts_of
 from fastgen.patches.transformers.call import Call
@@ -37,7 +39,7 @@ class Linears:
 
     Attributes:
         routed: how many may run by another product than torch's, where their rows make that the faster one.
-        by: which that is: in C, by oneDNN, or by MKL or oneDNN.
+        by: which that is: in C, by oneDNN, or by MKL or oneDNN; and why one of these is left out, if so.
         packed: whether their weights are copied into a layout of these.
         packed_bytes: what these copies take at most; they are kept between calls.
         reason: why none is routed.
@@ -52,7 +54,7 @@ class Linears:
     def __str__(self) -> str:
         if self.reason is not None:
             return f"torch's own: {self.reason}"
-        copies = f"packed copies of at most {_readable(self.packed_bytes)}" if self.packed else "no copies of weights"
+        copies = f"packed copies of at most {readable(self.packed_bytes)}" if self.packed else "no copies of weights"
         return f"{self.routed} {self.by}, {copies}"
 
 
@@ -100,12 +102,15 @@ class Explanation:
             lines.append(("cache", shared if plan.shared else "transformers' own, if any"))
             steps = "from the weights" if plan.fused else "through the model's own modules"
             lines.append(("decode steps", steps + (", as CUDA graphs" if plan.graphs else "")))
-            lines.append(("finished sentences", "leave the batch" if plan.drop else "stay in the batch"))
+            if plan.not_in_c:
+                lines.append(("", f"as torch operations, not in C: {plan.not_in_c}"))
+            if plan.sentences > 1:
+                lines.append(("finished sentences", "leave the batch" if plan.drop else "stay in the batch"))
         if self.kv_bytes is not None and self.stock_kv_bytes is not None:
-            ours, stock = _readable(self.kv_bytes), _readable(self.stock_kv_bytes)
+            ours, stock = readable(self.kv_bytes), readable(self.stock_kv_bytes)
             lines.append(("keys and values", f"at most {ours}, with transformers' own cache {stock}"))
         if self.least_peak_bytes is not None and self.peak_bytes is not None:
-            least, most = _readable(self.least_peak_bytes), _readable(self.peak_bytes)
+            least, most = readable(self.least_peak_bytes), readable(self.peak_bytes)
             close = self.peak_bytes <= 1.05 * self.least_peak_bytes
             said = most if close else f"{least} where beams share most tokens, at most {most},"
             lines.append(("peak memory", f"{said} beside weights and their packed copies"))
@@ -228,7 +233,8 @@ def _linears(model: Any, rows: int | None) -> Linears:
     survey = routes.survey(model, rows)
     if rows is not None and not survey.layers and routes.survey(model, None).layers:
         return Linears(reason=f"faster for the {rows} rows that there are at most")
-    return Linears(survey.layers, survey.packed, survey.packed_bytes, by=linear_ops.described(survey.packed))
+    by, lacking = linear_ops.described(packed=config.settings().linear != "plain")
+    return Linears(survey.layers, survey.packed, survey.packed_bytes, by=f"{by} ({lacking})" if lacking else by)
 
 
 def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | tuple[None, None]:
@@ -273,11 +279,3 @@ def _held(cache: Any, layers: int, length: int) -> int:
 def _dtype(model: Any) -> torch.dtype:
     kind = model.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
-
-
-def _readable(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"

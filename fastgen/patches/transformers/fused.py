@@ -141,7 +141,7 @@ class FusedDecoder:
         if source is not None and layout.source_in_text:  # which may be padded at any side
             text = torch.nn.functional.pad(source, (0, self.prefix - source.shape[1]), value=1)
             source, positions = None, text.sum(1, keepdim=True)
-        elif text is not None and text.shape[1] <= self.prefix:
+        elif text is not None and text.shape[1] != self.prefix + 1:  # which may also mask generated tokens
             raise NotFused(f"a mask of {text.shape[1] - 1} tokens for a text of {self.prefix}")
         self.prefix_mask = None if text is None else _additive(text[:: cache.beams, : self.prefix], step.dtype)
         self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)

@@ -45,7 +45,7 @@ from fastgen.patches.transformers import (
     split,
 )
 from fastgen.patches.transformers.call import Call
-from fastgen.patches.transformers.decide import decide
+from fastgen.patches.transformers.decide import decide, method_named
 from fastgen.patches.transformers.edits import bounded, edits_of, fill_of, stop_of
 from fastgen.patches.transformers.given import IS_GIVEN
 from fastgen.patches.transformers.outputs import Decoding, fields, vocabulary
@@ -69,6 +69,9 @@ _engine.on_release(graph.release)
 def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`GenerationMixin.generate` with the model's linear layers on their fastest route; in parity mode, both ways."""
     pausing.note_call(self)
+    if kwargs.get("custom_generate") is not None:
+        of = type(self).__name__, "custom_generate"
+        _engine.fallback("transformers.generate", "custom_generate runs a loop of its own", of)
     if len(args) > 1:  # by name, as options are looked for
         names = list(inspect.signature(original).parameters)[2:]
         args, kwargs = args[:1], kwargs | dict(zip(names, args[1:], strict=False))
@@ -185,6 +188,8 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
     method = restored.method_of(call.config)
     if bild.hands_over(call.model):
         return call
+    if call.config.is_assistant:  # of a call in progress, which is counted itself
+        return stock()
     asked = bild.asked_of(call.model)
     if asked is not None and method is not None:
         raise ValueError(f"{method} does not go with big-little decoding")
@@ -213,7 +218,8 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
             return bild.decode(call, asked)  # which says what it needs
         if method is not None:  # transformers would run another one
             raise ValueError(f"{method} of {type(call.model).__name__}: {unsupported.reason}") from None
-        _engine.fallback(name, unsupported.reason)
+        of = type(call.model).__name__, method_named(loop, call.config)
+        _engine.fallback(name, unsupported.reason, of)
         return stock()
     if asked is not None and step is None:
         return bild.decode(call, asked)

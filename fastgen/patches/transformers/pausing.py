@@ -12,9 +12,8 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 from fastgen.decoding.cohorts import Search, left_empty
 from fastgen.decoding.plan import Plan
 from fastgen.models.step import DecoderStep
-from fastgen.patches import _engine
 from fastgen.patches.transformers import restored
-from fastgen.patches.transformers.report import note
+from fastgen.patches.transformers.report import note_served
 from fastgen.patches.transformers.stepper import Stepper
 
 
@@ -51,8 +50,7 @@ class Begun:
         """Return what `generate` returns, once the loop is over."""
         output = self.output()
         self.model.hand_back()
-        note(self.model.report())
-        _engine.hit(self.name, (*self.model.plan.left_off, *self.left_off))
+        note_served(self.name, self.model.model, self.model.report(), self.left_off)
         return output
 
 

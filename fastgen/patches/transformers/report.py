@@ -1,8 +1,10 @@
-"""What the last accelerated call of this process did, for measurements."""
+"""What accelerated calls did: counted for `status`, and the last one as it is, for measurements."""
 
 from dataclasses import dataclass, field
 
 from fastgen.decoding.plan import Plan
+from fastgen.patches import _engine
+from fastgen.patches.transformers import TOOLKIT
 
 
 @dataclass
@@ -31,6 +33,14 @@ def last_call() -> CallReport | None:
     return _last
 
 
-def note(report: CallReport) -> None:
+def note_served(patch: str, model: object, report: CallReport, left_off: tuple[str, ...] = ()) -> None:
+    """Count a call that fastgen's loop has served.
+
+    Args:
+        patch: whose loop it was. left_off: what the call did without beside what its plan says.
+    """
     global _last
-    _last = report
+    _last, plan = report, report.plan
+    _engine.hit(patch, dict.fromkeys((*plan.left_off, *left_off)))
+    outcome = "partly" if plan.missing else "accelerated"
+    _engine.note_call(TOOLKIT.name, type(model).__name__, plan.method, outcome, plan.missing)
