@@ -315,7 +315,9 @@ def _apply(entry: Entry) -> None:
     if not toolkit.supports(version):
         advice = "; ".join(filter(None, (f"{toolkit.versions} is supported", toolkit.install_hint)))
         entry.settle("skipped", f"{toolkit.name} {version} found; {advice}")
-        _watch(entry, module)
+        alike = (other for other in entries.values() if other.patch.toolkit == toolkit and other.layer is not None)
+        if not any(other.state == "skipped" for other in alike):  # one says it for all
+            _watch(entry, module)
         return
     try:
         slot = patch.address.find(module)
