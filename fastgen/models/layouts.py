@@ -19,7 +19,8 @@ class Attention:
     spread: the attribute of `module` that says so, as `TextAttention` has it; None where it never is.
     own_norm: of the sublayer's output, before the sum, a path from the layer; None where there is none.
     softcap, rotation: attributes of `module`: the cap of its scores, and which of several rotations is its.
-    rotation_table: of `module`: sines and cosines by position, in place of a rotation of the decoder's.
+    rotation_table: of `module`, or of the decoder's `rotary` where there is one: sines and cosines by position, in place
+        of a rotation of the decoder's.
     neighbours: whether neighbours are turned together.
     whole_norms: whether norms of queries and keys are of all heads together.
     scale: says the factor of the scores.
@@ -153,6 +154,11 @@ def _t5_scale(model: Any) -> float:
     return model.model_dim**-0.5 if kind is not None and getattr(config, kind) else 1.0
 
 
+def _scale_of_gptj(attention: Any) -> float:
+    """Before transformers 5.24 a divisor."""
+    return float(attention.scaling) if hasattr(attention, "scaling") else 1 / float(attention.scale_attn)
+
+
 def _alibi_of_bloom(decoder: Any, length: int) -> Tensor:
     """(H, L), rounded as in BLOOM and in Falcon, by positions."""
     mask = torch.ones(1, length, dtype=torch.int64, device=decoder.word_embeddings.weight.device)
@@ -214,7 +220,7 @@ _GPTJ = Layout(
     last_norm="ln_f",
     text=Attention(
         "attn", "ln_1", ("qkv_proj",), blocks=lambda _: 4, values_first=True, rotation_table="embed_positions",
-        neighbours=True, scale=lambda module: 1 / float(module.scale_attn),
+        neighbours=True, scale=_scale_of_gptj,
     ),
     source=None,
     wide="mlp.fc_in",

@@ -354,7 +354,10 @@ class Reader:
     def rotary(self, attention: Any, names: Attention) -> Rotary | None:
         """The rotation of an attention module: its own table, the decoder's one, or of several the one it names."""
         if names.rotation_table is not None:
-            table: Tensor = getattr(attention, names.rotation_table)
+            holder = self.decoder._modules.get(self.layout.rotary)  # since transformers 5.24, one for all layers
+            if holder is not None:
+                self.read.add(holder)
+            table: Tensor = getattr(attention if holder is None else holder, names.rotation_table)
             self.check_positions(table.shape[0])
             return self.rotation_table(table[: self.longest])
         kind = names.rotation
