@@ -1,4 +1,4 @@
-"""The error that the command prints without a traceback, a warning, and messages about missing packages."""
+"""What the command prints without a traceback, what is warned of, and how messages name missing packages."""
 
 
 class CommandError(Exception):

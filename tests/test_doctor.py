@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from fastgen.cli.checks import Finding, examine, openmp_runtimes
 from fastgen.cli.doctor import CHECKS
 from fastgen.cli.self_check import self_check
 from fastgen.ops import processor
-from fastgen.patches import _engine
+from fastgen.patches import _counts, _engine
 from fastgen.patches.transformers import PATCHES, canary
 
 ROOT = Path(__file__).parents[1]
@@ -212,7 +211,7 @@ def test_other_tokens_are_trouble(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         _engine.compared("different")
         return True, "equal"
 
-    monkeypatch.setattr(_engine, "_compared", Counter[str]())
+    _counts.parity.clear()
     monkeypatch.setattr(canary, "agree", agrees_in_parity_mode)
     found = examine(self_check)[0]
     assert (found.level, found.text) == ("trouble", "other tokens than without fastgen: equal")

@@ -1025,9 +1025,19 @@ def test_canary_judges_part_by_part(newer: Sandbox) -> None:
     """
     for _ in range(2):
         first, *lines = newer.run(code).splitlines()
-        assert first.startswith("2 of 5 parts differ: token 3; token 3; 3 agree (kept in ")
+        assert first.startswith("2 of 5 parts differ: token 3; 3 agree (kept in ")
         assert "  not running, toolkit.step, toolkit.add: the canary found: token 3" in lines
     assert asked(newer) == 1
+
+
+def test_a_patch_of_no_part_runs_while_any_part_agrees(newer: Sandbox) -> None:
+    text = (newer.folder / "declaration.py").read_text()
+    newer.write("declaration.py", text.replace('"greet", "name")', '"greet", "name", parts=())'))
+    canary(newer, "'token 3'", "('step', 'add')")
+    newer.run("import fastgen; assert results()['greet'] == PATCHED['greet']")
+    newer.version("1.7")
+    canary(newer, "'token 3'")
+    newer.run("import fastgen; plain(); assert states() == {'skipped': 5}")
 
 
 def test_a_patch_of_several_parts(newer: Sandbox) -> None:

@@ -22,7 +22,7 @@ import fastgen
 from fastgen import config
 from fastgen.decoding.margin import replayed
 from fastgen.ops import kbest as ops
-from fastgen.patches import _engine
+from fastgen.patches import _counts, _engine
 from fastgen.patches.transformers import generate, parity
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.parity import ParityError, ParityWarning
@@ -34,12 +34,12 @@ from tests.parity import hits
 def parity_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FASTGEN_PARITY", "1")
     config.reload()
-    _engine._compared.clear()
+    _counts.parity.clear()
     parity._said.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", ParityWarning)
         yield
-    _engine._compared.clear()
+    _counts.parity.clear()
     monkeypatch.undo()
     config.reload()
 

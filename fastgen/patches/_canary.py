@@ -45,18 +45,21 @@ class Verdict:
         return not (self.failed or self.differing)
 
     def declines(self, parts: Iterable[str]) -> str | None:
-        """Return why none of some parts can be relied on; None where one of them agrees, or there are none."""
+        """Return why none of some parts can be relied on; None where one of them agrees.
+
+        What needs no part by itself is relied on while any part agrees.
+        """
         if self.failed:
             return self.failed
-        found = [self.differing.get(part) for part in parts]
-        return "; ".join(filter(None, found)) if found and all(found) else None
+        found = [self.differing.get(part) for part in tuple(parts) or self.parts]
+        return "; ".join(dict.fromkeys(filter(None, found))) if found and all(found) else None
 
     def __str__(self) -> str:
         if self.failed:
             return f"not tried: {self.failed} ({self.kept})"
         if self.equal:
             return f"all {len(self.parts)} parts agree ({self.kept})"
-        differing = "; ".join(self.differing.values())
+        differing = "; ".join(dict.fromkeys(self.differing.values()))
         agree = len(self.parts) - len(self.differing)
         return f"{len(self.differing)} of {len(self.parts)} parts differ: {differing}; {agree} agree ({self.kept})"
 

@@ -7,16 +7,12 @@ replacement's own module is imported at the first call that needs it, so that no
 A toolkit's author of patches needs `Toolkit`, `Patch` and, in replacements, `hit`, `fallback`, `note_call`,
 `declined`, `compared`, `running`, `current_plan`, `asking`, `is_applied`, `is_on_top`, `is_disabled`, `counted`,
 `count_too`, `on_disable` and `on_release`; users need `enable`, `disable`, `disabled`, `status` and `release`.
-
-Locks: `_lock` guards the tables and is never held while something is imported or a replacement or canary runs.
 """
 
 import functools
 import inspect
 import sys
-import threading
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
@@ -24,10 +20,21 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from fastgen.config import settings
-from fastgen.ops.counts import calls
-from fastgen.patches import _notices
-from fastgen.patches._calls import Calls, Of, Outcome
+from fastgen.patches import _counts, _notices
 from fastgen.patches._canary import Canary, asking, resolve
+from fastgen.patches._counts import (
+    compared,
+    count_too,
+    counted,
+    decoded_together,
+    entries,
+    entry_of,
+    fallback,
+    hit,
+    left_alone,
+    lock,
+    note_call,
+)
 from fastgen.patches._imports import unfinished, when_finished, when_imported
 from fastgen.patches._patch import FallbackError, Patch, PatchError, Toolkit
 from fastgen.patches._slot import Function, Layer, Slot, function_in
@@ -46,6 +53,7 @@ __all__ = [
     "current_plan",
     "declare",
     "declined",
+    "decoded_together",
     "disable",
     "disabled",
     "enable",
@@ -81,16 +89,11 @@ class _NotYet(Exception):
 current_plan: ContextVar[Any] = ContextVar("fastgen_plan", default=None)
 """The plan that runs in this context, None outside of one: how an inner patch knows what the outermost decided."""
 
-_lock = threading.RLock()
 _enabled = False
 _plans_running = 0
-_entries: dict[str, Entry] = {}
 _installed: list[Entry] = []  # in the order of installation; undone from the end
 _versions: dict[str, str] = {}  # toolkit name -> version found
 _canaries: dict[str, Canary] = {}  # toolkit name -> the canary of a version newer than tested
-_calls = Calls()  # of users, by model class and method
-_compared: Counter[str] = Counter()  # parity mode: calls by outcome
-_together: Counter[str] = Counter()  # big-little decoding: what it counts, over all texts
 _disable_callbacks: list[Callable[[], object]] = []
 _release_callbacks: list[Callable[[], object]] = []
 _disabled_here: ContextVar[bool] = ContextVar("fastgen_disabled", default=False)
@@ -102,12 +105,12 @@ def declare(*patches: Patch) -> None:
     Raises:
         ValueError: another patch has the name or the target.
     """
-    with _lock:
+    with lock:
         for patch in patches:
-            for other in (entry.patch for entry in _entries.values()):
+            for other in (entry.patch for entry in entries.values()):
                 if patch != other and (patch.name == other.name or patch.target == other.target):
                     raise ValueError(f"{patch.name} ({patch.target}) collides with {other.name} ({other.target})")
-            _entries.setdefault(patch.name, Entry(patch))
+            entries.setdefault(patch.name, Entry(patch))
 
 
 def enable() -> None:
@@ -119,17 +122,17 @@ def enable() -> None:
     """
     global _enabled
     skip = settings().skip
-    with _lock:
+    with lock:
         for name in skip:
-            if not any(entry.patch.within(name) for entry in _entries.values()):
-                raise ValueError(f"FASTGEN_SKIP: no patch is named {name!r}; there are {', '.join(_entries)}")
+            if not any(entry.patch.within(name) for entry in entries.values()):
+                raise ValueError(f"FASTGEN_SKIP: no patch is named {name!r}; there are {', '.join(entries)}")
         _enabled = True
-        for entry in _entries.values():
+        for entry in entries.values():
             if entry.state == "off" and any(entry.patch.within(name) for name in skip):
                 entry.settle("skipped", "FASTGEN_SKIP")
             elif entry.state == "off":
                 entry.settle("pending")
-        modules = dict.fromkeys(e.patch.awaited for e in _entries.values() if e.state == "pending")
+        modules = dict.fromkeys(e.patch.awaited for e in entries.values() if e.state == "pending")
     first_error: PatchError | None = None
     for module in modules:
         try:
@@ -150,13 +153,13 @@ def disable() -> None:
         RuntimeError: a plan is running, in whatever thread; nothing has been changed.
     """
     global _enabled
-    with _lock:
+    with lock:
         if _plans_running:
             raise RuntimeError(f"fastgen.disable() while {_plans_running} patched generate call(s) are running")
         was_enabled, _enabled = _enabled, False
         kept = [entry for entry in reversed(_installed) if entry.layer is not None and not entry.layer.remove()]
         _installed[:] = reversed(kept)
-        for entry in _entries.values():
+        for entry in entries.values():
             entry.settle("off")
             if entry not in kept:
                 entry.layer = None
@@ -182,7 +185,7 @@ def is_disabled() -> bool:
 
 def is_applied(name: str) -> bool:
     """Whether a patch is in place."""
-    return _entry(name).state == "applied"
+    return entry_of(name).state == "applied"
 
 
 def release() -> None:
@@ -193,7 +196,7 @@ def release() -> None:
 
 def is_on_top(name: str) -> bool:
     """Whether a patch is in place, and nobody has patched over it since."""
-    entry = _entry(name)
+    entry = entry_of(name)
     return entry.state == "applied" and entry.layer is not None and entry.layer.on_top
 
 
@@ -208,7 +211,7 @@ def running(plan: _Plan) -> Generator[_Plan]:
         DisabledMeanwhile: nothing is patched.
     """
     global _plans_running
-    with _lock:
+    with lock:
         if not _enabled:
             raise DisabledMeanwhile
         _plans_running += 1
@@ -217,51 +220,8 @@ def running(plan: _Plan) -> Generator[_Plan]:
         yield plan
     finally:
         current_plan.reset(token)
-        with _lock:
+        with lock:
             _plans_running -= 1
-
-
-def hit(name: str, left_off: Iterable[str] = ()) -> None:
-    """Count a call that fastgen's code serves, and what it left off. A canary's calls are not counted."""
-    entry = _entry(name)
-    if not asking():
-        with _lock:
-            entry.hits += 1
-            entry.left_off.update(iter(left_off))  # a mapping would be taken for counts
-
-
-def left_alone(name: str, reason: str) -> None:
-    """Count a call that is left to the original because that is the faster way: no fallback, and no hit."""
-    entry = _entry(name)
-    if not asking():
-        with _lock:
-            entry.left_off[reason] += 1
-
-
-def fallback(name: str, reason: str, of: tuple[str, str] | None = None) -> None:
-    """Count a call that is left to the original. A canary's call that falls back proves nothing, so there it raises.
-
-    Args:
-        of: model class and method, of a call that a user would look for in `status`.
-
-    Raises:
-        FallbackError: ``FASTGEN_STRICT=1``, or a canary runs.
-    """
-    entry = _entry(name)
-    if not asking():
-        with _lock:
-            entry.fallbacks[reason] += 1
-        if of is not None:
-            note_call(entry.patch.toolkit.name, *of, "not", [reason])
-    if asking() or settings().strict:
-        raise FallbackError(name, reason)
-
-
-def note_call(toolkit: str, model: str, method: str, outcome: Outcome, reasons: Iterable[str] = ()) -> None:
-    """Count a call of a user: of which model class and method, how it ran, and why not better."""
-    if not asking():
-        with _lock:
-            _calls.add(Of(toolkit, model, method), outcome, reasons)
 
 
 def declined(toolkit: str, part: str) -> str | None:
@@ -274,48 +234,6 @@ def declined(toolkit: str, part: str) -> str | None:
         return None
     _notices.warn_of_difference(_toolkit(toolkit), canary.version, part, found)
     return f"declined by the canary: {found}"
-
-
-def compared(outcome: str) -> None:
-    """Count a call of parity mode: how its two ways compare, or why it ran only once."""
-    with _lock:
-        _compared[outcome] += 1
-
-
-def decoded_together(counts: Mapping[str, int]) -> None:
-    """Add up what the calls of big-little decoding count."""
-    with _lock:
-        _together.update(counts)
-
-
-def counted() -> Counter[tuple[str, ...]]:
-    """What has been counted so far: for a process that was forked, to tell its parent; see `count_too`."""
-    found = Counter[tuple[str, ...]]({("operation", *key): count for key, count in calls.items()})
-    with _lock:
-        for name, entry in _entries.items():
-            found["hit", name] = entry.hits
-            found.update({("fallback", name, why): count for why, count in entry.fallbacks.items()})
-            found.update({("left off", name, what): count for what, count in entry.left_off.items()})
-        found.update({("call", *key): count for key, count in _calls.outcomes.items()})
-        found.update({("reason", *key): count for key, count in _calls.reasons.items()})
-    return found
-
-
-def count_too(counts: Mapping[tuple[str, ...], int]) -> None:
-    """Add what another process has `counted`."""
-    with _lock:
-        for (kind, name, *rest), count in counts.items():
-            if kind == "operation":
-                calls[name, rest[0]] += count
-            elif kind == "hit":
-                _entry(name).hits += count
-            elif kind == "call":
-                _calls.merge({(name, *rest): count}, {})
-            elif kind == "reason":
-                _calls.merge({}, {(name, *rest): count})
-            else:
-                entry = _entry(name)
-                (entry.fallbacks if kind == "fallback" else entry.left_off)[rest[0]] += count
 
 
 def on_disable(callback: _Callback) -> _Callback:
@@ -337,16 +255,22 @@ def status(verbose: bool = False, reset: bool = False) -> Status:
         verbose: let it print every patch and operation, and not the summary alone.
         reset: set all counts to zero, once they have been read.
     """
-    modules = {entry.patch.toolkit.module for entry in tuple(_entries.values())}
+    modules = {entry.patch.toolkit.module for entry in tuple(entries.values())}
     absent = frozenset(module for module in modules if module not in sys.modules and find_spec(module) is None)
-    with _lock:
-        entries = tuple(_entries.values())
-        found = report(_enabled, entries, _versions, _canaries, absent, _calls.groups(), _compared, _together, verbose)
+    with lock:
+        found = report(
+            _enabled,
+            tuple(entries.values()),
+            _versions,
+            _canaries,
+            absent,
+            _counts.calls.groups(),
+            _counts.parity,
+            _counts.bild,
+            verbose,
+        )
         if reset:
-            for entry in entries:
-                entry.forget_counts()
-            for counts in (_calls, _compared, _together, calls):
-                counts.clear()
+            _counts.forget_all()
     return found
 
 
@@ -361,8 +285,8 @@ def _hook(module: str) -> None:
 def _arrive(module: str) -> None:
     """Apply the pending patches of a module that is in sys.modules, perhaps half imported."""
     errors: list[PatchError] = []
-    with _lock:
-        for entry in _entries.values():
+    with lock:
+        for entry in entries.values():
             if entry.state != "pending" or entry.patch.awaited != module or module not in sys.modules:
                 continue
             try:
@@ -391,7 +315,9 @@ def _apply(entry: Entry) -> None:
     if not toolkit.supports(version):
         advice = "; ".join(filter(None, (f"{toolkit.versions} is supported", toolkit.install_hint)))
         entry.settle("skipped", f"{toolkit.name} {version} found; {advice}")
-        _watch(entry, module)
+        alike = (other for other in entries.values() if other.patch.toolkit == toolkit and other.layer is not None)
+        if not any(other.state == "skipped" for other in alike):  # one says it for all
+            _watch(entry, module)
         return
     try:
         slot = patch.address.find(module)
@@ -484,7 +410,7 @@ def _approved_replacement(entry: Entry) -> Function | None:
         try:
             entry.replacement = resolve(entry.patch.replacement)
         except Exception as error:
-            with _lock:
+            with lock:
                 failure = _fail(entry, error)
             if asking() or settings().strict:
                 raise failure from error
@@ -494,11 +420,4 @@ def _approved_replacement(entry: Entry) -> Function | None:
 
 
 def _toolkit(name: str) -> Toolkit:
-    return next(entry.patch.toolkit for entry in _entries.values() if entry.patch.toolkit.name == name)
-
-
-def _entry(name: str) -> Entry:
-    try:
-        return _entries[name]
-    except KeyError:
-        raise ValueError(f"no patch is named {name!r}; there are {', '.join(_entries)}") from None
+    return next(entry.patch.toolkit for entry in entries.values() if entry.patch.toolkit.name == name)

@@ -69,8 +69,8 @@ class Patch:
             comes before the target is needed.
         covers: what users lose without it, such as ``"beam search"``: where it cannot be applied, the first call of its
             target warns. Empty where nobody would miss it by itself.
-        parts: the parts of the canary that have to agree; where all of them differ, the original runs. A replacement
-            that serves several asks for each by itself (`_engine.declined`).
+        parts: the parts of the canary that have to agree, all of them where none is named; where all of these differ,
+            the original runs. A replacement that serves several asks for each by itself (`_engine.declined`).
         mends: whether the toolkit would fail without it, on today's versions or where it is given more than it knows.
             It stays in place in `disabled()`, where the toolkit's own code runs otherwise.
     Raises:

@@ -161,8 +161,8 @@ def warn_of_compilation(model: Any, config: Any, arguments: dict[str, Any]) -> N
 
 
 def has_own(model: Any, name: str) -> bool:
-    """Whether a model's class overrides a method of `GenerationMixin`."""
-    return getattr(cast(Any, type(model)), name, None) is not getattr(GenerationMixin, name)
+    """Whether a model's class overrides a method of `GenerationMixin`, which may be gone in a newer release."""
+    return getattr(cast(Any, type(model)), name, None) is not getattr(GenerationMixin, name, None)
 
 
 def reorders_its_cache(model: Any) -> bool:
