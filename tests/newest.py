@@ -1,7 +1,7 @@
-"""Look at a release of transformers in a folder of its own, before its tests run: `make newest`.
+"""Check a release of transformers that lies in a folder of its own, before its tests run: `make newest`.
 
-The version goes to standard output, what is to be known about it to standard error. The exit status is 1 where this
-environment lacks what the release requires.
+Prints its version to stdout and everything else to stderr. The exit status is 1 if the environment does not meet the
+requirements of the release.
 """
 
 import sys
@@ -16,7 +16,7 @@ from fastgen.patches.transformers import TOOLKIT
 
 
 def unmet(release: metadata.Distribution, path: Sequence[str]) -> Iterator[tuple[Requirement, str]]:
-    """Yield (requirement, version found) for what a release requires and does not find on a path."""
+    """Yield the requirements of a release that the packages on a path do not meet, each with the version found."""
     for requirement in map(Requirement, release.requires or ()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -26,16 +26,16 @@ def unmet(release: metadata.Distribution, path: Sequence[str]) -> Iterator[tuple
 
 
 def main(folder: Path) -> int:
-    """Print the version of the release in a folder, how it compares with the pinned one, and what it lacks."""
+    """Print the version of the release in a folder, how it compares with the pinned one, and unmet requirements."""
     release = next(iter(metadata.distributions(name="transformers", path=[str(folder)])))
     version, pinned = release.version, TOOLKIT.tested
     if version == pinned:
-        relation = "the release that is pinned; nothing newer is tested here"
+        relation = "already the pinned release, so this run covers nothing newer"
     elif Version(version) > Version(pinned):
-        relation = f"newer than {pinned}, which is pinned: fastgen asks its canary before it runs"
+        relation = f"newer than the pinned {pinned}, so fastgen's canary runs on it"
     else:
-        relation = f"older than {pinned}, which is pinned"
-    print(f"transformers {version}: {relation}", file=sys.stderr)
+        relation = f"older than the pinned {pinned}"
+    print(f"transformers {version} is {relation}.", file=sys.stderr)
     print(version)
     lacking = list(unmet(release, [str(folder), *sys.path]))
     if not lacking:
@@ -45,7 +45,7 @@ def main(folder: Path) -> int:
         print(f"  {requirement.name}{requirement.specifier}, found {found}", file=sys.stderr)
     packages = " ".join(f"{requirement.name}{requirement.specifier}" for requirement, _ in lacking)
     print(
-        "To install them beside this transformers, outside the environment:\n"
+        "Install them next to this transformers, outside the environment, with\n"
         f'  make newest TRANSFORMERS={version} WITH="{packages}"',
         file=sys.stderr,
     )

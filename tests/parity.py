@@ -53,6 +53,11 @@ def counts() -> dict[str, Any]:
     return {name: value for name, value in fastgen.status().to_dict().items() if name != "memory"}
 
 
+def notes(explanation: Any) -> list[str]:
+    """What `fastgen.explain` notes of a call, without the note that the installed transformers is newer than tested."""
+    return [note for note in explanation.notes if not note.startswith("newer than ")]
+
+
 def hits() -> int:
     return sum(
         row.hits for row in fastgen.status().rows if row.name in ("transformers.beam_search", "transformers.sample")

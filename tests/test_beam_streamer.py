@@ -17,7 +17,7 @@ from fastgen.decoding.beam import BeamSearch
 from fastgen.models import graph
 from tests import zoo
 from tests.fuzz import tokenizer
-from tests.parity import fallbacks
+from tests.parity import fallbacks, notes
 from tests.test_bild_transformers import pair
 
 NAME = "transformers.beam_streamer"
@@ -198,7 +198,7 @@ def test_counted_and_explained() -> None:
     assert plan.plan is not None
     assert plan.plan.method == "beam search"
     assert plan.peak_bytes is not None
-    assert plan.notes == (), "one sentence: there is none that could leave"
+    assert notes(plan) == [], "one sentence: there is none that could leave"
     assert heard.prompt is None
     served, fell = fastgen.status()[NAME].hits, fallbacks()
     model.generate(**call)

@@ -27,7 +27,7 @@ from fastgen.models.proof import by_modules
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
-from tests.parity import counts, fallbacks, left_off
+from tests.parity import counts, fallbacks, left_off, notes
 from tests.processes import python
 
 ROOT = Path(__file__).parents[1]
@@ -222,7 +222,7 @@ def test_what_never_comes_to_a_patched_loop() -> None:
     for ids in (kwargs["input_ids"], kwargs["input_ids"][:, 3:]):  # all of the text, or what the cache does not hold
         explanation = _explain(model, {**kwargs, "input_ids": ids, CACHE: cache})
         assert explanation.plan.shared
-        assert explanation.notes[0] == "peak memory is not predicted: a KV cache is given"
+        assert notes(explanation)[0] == "peak memory is not predicted: a KV cache is given"
     assert not hasattr(cache, "_is_user_defined") or not cache._is_user_defined
     with pytest.raises(ValueError, match="trust_remote_code"):
         fastgen.explain(model, **kwargs, dola_layers="high")
@@ -294,17 +294,18 @@ def test_without_the_attention_patch() -> None:
     code = """
         import fastgen
         from tests import zoo
+        from tests.parity import notes
         model = zoo.build("bart")
         kwargs = zoo.batch(model, 2, 6) | {"max_new_tokens": 4}
         assert fastgen.explain(model, **kwargs).plan.shared
         explanation = fastgen.explain(model, **kwargs, num_beams=2)
-        assert explanation.notes == (
+        assert notes(explanation) == [
             "keys and values are not shared: transformers.attention is not in place",
             "peak memory is not predicted: the cache is transformers' own",
-        )
+        ]
         model.generate(**kwargs, num_beams=2)
         row = fastgen.status()["transformers.beam_search"]
-        assert (row.hits, row.fallbacks, row.left_off) == (1, {}, {explanation.notes[0]: 1}), row
+        assert (row.hits, row.fallbacks, row.left_off) == (1, {}, {notes(explanation)[0]: 1}), row
     """
     done = python(["-c", textwrap.dedent(code)], environment=os.environ | {"FASTGEN_SKIP": "transformers.attention"})
     assert done.returncode == 0, done.stderr

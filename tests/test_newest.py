@@ -1,4 +1,4 @@
-"""`python -m tests.newest`: a release of transformers in a folder of its own, looked at before its tests run."""
+"""`python -m tests.newest` checks a release of transformers in a folder of its own before its tests run."""
 
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +25,7 @@ def lay(folder: Path, name: str, version: str, *requirements: str) -> None:
 
 @pytest.mark.parametrize(
     ("version", "relation"),
-    [(TOOLKIT.tested, "the release that is pinned"), (NEWER, "asks its canary"), ("5.17.0", "older than")],
+    [(TOOLKIT.tested, "already the pinned release"), (NEWER, "canary runs"), ("5.17.0", "older than the pinned")],
 )
 def test_version_and_relation_to_the_pinned_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], version: str, relation: str
@@ -34,7 +34,7 @@ def test_version_and_relation_to_the_pinned_one(
     assert newest.main(tmp_path) == 0
     said = capsys.readouterr()
     assert said.out == f"{version}\n"
-    assert said.err.startswith(f"transformers {version}: ")
+    assert said.err.startswith(f"transformers {version} is ")
     assert relation in said.err
     assert said.err.count("\n") == 1
 

@@ -128,7 +128,7 @@ def test_order_is_that_of_the_inputs(together: list[int]) -> None:
 
 def test_steps_made_together_are_reported(together: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     reports = list[Any]()
-    note = lambda _, __, report, *___: reports.append(report)  # noqa: E731
+    note = lambda _patch, _model, report, *_: reports.append(report)  # noqa: E731
     monkeypatch.setattr("fastgen.patches.transformers.pausing.note_served", note)
     _streamed(zoo.build("bart"), _sentences(40), OPTIONS["greedy"])
     assert sum(report.joined for report in reports) == sum(together) > 0

@@ -19,8 +19,8 @@ class Attention:
     spread: the attribute of `module` that says so, as `TextAttention` has it; None where it never is.
     own_norm: of the sublayer's output, before the sum, a path from the layer; None where there is none.
     softcap, rotation: attributes of `module`: the cap of its scores, and which of several rotations is its.
-    rotation_table: of `module`, or of the decoder's `rotary` where there is one: sines and cosines by position, in place
-        of a rotation of the decoder's.
+    rotation_table: of `module`, or of the decoder's `rotary` where there is one: sines and cosines by position, in
+        place of a rotation of the decoder's.
     neighbours: whether neighbours are turned together.
     whole_norms: whether norms of queries and keys are of all heads together.
     scale: says the factor of the scores.
