@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTime
 
 import fastgen
 from fastgen.decoding import ahead, beam, cohorts, sample
+from fastgen.decoding.margin import closest_decision
 from fastgen.decoding.text import Ban, NGramBlock, Penalty, Text
 from fastgen.models import in_c
 from fastgen.ops import native
@@ -295,6 +296,23 @@ def test_what_the_caller_gives(variant: str) -> None:  # noqa: F811
             model.generate(**kwargs, num_beams=3)
 
 
+def _assert_decided_alike(
+    model: Any, sentences: list[Tensor], options: dict[str, Any], found: list[Any], wanted: list[Any]
+) -> None:
+    """Assert that each sentence gives what stock gives of it alone, but for decisions of stock's that were close.
+
+    Alone and in a batch products round differently, which on some processors turns what is close.
+    """
+    others = [i for i in range(len(wanted)) if found[i] != wanted[i]]
+    assert len(others) < 3
+    told = {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": options["num_beams"]}
+    for i in others:
+        with fastgen.disabled():
+            run = model.generate(input_ids=sentences[i][None], **options, **told)
+        ends = set(options["eos_token_id"])
+        assert closest_decision(run, 0, options["num_beams"], found[i][0], ends) < 1e-3
+
+
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("family", ["marian", "t5", "gpt2", "llama"])
 def test_batches_that_refill(family: str, beams: int, alone: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,14 +327,15 @@ def test_batches_that_refill(family: str, beams: int, alone: list[int], monkeypa
     for _ in range(2):  # the first one proves the step from the weights
         calls.clear(), alone.clear(), together.clear()
         found = [ids.tolist() for ids in fastgen.generate_stream(model, sentences, max_tokens=60, **options)]
-        assert found == wanted
+        _assert_decided_alike(model, sentences, options, found, wanted)
     in_a_row = calls["search", "native"]
     assert min(in_a_row, len(together)) > 0
     assert max(together) > 1
     monkeypatch.setattr(cohorts, "_several", lambda *_: None)
     one_by_one = len(alone)
     alone.clear()
-    assert [ids.tolist() for ids in fastgen.generate_stream(model, sentences, max_tokens=60, **options)] == wanted
+    found = [ids.tolist() for ids in fastgen.generate_stream(model, sentences, max_tokens=60, **options)]
+    _assert_decided_alike(model, sentences, options, found, wanted)
     assert calls["search", "native"] == in_a_row
     assert len(alone) > one_by_one
 
