@@ -1,22 +1,10 @@
 """The calls of this process by model class and method: were they accelerated, and if not, why and what would help."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+from fastgen.patches._counts import OUTCOMES, Outcome
 from fastgen.patches._remedies import remedy_for
-
-Outcome = Literal["accelerated", "partly", "not"]
-OUTCOMES: tuple[Outcome, ...] = ("accelerated", "partly", "not")
-
-
-class Of(NamedTuple):
-    """What a call is of: a toolkit, a model's class, and a decoding method or another function."""
-
-    toolkit: str
-    model: str
-    method: str
 
 
 @dataclass(frozen=True)
@@ -56,37 +44,22 @@ class CallGroup:
     reasons: tuple[Reason, ...]
 
 
-@dataclass
-class Calls:
-    """Counts of calls, not locked: the engine's lock guards them."""
+def groups(outcomes: Mapping[tuple[str, ...], int], reasons: Mapping[tuple[str, ...], int]) -> tuple[CallGroup, ...]:
+    """Return what was counted by toolkit, model and method, in the order of the first calls.
 
-    outcomes: Counter[tuple[str, ...]] = field(default_factory=Counter[tuple[str, ...]])  # (*Of, outcome)
-    reasons: Counter[tuple[str, ...]] = field(default_factory=Counter[tuple[str, ...]])  # (*Of, outcome, text)
-
-    def add(self, of: Of, outcome: Outcome, reasons: Iterable[str]) -> None:
-        """Count one call."""
-        self.outcomes[(*of, outcome)] += 1
-        self.reasons.update((*of, outcome, text) for text in reasons)
-
-    def merge(self, outcomes: Mapping[tuple[str, ...], int], reasons: Mapping[tuple[str, ...], int]) -> None:
-        """Add the counts of another process."""
-        self.outcomes.update(outcomes)
-        self.reasons.update(reasons)
-
-    def clear(self) -> None:
-        self.outcomes.clear()
-        self.reasons.clear()
-
-    def groups(self) -> tuple[CallGroup, ...]:
-        """Return the counts by toolkit, model and method, in the order of their first calls."""
-        found: list[CallGroup] = []
-        for of in dict.fromkeys(Of(*key[:3]) for key in self.outcomes):
-            accelerated, partly, not_accelerated = (self.outcomes.get((*of, outcome), 0) for outcome in OUTCOMES)
-            reasons = [
-                Reason(outcome, key[4], remedy_for(key[4]), count)
-                for outcome in OUTCOMES
-                for key, count in self.reasons.most_common()
-                if key[:4] == (*of, outcome)
-            ]
-            found.append(CallGroup(*of, accelerated, partly, not_accelerated, tuple(reasons)))
-        return tuple(found)
+    Args:
+        outcomes: by (toolkit, model, method, outcome). reasons: by (toolkit, model, method, outcome, text).
+    """
+    found: list[CallGroup] = []
+    often_first = sorted(reasons.items(), key=lambda item: -item[1])
+    for of in dict.fromkeys(key[:3] for key in outcomes):
+        accelerated, partly, not_accelerated = (outcomes.get((*of, outcome), 0) for outcome in OUTCOMES)
+        why = [
+            Reason(outcome, key[4], remedy_for(key[4]), count)
+            for outcome in OUTCOMES
+            for key, count in often_first
+            if key[:4] == (*of, outcome)
+        ]
+        toolkit, model, method = of
+        found.append(CallGroup(toolkit, model, method, accelerated, partly, not_accelerated, tuple(why)))
+    return tuple(found)

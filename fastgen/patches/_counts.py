@@ -7,18 +7,24 @@ runs.
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from fastgen.config import settings
 from fastgen.ops.counts import calls as operations
-from fastgen.patches._calls import Calls, Of, Outcome
 from fastgen.patches._canary import asking
 from fastgen.patches._patch import FallbackError
 from fastgen.patches._status import Entry
 
+Outcome = Literal["accelerated", "partly", "not"]
+OUTCOMES: tuple[Outcome, ...] = ("accelerated", "partly", "not")
+
 lock = threading.RLock()
 entries: dict[str, Entry] = {}
 """The declared patches, by name."""
-calls = Calls()
+outcomes: Counter[tuple[str, ...]] = Counter()
+"""Calls of users, by (toolkit, model class, method, outcome)."""
+reasons: Counter[tuple[str, ...]] = Counter()
+"""Why they were not accelerated in full, by the same and the reason."""
 parity: Counter[str] = Counter()
 """Calls of parity mode, by outcome."""
 bild: Counter[str] = Counter()
@@ -61,11 +67,12 @@ def fallback(name: str, reason: str, of: tuple[str, str] | None = None) -> None:
         raise FallbackError(name, reason)
 
 
-def note_call(toolkit: str, model: str, method: str, outcome: Outcome, reasons: Iterable[str] = ()) -> None:
+def note_call(toolkit: str, model: str, method: str, outcome: Outcome, why: Iterable[str] = ()) -> None:
     """Count a call of a user: of which model class and method, how it ran, and why not better."""
     if not asking():
         with lock:
-            calls.add(Of(toolkit, model, method), outcome, reasons)
+            outcomes[toolkit, model, method, outcome] += 1
+            reasons.update((toolkit, model, method, outcome, text) for text in why)
 
 
 def compared(outcome: str) -> None:
@@ -88,8 +95,8 @@ def counted() -> Counter[tuple[str, ...]]:
             found["hit", name] = entry.hits
             found.update({("fallback", name, why): count for why, count in entry.fallbacks.items()})
             found.update({("left off", name, what): count for what, count in entry.left_off.items()})
-        found.update({("call", *key): count for key, count in calls.outcomes.items()})
-        found.update({("reason", *key): count for key, count in calls.reasons.items()})
+        found.update({("call", *key): count for key, count in outcomes.items()})
+        found.update({("reason", *key): count for key, count in reasons.items()})
     return found
 
 
@@ -102,9 +109,9 @@ def count_too(counts: Mapping[tuple[str, ...], int]) -> None:
             elif kind == "hit":
                 entry_of(name).hits += count
             elif kind == "call":
-                calls.merge({(name, *rest): count}, {})
+                outcomes[(name, *rest)] += count
             elif kind == "reason":
-                calls.merge({}, {(name, *rest): count})
+                reasons[(name, *rest)] += count
             else:
                 entry = entry_of(name)
                 (entry.fallbacks if kind == "fallback" else entry.left_off)[rest[0]] += count
@@ -115,7 +122,7 @@ def forget_all() -> None:
     with lock:
         for entry in entries.values():
             entry.forget_counts()
-        for counts in (calls, parity, bild, operations):
+        for counts in (outcomes, reasons, parity, bild, operations):
             counts.clear()
 
 

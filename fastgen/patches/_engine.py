@@ -255,6 +255,8 @@ def status(verbose: bool = False, reset: bool = False) -> Status:
         verbose: let it print every patch and operation, and not the summary alone.
         reset: set all counts to zero, once they have been read.
     """
+    from fastgen.patches._calls import groups  # which `import fastgen` need not wait for
+
     modules = {entry.patch.toolkit.module for entry in tuple(entries.values())}
     absent = frozenset(module for module in modules if module not in sys.modules and find_spec(module) is None)
     with lock:
@@ -264,7 +266,7 @@ def status(verbose: bool = False, reset: bool = False) -> Status:
             _versions,
             _canaries,
             absent,
-            _counts.calls.groups(),
+            groups(_counts.outcomes, _counts.reasons),
             _counts.parity,
             _counts.bild,
             verbose,

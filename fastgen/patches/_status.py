@@ -4,15 +4,17 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastgen._version import __version__
 from fastgen.config import settings
 from fastgen.ops.counts import calls
-from fastgen.patches._calls import CallGroup
 from fastgen.patches._canary import Canary
 from fastgen.patches._patch import Patch, Toolkit
 from fastgen.patches._slot import Function, Layer
+
+if TYPE_CHECKING:
+    from fastgen.patches._calls import CallGroup
 
 _PATHS = ("triton", "native", "reference")
 
@@ -111,7 +113,7 @@ class Status:
     version: str
     enabled: bool
     toolkits: tuple[ToolkitRow, ...]
-    calls: tuple[CallGroup, ...]
+    calls: "tuple[CallGroup, ...]"
     rows: tuple[Row, ...]
     parity: dict[str, int]
     operations: dict[str, dict[str, int]]
@@ -224,7 +226,7 @@ def report(
     versions: Mapping[str, str],
     canaries: Mapping[str, Canary],
     absent: frozenset[str],
-    groups: tuple[CallGroup, ...],
+    groups: "tuple[CallGroup, ...]",
     compared: Mapping[str, int],
     together: Mapping[str, int],
     verbose: bool,
