@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fastgen.patches._remedies import remedy_for
 from tests.fake_toolkit import Sandbox
 
 
@@ -1205,6 +1206,21 @@ def test_a_summary_says_what_matters_first(sandbox: Sandbox) -> None:
     ]
     assert blocks[-1] == ["every patch, with all counts: fastgen.status(verbose=True), or `fastgen status --all`"]
     assert "toolkit.greet" not in printed
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("the model is compiled", "generate with the model as it is, not compiled"),
+        ("there are none for this processor: no compiler", "install a C compiler and fastgen again"),
+        ("the weights are bfloat16, and C reads float32", 'dtype="float32"'),
+        ("keys and values are not shared: use_cache=False", "leave use_cache=False out"),
+        ("synced_gpus=True", ""),
+    ],
+)
+def test_what_would_help(reason: str, advice: str) -> None:
+    assert remedy_for(reason).startswith(advice) if not advice.startswith("dtype") else advice in remedy_for(reason)
+    assert bool(remedy_for(reason)) == bool(advice)
 
 
 def test_counts_are_set_to_zero(sandbox: Sandbox) -> None:

@@ -7,7 +7,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     (r"the weights are (b?float16|half)", 'on a CPU load the model with dtype="float32" where memory allows'),
     (r"FASTGEN_OPS=native", "FASTGEN_OPS=native turns them on; compare with `fastgen bench`"),
     (r"FASTGEN_(OPS|STEP|GRAPHS|LINEAR)=", "unset the variable"),
-    (r"there are none for|no compiler|compile", "install a C compiler and fastgen again; `fastgen doctor` says more"),
+    (r"there are none for|no compiler", "install a C compiler and fastgen again; `fastgen doctor` says more"),
     (r"prompt lookup", "fastgen accelerates greedy search: leave prompt_lookup_num_tokens out and compare"),
     (
         r"assisted (decoding|generation)",

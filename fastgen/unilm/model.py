@@ -25,7 +25,7 @@ from transformers.models.bert.modeling_bert import (
     BertSelfOutput,
 )
 
-from fastgen.patches.transformers.compat import CACHE, cache_given
+from fastgen.patches.transformers.compat import CACHE, cache_of
 from fastgen.unilm.attention import UniLMSelfAttention
 from fastgen.unilm.config import UniLMConfig
 
@@ -176,7 +176,7 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         cast(Any, super())._validate_model_kwargs(model_kwargs)
-        past = cache_given(model_kwargs)
+        past = cache_of(model_kwargs)
         if past is not None and past.get_seq_length():
             # `generate` would take the source's share of it for tokens of the target.
             raise ValueError(

@@ -5,7 +5,6 @@ A release that renames or reorders something is one more entry of `RELEASES`. No
 the records in `__init__.py` name their targets, whose signatures are checked when they are patched.
 """
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -70,11 +69,6 @@ CACHE_ARGUMENTS = frozenset({CACHE, "past_key_values", "cache_params"})
 def cache_of(arguments: Any) -> Any:
     """Return the KV cache among the arguments of a forward, or in an output; None where there is none."""
     return arguments.get(CACHE)
-
-
-def cache_given(arguments: Mapping[str, Any]) -> Any:
-    """Return the KV cache that a caller of `generate` gives, under whatever name; None where there is none."""
-    return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
 def is_user_provided(cache: Any) -> bool:
