@@ -350,7 +350,7 @@ _SLEEPERS = """
 
     def translate(batches):
         for number in batches:
-            print(os.getpid(), flush=True)
+            os.write(1, f"{{os.getpid()}}\\n".encode())  # one write, even where PYTHONUNBUFFERED is set
             time.sleep(0 if {how!r} == "killed while it is told" else 60)
             yield bytes(10_000_000)
 

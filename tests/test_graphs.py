@@ -223,7 +223,7 @@ def test_a_draw_too_many_is_put_back(new_tokens: int, beams: int, graphs: Graphs
     ours = calls()
     with fastgen.disabled():
         assert ours == calls()
-    assert len({len(rows[0]) for rows in ours}) > (new_tokens == 60)
+    assert any(len(rows[0]) < 9 + new_tokens for rows in ours) or new_tokens == 12
     assert graphs.replayed["_choose" if beams > 1 else "_choose_next"] >= 5
 
 
