@@ -1332,6 +1332,36 @@ def test_a_target_that_is_gone_is_said_at_once(loud: Sandbox) -> None:
     )
 
 
+def test_a_warning_of_a_gone_target_may_be_an_exception(loud: Sandbox) -> None:
+    """It is raised when everything else is in place, and with no lock held."""
+    text = (loud.folder / "toolkit" / "gen.py").read_text()
+    loud.write("toolkit/gen.py", text.replace("def step(", "def walk("))
+    loud.run(
+        """
+        import threading, warnings
+        import fastgen
+        from fastgen.patches import _engine
+        free = []
+        def take():
+            free.append(_engine.lock.acquire(timeout=20))
+            _engine.lock.release()
+        def show(*_, **__):
+            other = threading.Thread(target=take)
+            other.start()
+            other.join()
+            raise RuntimeError("the user's own")
+        warnings.showwarning = show
+        try:
+            import toolkit.gen
+        except RuntimeError as error:
+            assert str(error) == "the user's own", error
+        assert free == [True]
+        states = {row.name: row.state for row in fastgen.status().rows}
+        assert states.pop("toolkit.step") == "failed" and set(states.values()) == {"applied"}, states
+        """
+    )
+
+
 def test_a_canary_that_declines_is_said_once(loud: Sandbox) -> None:
     loud.version("1.6")
     loud.write("canary.py", "def parts(): return {'step': lambda: 'token 3'}")

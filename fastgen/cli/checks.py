@@ -62,7 +62,8 @@ def said(error: Exception) -> str:
 
 def versions() -> Iterator[Finding]:
     """Python, torch and Triton against what fastgen's own metadata ask for; the toolkits against their guards."""
-    yield _against("Python", platform.python_version(), metadata.metadata("fastgen")["Requires-Python"])
+    python = metadata.metadata("fastgen")["Requires-Python"]
+    yield _against("Python", platform.python_version(), python, advice="a Python of a supported version")
     torch = _torch()
     if torch is None:
         yield Finding("trouble", "torch cannot be imported, and nothing runs without it", "pip install torch")
@@ -234,8 +235,9 @@ def _required(name: str) -> str:
     return next((str(r.specifier) for r in requirements if r.name == name and r.specifier), "")
 
 
-def _against(name: str, found: str, supported: str, more: str = "") -> Finding:
+def _against(name: str, found: str, supported: str, more: str = "", advice: str = "") -> Finding:
     text = ", ".join(filter(None, (f"{name} {found}", more)))
     if SpecifierSet(supported).contains(found, prereleases=True):
         return Finding("ok", text)
-    return Finding("trouble", f"{text}: {supported} is supported", f'pip install "{name.lower()}{supported}"')
+    advice = advice or f'pip install "{name.lower()}{supported}"'
+    return Finding("trouble", f"{text}: {supported} is supported", advice)

@@ -94,6 +94,7 @@ _plans_running = 0
 _installed: list[Entry] = []  # in the order of installation; undone from the end
 _versions: dict[str, str] = {}  # toolkit name -> version found
 _canaries: dict[str, Canary] = {}  # toolkit name -> the canary of a version newer than tested
+_out_of_reach: list[Entry] = []  # not applied, and no call of theirs can tell: to be warned of outside of `lock`
 _disable_callbacks: list[Callable[[], object]] = []
 _release_callbacks: list[Callable[[], object]] = []
 _disabled_here: ContextVar[bool] = ContextVar("fastgen_disabled", default=False)
@@ -301,6 +302,7 @@ def _arrive(module: str) -> None:
                     errors.append(_fail(entry, error))
             except Exception as error:  # whatever it is, the user's import goes on
                 errors.append(_fail(entry, error))
+    _warn_of_those_out_of_reach()
     if errors and settings().strict:
         raise errors[0]
 
@@ -355,7 +357,13 @@ def _watch(entry: Entry, module: ModuleType) -> None:
     try:
         _install(entry, entry.patch.address.find(module))
     except (LookupError, TypeError):  # there is nothing to call
-        _notices.warn_of_patch(entry, _versions)
+        _out_of_reach.append(entry)
+
+
+def _warn_of_those_out_of_reach() -> None:
+    """Warn of them with no lock held: a warning may be made an exception, or shown by code of the user's."""
+    while _out_of_reach:
+        _notices.warn_of_patch(_out_of_reach.pop(0), _versions)
 
 
 def _fail(entry: Entry, error: Exception) -> PatchError:
@@ -414,6 +422,7 @@ def _approved_replacement(entry: Entry) -> Function | None:
         except Exception as error:
             with lock:
                 failure = _fail(entry, error)
+            _warn_of_those_out_of_reach()
             if asking() or settings().strict:
                 raise failure from error
             fallback(entry.patch.name, "the replacement could not be imported")
