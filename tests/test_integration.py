@@ -70,7 +70,7 @@ def _check_at_rest(*models: nn.Module) -> None:
     assert attention.current_step.get() is None
     assert _engine.current_plan.get() is None
     assert not routes._routes
-    assert _engine._plans_running == 0
+    assert not _engine._running
 
 
 def _large(seed: int = 0) -> Any:

@@ -289,7 +289,7 @@ def test_a_weight_is_packed_once(net: Net) -> None:
             for kind in (None, "gelu", "silu"):
                 wanted = expected if kind is None else linear_ops.activation_reference(expected, kind)
                 torch.testing.assert_close(layer.apply(x, kind), wanted, atol=1e-5, rtol=1e-4)
-            copy = packed.packed_of(net.first.weight).copy
+            copy = packed.packed_of(net.first).copy
             assert copy is None or isinstance(copy, linear_ops.MklWeight) == mkl
             copies |= set() if copy is None else {id(copy)}
     assert len(copies) == 1

@@ -3,7 +3,7 @@
 A forward is an attribute of the instance: no class is touched, and a model at rest is exactly what it was.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -42,16 +42,19 @@ def runs_its_class(module: nn.Module) -> bool:
     return own is None or getattr(own, "__func__", None) is type(module).forward
 
 
-def install(forwards: Mapping[nn.Module, Callable[..., Any]]) -> dict[nn.Module, Any]:
-    """Put forwards in place; return what `restore` needs: the forward that each instance had, or None."""
-    before = {module: module.__dict__.get("forward") for module in forwards}
+def own_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, Any]:
+    """The forward that each instance has, or None: what `restore` needs."""
+    return {module: module.__dict__.get("forward") for module in modules}
+
+
+def install(forwards: Mapping[nn.Module, Callable[..., Any]]) -> None:
+    """Put forwards in place."""
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward
-    return before
 
 
 def restore(before: Mapping[nn.Module, Any]) -> None:
-    """Undo `install`."""
+    """Undo `install`, also one that was interrupted, and as often as one likes."""
     for module, own in before.items():
         if own is None:
             module.__dict__.pop("forward", None)

@@ -149,7 +149,7 @@ class Linear(Routed):
             return None
         entry = self.entry
         if entry is None or entry.is_stale(weight):
-            entry = self.entry = packed_of(weight)
+            entry = self.entry = packed_of(self.module)
         copy = entry.copied(weight, plain, rows, activation, always=self.mode == "packed")
         return copy if copy is not None and ops.suits(copy, self.outputs, self.inputs, activation) else None
 

@@ -55,7 +55,7 @@ class Memory:
         self._kept: list[_Kept] = []
         self._held = 0  # bytes in all
         self._requests = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come to it again
 
     @property
     def free(self) -> int:
@@ -75,11 +75,12 @@ class Memory:
             return like.new_empty(shape)
         with self._lock:
             self._requests += 1
-            kept = next(self._fitting(size, size), None) or self._made(_rounded(size))
-            if kept is None:
-                return like.new_empty(shape)
-            kept.newest = self._requests
-            return cast(Any, like.new_empty(0)).set_(kept.storage, 0, shape)
+            while (kept := next(self._fitting(size, size), None) or self._made(_rounded(size))) is not None:
+                kept.newest = self._requests
+                tensor = cast(Any, like.new_empty(0)).set_(kept.storage, 0, shape)
+                if cast(Any, _holders)(kept.storage._cdata) == 2:  # else a signal handler has taken it meanwhile
+                    return tensor
+        return like.new_empty(shape)
 
     def room(self, like: Tensor, elements: int, least: int, most: int) -> int:
         """Return how many entries to take at once for each of two tensors, of so many elements each: `least`, or more.

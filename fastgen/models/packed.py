@@ -2,17 +2,17 @@
 
 import math
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
+import weakref
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from fastgen.context import assigned
 from fastgen.models.memory import is_out_of_memory
 from fastgen.ops import linear as ops
 
@@ -23,7 +23,10 @@ AGAIN = 1000
 """Uses after which a copy is thought of again for which there was no memory."""
 
 _lock = threading.RLock()
-_packed: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
+_packed: "WeakKeyDictionary[nn.Module, Packed]" = WeakKeyDictionary()
+"""By layer. A weak reference to a weight itself would be in the way of `torch.utils.swap_tensors`."""
+_of_weights: "WeakValueDictionary[int, Packed]" = WeakValueDictionary()
+"""The same by the `id` of the weight, for layers that share one."""
 _at_once: ContextVar[bool] = ContextVar("fastgen_packing_at_once", default=False)
 
 
@@ -31,10 +34,12 @@ _at_once: ContextVar[bool] = ContextVar("fastgen_packing_at_once", default=False
 class Packed:
     """A packed copy of a weight and what tells whether the weight is still the one it was made from.
 
+    layer: one that has the weight.
     probe: every stride-th element, compared at the start of each call to notice writes through `.data`, which no
         version shows.
     """
 
+    layer: weakref.ref[nn.Module]
     address: int
     version: int
     stride: int
@@ -85,25 +90,22 @@ def _stride(rows: int, columns: int) -> int:
     return next((s for s in range(min(rows, columns) - 1, 1, -1) if math.gcd(s, columns) == 1), 1)
 
 
-def packed_of(weight: Tensor) -> Packed:
-    """What is known of a weight's copy."""
-    entry = _packed.get(weight)
-    if entry is None or entry.is_stale(weight):
+def packed_of(module: nn.Module) -> Packed:
+    """What is known of the copy of a layer's weight."""
+    weight: Any = module.weight
+    entry = _packed.get(module) or _of_weights.get(id(weight))
+    if entry is None or getattr(entry.layer(), "weight", None) is not weight or entry.is_stale(weight):
         stride = _stride(*weight.shape)
-        entry = Packed(weight.data_ptr(), weight._version, stride, _sample(weight, stride).clone())
-        with _lock:
-            _packed[weight] = entry
+        probe = _sample(weight, stride).clone()
+        entry = Packed(weakref.ref(module), weight.data_ptr(), weight._version, stride, probe)
+    with _lock:
+        _packed[module] = _of_weights[id(weight)] = entry
     return entry
 
 
-@contextmanager
-def packing_at_once() -> Generator[None]:
+def packing_at_once() -> assigned[bool]:
     """Within it weights are packed when they are first used, and not when they are used often."""
-    token = _at_once.set(True)
-    try:
-        yield
-    finally:
-        _at_once.reset(token)
+    return assigned(_at_once, True)
 
 
 def _affordable(weight: Tensor) -> bool:
@@ -119,22 +121,25 @@ def _affordable(weight: Tensor) -> bool:
 def check(module: nn.Module) -> None:
     """Drop the packed copy of a layer's weight where the weight is no longer what it was."""
     weight: Any = module.weight
-    entry = _packed.get(weight)
+    entry = _packed.get(module)
     if entry is not None and entry.copy is not None and (entry.is_stale(weight) or entry.probe_differs(weight)):
-        del _packed[weight]
+        _packed.pop(module, None)
+        if _of_weights.get(id(weight)) is entry:
+            del _of_weights[id(weight)]
 
 
 def forget(model: nn.Module) -> None:
     """Drop the packed copies of a model's weights, which have left the CPU or fp32 since."""
     with _lock:
-        for weight in model.parameters() if _packed else ():
-            _packed.pop(weight, None)
+        for module in model.modules() if _packed else ():
+            _packed.pop(module, None)
 
 
 def packed_bytes() -> int:
     """Bytes that packed copies of weights hold now."""
     with _lock:
-        return sum(ops.packed_bytes(entry.copy) for entry in _packed.values() if entry.copy is not None)
+        copies = {id(entry): entry.copy for entry in _packed.values() if entry.copy is not None}
+    return sum(map(ops.packed_bytes, copies.values()))
 
 
 def release() -> None:

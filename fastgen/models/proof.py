@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fastgen.context import assigned
 from fastgen.models import memory, packed
 from fastgen.models.step import rounding
 from fastgen.ops.dispatch import uncounted
@@ -105,11 +106,8 @@ def tried(make: Callable[[], Sequence[Tensor]], dtype: torch.dtype) -> Tried | N
         noise = torch.rand(x.shape, generator=generator, dtype=torch.float32, device=x.device)
         return (x * (1 + unit * (2 * noise - 1))).to(x.dtype)
 
-    token = rounding.set(once_more)
-    try:
+    with assigned(rounding, once_more):
         return Tried(found, made(make))
-    finally:
-        rounding.reset(token)
 
 
 def _unit(dtype: torch.dtype, device: torch.device) -> float | None:

@@ -1,17 +1,18 @@
 """Routing of a live model's linear layers, norms and activation functions, for the time of one call."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 
 from fastgen import config
 from fastgen.models import activation, bias, linear, norm, packed
 from fastgen.models.families import Family
-from fastgen.models.instance import install, modules_of, restore
+from fastgen.models.instance import install, modules_of, own_forwards, restore
 from fastgen.models.memory import memory_of
 from fastgen.ops import linear as ops
 
@@ -24,37 +25,68 @@ class _Route:
 
     before: dict[nn.Module, Any] = field(default_factory=dict)
     layers: list[nn.Module] = field(default_factory=list)
-    users: int = 0
+    users: "WeakSet[routed]" = field(default_factory=WeakSet)
 
 
 _routes: dict[int, _Route] = {}
 
 
-@contextmanager
-def routed(model: nn.Module, family: Family | None = None, rows: int | None = None) -> Iterator[int]:
-    """Route modules of model to `ops` while the context lasts; yields how many.
+class routed:
+    """Route modules of a model to `ops` within a `with` block, which gets how many there are.
 
-    Nested and concurrent contexts of one model share the routes, which the last one takes away.
+    Nested and concurrent blocks of one model share the routes, which the last one takes away. An interrupt within
+    `__exit__` may leave them there: call `restore` in a `finally`, or they stay until the model is routed again.
 
     Args:
         family: says what alone reads the output of some layers, and may therefore overwrite it.
         rows: at most, that a product has; layers that gain from more than these alone are left alone.
     """
-    with _lock:
-        route = _routes.setdefault(id(model), _Route())
-        if route.users == 0:
-            forwards = _forwards(model, family, rows)
-            route.layers = [module for module, forward in forwards.items() if isinstance(forward, linear.Linear)]
-            route.before = install(forwards)
-        route.users += 1
-    try:
-        yield len(route.before)
-    finally:
+
+    def __init__(self, model: nn.Module, family: Family | None = None, rows: int | None = None) -> None:
+        self._model, self._family, self._rows = model, family, rows
+
+    def __enter__(self) -> int:
+        try:
+            return self._install()
+        except BaseException:
+            self.restore()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def _install(self) -> int:
         with _lock:
-            route.users -= 1
-            if route.users == 0:
-                del _routes[id(model)]
+            route = _routes.setdefault(id(self._model), _Route())
+            is_first = not route.users
+            route.users.add(self)
+            if is_first:
+                restore(route.before)  # what an interrupt has left
+                forwards = _forwards(self._model, self._family, self._rows)
+                route.layers = [module for module, forward in forwards.items() if isinstance(forward, linear.Linear)]
+                route.before = own_forwards(forwards)  # known before the first of them is replaced
+                install(forwards)
+            return len(route.before)
+
+    def restore(self) -> None:
+        """Take the routes away if nobody else has them; once more, if this was interrupted."""
+        with _lock:
+            route = _routes.get(id(self._model))
+            if route is None:
+                return
+            if all(user is self for user in route.users):
                 restore(route.before)
+                route.before = {}
+                _routes.pop(id(self._model), None)
+            route.users.discard(self)
+
+
+def all_routed(models: Iterable[nn.Module]) -> ExitStack:
+    """The same of several models."""
+    stack = ExitStack()
+    for model in models:
+        stack.enter_context(routed(model))
+    return stack
 
 
 def _forwards(model: nn.Module, family: Family | None, rows: int | None) -> dict[nn.Module, Callable[..., Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen._version import __version__
+from fastgen.context import assigned
 
 _asking: ContextVar[bool] = ContextVar("fastgen_asking", default=False)
 
@@ -85,7 +86,7 @@ class Canary:
         self.version = version
         self.folder = folder
         self.verdict: Verdict | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler of the same thread may ask as well
 
     def ask(self) -> Verdict:
         """Return the answer: the known one, the kept one, or the one of running the canary now.
@@ -94,11 +95,14 @@ class Canary:
         """
         if self.verdict is None:
             with self._lock:
-                self.verdict = self.verdict or self._recall() or self._run()
+                self.verdict = self.verdict or self._recall()
+                if self.verdict is None:
+                    with assigned(_asking, True):
+                        self.verdict = self._run()
         return self.verdict
 
     def _run(self) -> Verdict:
-        token, again = _asking.set(True), "not kept, asked again in the next process"
+        again = "not kept, asked again in the next process"
         try:
             parts: dict[str, Callable[[], str | None]] = resolve(self.function)()
             differing, raised = dict[str, str](), False
@@ -111,8 +115,6 @@ class Canary:
                     differing[name] = found
         except Exception as error:
             return Verdict(failed=f"{type(error).__name__}: {error}", kept=again)
-        finally:
-            _asking.reset(token)
         return Verdict(tuple(parts), differing, kept=again if raised else self._keep(tuple(parts), differing))
 
     def _key(self) -> dict[str, str]:

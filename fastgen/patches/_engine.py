@@ -12,14 +12,16 @@ A toolkit's author of patches needs `Toolkit`, `Patch` and, in replacements, `hi
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
-from types import ModuleType
-from typing import Any, TypeVar
+from types import CodeType, FrameType, ModuleType
+from typing import Any, Generic, TypeVar, cast
 
 from fastgen.config import settings
+from fastgen.context import assigned, isolated
 from fastgen.patches import _counts, _notices
 from fastgen.patches._canary import Canary, asking, resolve
 from fastgen.patches._counts import (
@@ -90,7 +92,7 @@ current_plan: ContextVar[Any] = ContextVar("fastgen_plan", default=None)
 """The plan that runs in this context, None outside of one: how an inner patch knows what the outermost decided."""
 
 _enabled = False
-_plans_running = 0
+_running: list[tuple[int, CodeType]] = []  # the thread of each plan, and the code that has entered `running`
 _installed: list[Entry] = []  # in the order of installation; undone from the end
 _versions: dict[str, str] = {}  # toolkit name -> version found
 _canaries: dict[str, Canary] = {}  # toolkit name -> the canary of a version newer than tested
@@ -155,9 +157,10 @@ def disable() -> None:
     """
     global _enabled
     with lock:
-        if _plans_running:
-            raise RuntimeError(f"fastgen.disable() while {_plans_running} patched generate call(s) are running")
-        was_enabled, _enabled = _enabled, False
+        was_enabled, _enabled = _enabled, False  # from here on none begins
+        if running_now := _count_running():
+            _enabled = was_enabled
+            raise RuntimeError(f"fastgen.disable() while {running_now} patched generate call(s) are running")
         kept = [entry for entry in reversed(_installed) if entry.layer is not None and not entry.layer.remove()]
         _installed[:] = reversed(kept)
         for entry in entries.values():
@@ -172,11 +175,12 @@ def disable() -> None:
 @contextmanager
 def disabled() -> Generator[None]:
     """In this context (thread, task) only, patched calls run the toolkit's own code, uncounted."""
-    token = _disabled_here.set(True)
+    before = _disabled_here.get()
     try:
+        _disabled_here.set(True)
         yield
     finally:
-        _disabled_here.reset(token)
+        _disabled_here.set(before)
 
 
 def is_disabled() -> bool:
@@ -201,28 +205,44 @@ def is_on_top(name: str) -> bool:
     return entry.state == "applied" and entry.layer is not None and entry.layer.on_top
 
 
-@contextmanager
-def running(plan: _Plan) -> Generator[_Plan]:
-    """Make ``plan`` the context's `current_plan`. While any plan runs, `disable` raises.
+class running(Generic[_Plan]):
+    """Make ``plan`` the context's `current_plan` within a `with` block. While any plan runs, `disable` raises.
 
-    To be entered before the call has any side effect: should `disable` have come first, this leaves the replacement by
-    an exception that is the engine's own, and the original runs.
+    To be entered by a `with` statement before the call has any side effect: should `disable` have come first, this
+    leaves the replacement by an exception that is the engine's own, and the original runs.
 
     Raises:
         DisabledMeanwhile: nothing is patched.
     """
-    global _plans_running
-    with lock:
+
+    def __init__(self, plan: _Plan) -> None:
+        self._assigned = assigned(current_plan, plan)
+
+    def __enter__(self) -> _Plan:
+        self._place = threading.get_ident(), cast(FrameType, cast(FrameType, inspect.currentframe()).f_back).f_code
+        _running.append(self._place)
         if not _enabled:
+            _running.remove(self._place)
             raise DisabledMeanwhile
-        _plans_running += 1
-    token = current_plan.set(plan)
-    try:
-        yield plan
-    finally:
-        current_plan.reset(token)
-        with lock:
-            _plans_running -= 1
+        return self._assigned.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._assigned.__exit__()
+        _running.remove(self._place)
+
+
+def _count_running() -> int:
+    """How many plans run. Those that an interrupt has left in the list, which no stack shows, are taken out."""
+    on_stacks = {(thread, code) for thread, top in cast(Any, sys)._current_frames().items() for code in _codes(top)}
+    for place in [place for place in _running if place not in on_stacks]:
+        _running.remove(place)
+    return len(_running)
+
+
+def _codes(frame: FrameType | None) -> Iterator[CodeType]:
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
 
 
 def declined(toolkit: str, part: str) -> str | None:
@@ -392,7 +412,9 @@ def _call(entry: Entry, original: Function, /, *args: Any, **kwargs: Any) -> Any
     if replacement is None:
         return original(*args, **kwargs)
     try:
-        return replacement(original, *args, **kwargs)
+        if entry.patch.inner or current_plan.get() is not None:
+            return replacement(original, *args, **kwargs)
+        return isolated(replacement, original, *args, **kwargs)
     except DisabledMeanwhile:
         return original(*args, **kwargs)
 

@@ -1,8 +1,8 @@
 """fairseq's `SequenceGenerator._generate` on the engine of `decoding`."""
 
 import time
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,13 +11,14 @@ import torch
 from fairseq.search import BeamSearch
 from torch import Tensor
 
+from fastgen.context import assigned
 from fastgen.decoding.choices import not_captured
 from fastgen.decoding.cohorts import run
 from fastgen.decoding.first_finished import FirstFinished, Hypothesis, Prediction
 from fastgen.decoding.first_finished_replay import ReplayedFirstFinished
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import graph, memory, packed, seats
-from fastgen.models.routes import routed
+from fastgen.models.routes import all_routed
 from fastgen.patches import _engine
 from fastgen.patches.fairseq import bild
 from fastgen.patches.fairseq.decide import decide
@@ -55,14 +56,9 @@ class Begun:
 _answer: ContextVar[tuple[Any, Any, Found] | None] = ContextVar("fastgen_fairseq_answer", default=None)
 
 
-@contextmanager
-def answered(generator: Any, sample: Any, found: Found) -> Generator[None]:
+def answered(generator: Any, sample: Any, found: Found) -> assigned[Any]:
     """Within it, a generator's `_generate` of a sample returns what has been found already."""
-    token = _answer.set((generator, sample, found))
-    try:
-        yield
-    finally:
-        _answer.reset(token)
+    return assigned(_answer, (generator, sample, found))
 
 
 def generate(
@@ -105,13 +101,9 @@ def models_of(generator: Any) -> list[Any]:
     return [*generator.model.models, *([] if generator.lm_model is None else [generator.lm_model])]
 
 
-@contextmanager
-def routes(generator: Any) -> Generator[None]:
-    """Route the linear layers of a generator's models while the context lasts."""
-    with ExitStack() as stack:
-        for model in models_of(generator):
-            stack.enter_context(routed(model))
-        yield
+def routes(generator: Any) -> ExitStack:
+    """Route the linear layers of a generator's models within a `with` block."""
+    return all_routed(models_of(generator))
 
 
 def begin(

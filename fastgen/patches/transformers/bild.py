@@ -6,8 +6,7 @@ together.
 """
 
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -18,6 +17,7 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as lp
 from transformers.generation import utils as gu
 
+from fastgen.context import assigned
 from fastgen.decoding.bild import Bild, Counts
 from fastgen.decoding.bild_options import Options
 from fastgen.decoding.pace import Pace, pace_of
@@ -84,14 +84,9 @@ _asked: ContextVar[Asked | None] = ContextVar("fastgen_bild", default=None)
 _handing_over: ContextVar[Any] = ContextVar("fastgen_bild_small", default=None)
 
 
-@contextmanager
-def asking(asked: Asked | None) -> Generator[None]:
+def asking(asked: Asked | None) -> assigned[Asked | None]:
     """Within it, the model's decoding loop is `decode`; None: what has been asked outside is not meant."""
-    token = _asked.set(asked)
-    try:
-        yield
-    finally:
-        _asked.reset(token)
+    return assigned(_asked, asked)
 
 
 def asked_of(model: Any) -> Asked | None:
@@ -339,11 +334,8 @@ class _Later:
 def _small(call: Call, asked: Asked) -> _Whole:
     """The small model of a call, with the call's inputs."""
     model, config, inputs = asked.options.small, call.config, inputs_of_small(asked)
-    token = _handing_over.set(model)
-    try:
+    with assigned(_handing_over, model):
         handed_over = model.generate(generation_config=settings_of_small(config), **inputs)
-    finally:
-        _handing_over.reset(token)
     if not isinstance(handed_over, Call):
         raise ValueError(f"{type(model).__name__} has a generate of its own, which does not come to the decoding loop")
     if handed_over.config.max_length != config.max_length:

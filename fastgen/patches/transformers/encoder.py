@@ -6,8 +6,7 @@ tokens, and so does `generate` of an encoder-decoder model.
 """
 
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
 
+from fastgen.context import assigned
 from fastgen.models import linear
 from fastgen.models.encoder import Encoder, Padding, Sentences, arranged, may_pay, pays, weights_of, whole
 from fastgen.models.encoder_layouts import ENCODERS
@@ -225,11 +225,6 @@ def _alike(hidden: Tensor, visible: Tensor) -> bool:
     )
 
 
-@contextmanager
-def read_as(padding: Callable[[nn.Module], Padding], name: str) -> Generator[None]:
+def read_as(padding: Callable[[nn.Module], Padding], name: str) -> assigned[Reading | None]:
     """Within it, `padding` says of an encoder what it may make of padding; name: of the patch that counts it."""
-    token = reading.set(Reading(padding, name))
-    try:
-        yield
-    finally:
-        reading.reset(token)
+    return assigned(reading, Reading(padding, name))

@@ -3,8 +3,8 @@
 import functools
 import inspect
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -105,15 +105,19 @@ def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> A
     if asked is None and _is_too_small(self, rows, kwargs):
         with _engine.running("generate"), restored.calling(self, kwargs):
             return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
-    with (
-        _engine.running("generate"),
-        source.unread_padding(self, kwargs, tokens_alone=asked is not None and not asked.options.beams),
-        restored.calling(self, kwargs),
-        routed(self, family, rows) as layers,
-    ):
-        if layers:
-            _engine.hit("transformers.generate")
-        return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
+    routes = routed(self, family, rows)
+    try:
+        with (
+            _engine.running("generate"),
+            source.unread_padding(self, kwargs, tokens_alone=asked is not None and not asked.options.beams),
+            restored.calling(self, kwargs),
+            routes as layers,
+        ):
+            if layers:
+                _engine.hit("transformers.generate")
+            return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
+    finally:
+        routes.restore()  # where an interrupt came before the end of the block could
 
 
 def _is_too_small(model: Any, rows: int | None, kwargs: Mapping[str, Any]) -> bool:
@@ -149,11 +153,12 @@ def beam_search(
         return _run("beam", call, stock)
 
 
-@contextmanager
-def _unasked() -> Generator[None]:
+def _unasked() -> ExitStack:
     """A loop: another call of `generate` within it, by a processor or a criterion, is asked for nothing."""
-    with scored.asking(None), awaited.asking(None, bool):
-        yield
+    stack = ExitStack()
+    stack.enter_context(scored.asking(None))
+    stack.enter_context(awaited.asking(None, bool))
+    return stack
 
 
 def sample(

@@ -21,7 +21,7 @@ from fastgen.patches.transformers.compat import CACHE_ARGUMENTS
 from fastgen.patches.transformers.edits import known, rowwise
 from fastgen.patches.transformers.said import Settings
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _said: set[str] = set()
 
 

@@ -1,7 +1,6 @@
 """Calls of `generate` that hand back their loop when it has begun, so that it goes on beside those of other calls."""
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
+from fastgen.context import assigned
 from fastgen.decoding.cohorts import Search, left_empty
 from fastgen.decoding.plan import Plan
 from fastgen.models.step import DecoderStep
@@ -57,14 +57,9 @@ class Begun:
 _request: ContextVar[Request | None] = ContextVar("fastgen_request", default=None)
 
 
-@contextmanager
-def asked(request: Request) -> Generator[None]:
+def asked(request: Request) -> assigned[Request | None]:
     """Within it, the request holds."""
-    token = _request.set(request)
-    try:
-        yield
-    finally:
-        _request.reset(token)
+    return assigned(_request, request)
 
 
 def note_call(model: Any) -> None:

@@ -4,8 +4,7 @@ Diverse and constrained beam search were last in 4.56, contrastive search in 4.5
 options, and wants to load code from its Hub for them.
 """
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, Literal, cast
 
@@ -13,6 +12,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
 
 from fastgen.constraints import constraints_of
+from fastgen.context import assigned
 from fastgen.patches import _engine
 
 Method = Literal["diverse beam search", "constrained beam search", "contrastive search"]
@@ -39,14 +39,9 @@ _calling: ContextVar[Any] = ContextVar("fastgen_calling", default=None)
 """The model whose `generate` runs in this context, by loops of transformers' kind."""
 
 
-@contextmanager
-def calling(model: Any, kwargs: Mapping[str, Any]) -> Generator[None]:
+def calling(model: Any, kwargs: Mapping[str, Any]) -> assigned[Any]:
     """A call of `generate`; one that is given a loop of its own has that one look at its options."""
-    token = _calling.set(model if kwargs.get("custom_generate") is None else None)
-    try:
-        yield
-    finally:
-        _calling.reset(token)
+    return assigned(_calling, model if kwargs.get("custom_generate") is None else None)
 
 
 def generation_mode(original: Callable[..., GenerationMode], self: Any, *args: Any, **kwargs: Any) -> GenerationMode:

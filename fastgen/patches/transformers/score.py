@@ -4,14 +4,14 @@ The model runs without its head. The head then runs over some tokens at a time, 
 token that follows is kept.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastgen.context import isolated
 from fastgen.models.families import family_of
 from fastgen.models.layouts import LAYOUTS, Layout, layout_of
 from fastgen.models.proof import agree
@@ -70,15 +70,24 @@ def score(
         raise ValueError(f"a target of {max(map(len, ids))} tokens, where {longest} is the most there can be")
     wide = torch.promote_types(model.dtype, torch.float32)
     scores = [torch.full((len(text),), torch.nan, dtype=wide) for text in ids]
-    with ExitStack() as around, torch.no_grad():
-        with suppress(_engine.DisabledMeanwhile):  # then linear layers are torch's own
-            around.enter_context(_engine.running("score"))
-            around.enter_context(routed(model, family_of(model.config.model_type)))
+
+    def run() -> None:
         head = _Head(model)
         for batch in _batches(windows, max_tokens):
             for window, found in zip(batch, _of_batch(model, head, batch, ids, given), strict=True):
                 scores[window.text][window.scored : window.end] = found.to("cpu", wide)
+
+    with torch.no_grad():
+        try:
+            isolated(_accelerated, model, run)
+        except _engine.DisabledMeanwhile:
+            run()
     return [TextScore(found) for found in scores]
+
+
+def _accelerated(model: Any, run: Callable[[], None]) -> None:
+    with _engine.running("score"), routed(model, family_of(model.config.model_type)):
+        run()
 
 
 def _ids(text: Any) -> Tensor:

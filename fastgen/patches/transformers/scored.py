@@ -5,14 +5,13 @@ the log-probabilities of a text's tokens up to its end, by the processed scores:
 `compute_transition_scores(..., normalize_logits=True)` gives, but for the order in which fp32 numbers are added.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastgen.context import assigned
 from fastgen.decoding.sample import chosen_of
 
 
@@ -26,14 +25,9 @@ class Scored(NamedTuple):
 _asking: ContextVar[Any] = ContextVar("fastgen_scored", default=None)
 
 
-@contextmanager
-def asking(model: Any) -> Generator[None]:
+def asking(model: Any) -> assigned[Any]:
     """Within it, a loop of ours that runs in a model's `generate` returns `Scored`; transformers' own do not."""
-    token = _asking.set(model)
-    try:
-        yield
-    finally:
-        _asking.reset(token)
+    return assigned(_asking, model)
 
 
 def asked_of(model: Any) -> bool:

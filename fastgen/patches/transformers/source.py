@@ -1,7 +1,6 @@
 """The encoder of an encoder-decoder model inside `generate`: without padding, which attention to the source masks."""
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from fastgen.context import assigned
 from fastgen.models.encoder import Encoder, Sentences, pays, weights_of
 from fastgen.models.encoder_layouts import ENCODERS
 from fastgen.models.encoder_reader import encoder_of, may_run_in_c
@@ -28,18 +28,13 @@ _generating: ContextVar[Any] = ContextVar("fastgen_generating", default=None)
 """The model whose `generate` runs in this context, and returns nothing that is made of padding."""
 
 
-@contextmanager
-def unread_padding(model: Any, arguments: Mapping[str, Any], tokens_alone: bool = False) -> Generator[None]:
+def unread_padding(model: Any, arguments: Mapping[str, Any], tokens_alone: bool = False) -> assigned[Any]:
     """A call of `generate`: what its encoder makes of padding is seen where the cache is returned, and nowhere else.
 
     tokens_alone: whether not even a dict has more than tokens, and what was counted.
     """
     seen = not tokens_alone and said(model, arguments, "return_dict_in_generate")
-    token = _generating.set(None if seen else model)
-    try:
-        yield
-    finally:
-        _generating.reset(token)
+    return assigned(_generating, None if seen else model)
 
 
 def get_encoder(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

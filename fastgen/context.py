@@ -1,0 +1,46 @@
+"""Context variables: values for the time of a block, and calls that leave none of them set.
+
+An exception that comes from outside (Ctrl-C, a signal handler, `PyThreadState_SetAsyncExc`) may strike between any two
+instructions, also within `__enter__` and `__exit__`.
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar, copy_context
+from typing import Any, Generic, TypeVar
+
+_T = TypeVar("_T")
+
+PREFIX = "fastgen_"
+"""What the names of all context variables of this package begin with."""
+
+
+class assigned(Generic[_T]):  # a context manager, named as `contextlib` names its own
+    """Have a context variable hold a value within a `with` block, of a call that is `isolated`."""
+
+    def __init__(self, variable: ContextVar[_T], value: _T) -> None:
+        self._variable, self._value = variable, value
+
+    def __enter__(self) -> _T:
+        self._before = self._variable.get()
+        self._variable.set(self._value)
+        return self._value
+
+    def __exit__(self, *_: object) -> None:
+        self._variable.set(self._before)
+
+
+def isolated(function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
+    """Call a function so that none of this package's context variables is left set, wherever it is interrupted.
+
+    It runs in a copy of the context. Other variables keep what the function, or a callback of the user's, assigns.
+    """
+    context = copy_context()
+    try:
+        return context.run(function, *args, **kwargs)
+    finally:
+        for variable, value in context.items():
+            if not variable.name.startswith(PREFIX) and variable.get(_UNSET) is not value:
+                variable.set(value)
+
+
+_UNSET: Any = object()
