@@ -64,10 +64,14 @@ def _canary() -> None:
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
     """What a test, or a command that it calls in this process, sets for the whole process is set back behind it."""
+    from fastgen.models import packed
+
     threads = torch.get_num_threads()
     with torch.random.fork_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
         yield
     torch.set_num_threads(threads)
+    if packed.has_given_up():
+        packed.release()
 
 
 @pytest.fixture(autouse=True)

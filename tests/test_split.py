@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 import fastgen
 from fastgen.decoding import beam as beams
 from fastgen.decoding import cache, sample
+from fastgen.models import packed
 from fastgen.models.step import DecoderStep
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.shared import SharedStepper
@@ -124,6 +125,32 @@ def test_one_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     with pytest.raises(torch.OutOfMemoryError, match="for 1 rows"):
         model.generate(**zoo.batch(model, 2, 9), max_new_tokens=5)
     assert "2 sentences" in caplog.text
+    assert packed.GIVEN_UP in caplog.text
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_the_call_behind_a_failed_one_runs_on_torch(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no memory for copies of weights, and says so, until `release`."""
+    model = zoo.build("bart", torch.float32)
+    kwargs = zoo.batch(model, 2, 9) | {"num_beams": beams, "max_new_tokens": 6}
+    with fastgen.disabled():
+        stock = model.generate(**kwargs)
+    for _ in range(4):
+        model.generate(**kwargs)
+    assert packed.packed_bytes() > 0
+    with monkeypatch.context() as patch:
+        _run_out(patch, "encoder", 0)
+        with pytest.raises(torch.OutOfMemoryError):
+            model.generate(**kwargs)
+    for _ in range(4):
+        assert torch.equal(model.generate(**kwargs), stock)
+    assert packed.packed_bytes() == 0
+    calls = fastgen.status().calls
+    assert any(packed.GIVEN_UP in str(call) for call in calls), calls
+    fastgen.release()
+    for _ in range(4):
+        assert torch.equal(model.generate(**kwargs), stock)
+    assert packed.packed_bytes() > 0
 
 
 def test_other_errors_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

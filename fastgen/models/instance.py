@@ -3,10 +3,14 @@
 A forward is an attribute of the instance: no class is touched, and a model at rest is exactly what it was.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
+
+TOOLKITS = ("torch", "transformers", "fairseq", "fastgen")
+"""Packages whose code is known here."""
 
 
 class Routed:
@@ -33,7 +37,22 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 def untouched(module: nn.Module) -> bool:
     """Whether a module runs its class's own forward, without hooks. Copies of a model may carry that forward."""
-    return runs_its_class(module) and not (module._forward_hooks or module._forward_pre_hooks)
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return not hooked and runs_its_class(module) and is_toolkits(type(module).forward)
+
+
+@functools.cache
+def is_toolkits(forward: Any) -> bool:
+    """Whether a class's forward is defined in a toolkit, and was not put there by somebody else.
+
+    Asked of the function itself and of all that it wraps: a wrapper may have taken over the names of what it wraps, and
+    a toolkit's decorator may stand around a function of somebody else's.
+    """
+    while forward is not None:
+        if getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0] not in TOOLKITS:
+            return False
+        forward = getattr(forward, "__wrapped__", None)
+    return True
 
 
 def runs_its_class(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastgen import config
 from fastgen.models.instance import Routed, untouched
 from fastgen.models.memory import Memory
-from fastgen.models.packed import Packed, packed_of
+from fastgen.models.packed import GIVEN_UP, Packed, has_given_up, packed_of
 from fastgen.ops import linear as ops
 from fastgen.ops.activation import FUNCTIONS, activation_
 
@@ -300,6 +300,8 @@ def reason_off(model: nn.Module) -> str | None:
     """Why linear layers keep torch's own product for this model, or None when they are routed."""
     if config.settings().linear == "off":
         return "FASTGEN_LINEAR=off"
+    if has_given_up():
+        return GIVEN_UP
     weight = next(iter(model.parameters()), None)
     if weight is None or weight.device.type != "cpu":
         return "not on a CPU"

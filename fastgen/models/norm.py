@@ -126,7 +126,7 @@ def _is_named_so(kind: type) -> bool:
 def _is_plain(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     alone = len(module._parameters) == 1 and not module._modules and not module._buffers
-    return alone and type(weight) is nn.Parameter and weight.dim() == 1
+    return alone and type(weight) is nn.Parameter and weight.dim() == 1 and not weight.is_meta
 
 
 def _offset(module: nn.Module, eps: float) -> float | None:

@@ -142,7 +142,24 @@ def packed_bytes() -> int:
     return sum(map(ops.packed_bytes, copies.values()))
 
 
+GIVEN_UP = "memory ran out in an earlier call: weights are not packed until fastgen.release()"
+_given_up = False
+
+
+def give_up() -> None:
+    """Drop every packed copy, and make none before `release`: a call has failed for want of memory."""
+    global _given_up
+    release()
+    _given_up = True
+
+
+def has_given_up() -> bool:
+    return _given_up
+
+
 def release() -> None:
     """Drop every packed copy; the next calls make them again."""
+    global _given_up
     with _lock:
         _packed.clear()
+        _given_up = False

@@ -1,13 +1,12 @@
 """The parts of a live model, and those that nobody has read: what a decode step from the weights must not overlook."""
 
-import functools
 from collections.abc import Container, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from fastgen.models.instance import Routed, modules_of, runs_its_class
+from fastgen.models.instance import TOOLKITS, Routed, is_toolkits, modules_of, runs_its_class
 
 
 class NotFused(Exception):
@@ -74,7 +73,7 @@ def check_unread(model: nn.Module, paths: Sequence[str], read: Container[nn.Modu
             raise NotFused(f"a forward of its own of a {kind}")
         if outer or module in read or "Dropout" in kind:
             continue
-        if type(module).__module__.partition(".")[0] not in (*_TOOLKITS, "fastgen"):
+        if type(module).__module__.partition(".")[0] not in TOOLKITS:
             raise NotFused(f"{name_of(module)} is a class of its own")
         holds = next((n for n, p in module._parameters.items() if p is not None), None)
         if holds is not None or not module._modules:
@@ -110,7 +109,6 @@ def foreign_hook(module: nn.Module) -> bool:
     return any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
 
 
-_TOOLKITS = ("torch", "transformers", "fairseq")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
@@ -125,17 +123,3 @@ def _along(model: nn.Module, path: str) -> list[nn.Module]:
 def _foreign(hook: Any) -> bool:
     """Whether a hook is not transformers' own, which only notes outputs, where they are asked for."""
     return not getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing")
-
-
-@functools.cache
-def is_toolkits(forward: Any) -> bool:
-    """Whether a class's forward is defined in a toolkit, and was not put there by somebody else.
-
-    Asked of the function itself and of all that it wraps: a wrapper may have taken over the names of what it wraps, and
-    a toolkit's decorator may stand around a function of somebody else's.
-    """
-    while forward is not None:
-        if getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0] not in (*_TOOLKITS, "fastgen"):
-            return False
-        forward = getattr(forward, "__wrapped__", None)
-    return True

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fastgen.models import activation
 from fastgen.models.in_c import together
+from fastgen.models.instance import is_toolkits
 from fastgen.models.layouts import Attention, Layout
 from fastgen.models.linear import Product, is_linear, product, products
 from fastgen.models.masked import MaskedStep, Prediction
@@ -204,7 +205,10 @@ class Reader:
         if getattr(module, "reorder_and_upcast_attn", False) or getattr(module, "is_cross_attention", False):
             raise NotFused("attention in a precision or form of its own")
         functions = vars(sys.modules[type(module).__module__])
-        self.facts += (functions.get(name) for name in _FUNCTIONS)
+        for name in _FUNCTIONS:
+            if name in functions and not is_toolkits(functions[name]):
+                raise NotFused(f"a function {name} of its own")
+            self.facts.append(functions.get(name))
         query_norm, key_norm = (self.norm(module._modules.get(name)) for name in ("q_norm", "k_norm"))
         scale = float(names.scale(core))
         softcap = None if names.softcap is None else getattr(module, names.softcap)
@@ -282,6 +286,8 @@ class Reader:
             raise NotFused(f"a {name_of(module)} in place of a linear layer")
         if type(module.weight) is not nn.Parameter:
             raise NotFused(f"a weight that is a {type(module.weight).__name__}")
+        if module.weight.is_meta:
+            raise NotFused("weights that are offloaded")
         if module.weight.dtype != self.dtype:
             raise NotFused(f"weights in {module.weight.dtype} beside others in {self.dtype}")
         self.read.add(module)
@@ -291,6 +297,8 @@ class Reader:
         if module is None:
             return None
         self.read.add(module)
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise NotFused("weights that are offloaded")
         if type(module) is nn.LayerNorm:
             self.facts.append(module.eps)
             return Norm(module.weight, module.bias, module.eps)

@@ -14,6 +14,7 @@ from fastgen.models import activation, bias, linear, norm, packed
 from fastgen.models.families import Family
 from fastgen.models.instance import install, modules_of, own_forwards, restore
 from fastgen.models.memory import memory_of
+from fastgen.models.replaced import replaced
 from fastgen.ops import linear as ops
 
 _lock = threading.RLock()
@@ -90,8 +91,10 @@ def all_routed(models: Iterable[nn.Module]) -> ExitStack:
 
 
 def _forwards(model: nn.Module, family: Family | None, rows: int | None) -> dict[nn.Module, Callable[..., Any]]:
-    modules = modules_of(model)
     forwards: dict[nn.Module, Callable[..., Any]] = {}
+    if replaced() is not None:
+        return forwards
+    modules = modules_of(model)
     if norm.applies(model):
         forwards.update({forward.module: forward for forward in norm.norms(modules)})
     if linear.reason_off(model) is not None:

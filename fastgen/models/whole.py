@@ -14,6 +14,7 @@ from torch import Tensor
 from fastgen.models.in_c import InC
 from fastgen.models.linear import Linear
 from fastgen.models.norm import Norm, NormLike, unnormed
+from fastgen.models.packed import GIVEN_UP, has_given_up
 from fastgen.models.records import Rows, is_norm, norm_of
 from fastgen.models.step import Context, DecoderStep
 from fastgen.ops import native
@@ -125,6 +126,8 @@ def why_not_in_c(step: DecoderStep) -> str:
         return f"the weights are {str(step.dtype).removeprefix('torch.')}, and C reads float32"
     if reason := native.why_off():
         return reason
+    if has_given_up():
+        return GIVEN_UP
     return "" if step.together is not None else "its layers are not written in C"
 
 

@@ -1,12 +1,22 @@
 """When memory has run out: the reason that is counted, and how to go on with more of it."""
 
 import gc
+import logging
 
 import torch
 
-from fastgen.models import graph, memory, seats
+from fastgen.models import graph, memory, packed, seats
 
 NO_MEMORY = "there was not enough memory"
+
+
+_logger = logging.getLogger("fastgen")
+
+
+def give_up() -> None:
+    """Let the next calls take less memory, as one has failed that cannot be divided."""
+    _logger.warning("not enough memory for a call that cannot be divided; %s", packed.GIVEN_UP)
+    packed.give_up()
 
 
 def make_room() -> None:

@@ -10,6 +10,7 @@ from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 from torch import Tensor
 
 from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.models.replaced import replaced
 from fastgen.patches import _engine
 from fastgen.patches.fairseq.stepper import attention_of
 
@@ -62,6 +63,8 @@ def _is_own(thing: Any, owner: type, name: str) -> bool:
 
 def check_model(model: Any) -> None:
     """Raise Unsupported where the engine cannot make a model's steps."""
+    if (reason := replaced()) is not None:
+        raise Unsupported(reason)
     decoder = getattr(model, "decoder", None)
     if not isinstance(decoder, TransformerDecoderBase):
         name = type(model if decoder is None else decoder).__name__

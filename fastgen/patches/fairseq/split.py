@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastgen.models.memory import is_out_of_memory
 from fastgen.patches import _engine
-from fastgen.patches._room import NO_MEMORY, make_room
+from fastgen.patches._room import NO_MEMORY, give_up, make_room
 
 _logger = logging.getLogger("fastgen")
 
@@ -27,7 +27,10 @@ def in_halves(call: Callable[[Any, Tensor | None], Found], generator: Any, sampl
         return call(sample, prefix)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         sentences = sample["net_input"]["src_tokens"].shape[0]
-        if not is_out_of_memory(error) or not _separable(generator, sample, sentences):
+        if not is_out_of_memory(error):
+            raise
+        if not _separable(generator, sample, sentences):
+            give_up()
             raise
     # Out of the handler, so that nothing holds on to what the call had made.
     _logger.warning("not enough memory for a batch of %d sentences: it is generated in halves", sentences)

@@ -4,6 +4,7 @@ import functools
 import weakref
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -15,6 +16,7 @@ from fastgen.models.instance import Routed, modules_of, runs_its_class
 from fastgen.models.layouts import layout_of
 from fastgen.models.parts import NotFused, foreign_hook, is_toolkits, name_of
 from fastgen.models.proof import by_modules
+from fastgen.models.replaced import replaced
 from fastgen.models.step import DecoderStep
 from fastgen.models.whole import why_not_in_c
 from fastgen.patches import _engine
@@ -186,6 +188,8 @@ def check_call(
     for name in compat.CALLED_BY_LOOP[loop]:
         if name in vars(model) or compat.has_own(model, name):
             raise Unsupported(f"{type(model).__name__} has its own {name}")
+    if (default := torch.get_default_device()).type != model.device.type:
+        raise Unsupported(f"the default device is {default}, and the model is on {model.device}")
     if kwargs.get("synced_gpus"):
         raise Unsupported("synced_gpus=True")
     if config.is_assistant:
@@ -206,6 +210,8 @@ def check_call(
 
 def check_model(model: Any) -> None:
     """Raise Unsupported where no call of this model is accelerated, whatever its arguments."""
+    if (reason := replaced()) is not None:
+        raise Unsupported(reason)
     if all(family_of(part.model_type) is None for part in _configs(model)):
         raise Unsupported(f"model type {model.config.model_type!r} is not proven yet")
     if compat.reorders_its_cache(model):
@@ -256,6 +262,8 @@ def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dic
             and (reason := given.reason_not_to_copy(cache, config.max_length - input_ids.shape[1])) is not None
         ):
             return reason
+    if (name := _hooked(model)) is not None:
+        return f"a hook on a {name} may look at rows, or at the cache"
     longest = _longest(model, input_ids, config, kwargs)
     for part in _configs(model):
         rope: dict[str, Any] = getattr(part, "rope_parameters", None) or {}
@@ -369,6 +377,15 @@ def _of_steps(model: Any) -> list[nn.Module]:
 def _has_dropout(module: nn.Module) -> bool:
     numbers = [name for name, value in vars(module).items() if isinstance(value, float) and value]
     return any("drop" in name or name == "p" for name in numbers)
+
+
+def _hooked(model: Any) -> str | None:
+    """The class of a module of the decode steps with a hook that is not transformers' own.
+
+    Such hooks find what transformers gives them: a row for each beam, and its cache. Adapters for each sentence are
+    chosen by hooks (PEFT's `adapter_names`), vectors are added by them, and caches are compressed.
+    """
+    return next((type(module).__name__ for module in _of_steps(model) if foreign_hook(module)), None)
 
 
 def _looks_at_rows(model: Any) -> str | None:

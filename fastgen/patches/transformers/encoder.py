@@ -22,6 +22,7 @@ from fastgen.models.encoder_layouts import ENCODERS
 from fastgen.models.encoder_reader import encoder_of
 from fastgen.models.parts import NotFused, is_toolkits
 from fastgen.models.proof import Tried, outcome, verdict
+from fastgen.models.replaced import replaced
 from fastgen.ops.dispatch import uncounted
 from fastgen.patches import _engine
 from fastgen.patches.transformers import compat
@@ -101,7 +102,7 @@ def check(encoder: Any, given: Tensor, args: tuple[Any, ...], kwargs: Mapping[st
         raise NotForUs("hidden states or attentions are returned")
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise NotFused("it is a decoder")
-    if (reason := not_known(encoder, config)) is not None:
+    if (reason := replaced() or not_known(encoder, config)) is not None:
         raise NotFused(reason)
     if any(value is not None for value in args):
         raise NotFused("the encoder gets arguments without a name")

@@ -34,6 +34,7 @@ def unread_padding(model: Any, arguments: Mapping[str, Any], tokens_alone: bool 
     tokens_alone: whether not even a dict has more than tokens, and what was counted.
     """
     seen = not tokens_alone and said(model, arguments, "return_dict_in_generate")
+    seen = seen or said(model, arguments, "prefill_chunk_size")  # with which the prompt is run without the mask
     return assigned(_generating, None if seen else model)
 
 

@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 from fastgen.decoding.plan import Unsupported
 from fastgen.models import memory
 from fastgen.patches import _engine
-from fastgen.patches._room import NO_MEMORY, make_room
+from fastgen.patches._room import NO_MEMORY, give_up, make_room
 from fastgen.patches.transformers import awaited, pausing
 from fastgen.patches.transformers.decide import decide
 from fastgen.patches.transformers.edits import fill_of, has_rows
@@ -39,6 +39,7 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs = kwargs | dict(zip(("inputs", "generation_config"), args, strict=False))
         prepared = None if len(args) > 2 else _separable(model, kwargs)
         if prepared is None:
+            give_up()
             raise
     # Out of the handler, so that nothing holds on to what the call had made.
     sentences = prepared.sentences
