@@ -56,7 +56,9 @@ class Steps:
         blocks = [e for e in edits if isinstance(e, NGramBlock) and (e.source is None or e.source.numel() > 0)]
         self._sources = [None if e.source is None else e.source.contiguous().cpu() for e in blocks]
         self._ngrams = (c.NGrams * len(blocks))(*map(_ngrams, blocks, self._sources))
-        self.ends = torch.empty(0, dtype=torch.int64) if stop.eos is None else stop.eos.to(torch.int64).cpu()
+        self.ends = (
+            torch.empty(0, dtype=torch.int64, device="cpu") if stop.eos is None else stop.eos.to(torch.int64).cpu()
+        )
         self._sets: dict[tuple[tuple[bool, ...], int], Tensor] = {}
         self._others = [e for e in edits if not isinstance(e, NGramBlock | Ban)]
         self._bans = [e for e in edits if isinstance(e, Ban)]

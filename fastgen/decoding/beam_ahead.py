@@ -46,7 +46,7 @@ def advance(search: BeamSearch, steps: ahead.Steps, model: ahead.Ahead) -> Tenso
     (b, m), finished = search.scores.shape, search.finished
     search.scores, search.improvable = search.scores.contiguous(), search.improvable.contiguous()
     finished.scores, finished.done = finished.scores.contiguous(), finished.done.contiguous()
-    flags = torch.empty(4, b, dtype=torch.bool)
+    flags = torch.empty(4, b, dtype=torch.bool, device="cpu")
     leave = fewest_leaving(b, search.captured) if search.may_drop else 0
     texts, held = steps.texts(text, search.ids, b * m, prepared, leave)
     beams = c.Beams(

@@ -31,7 +31,7 @@ def steps_of(search: FirstFinished) -> ahead.Steps:
 
 def _stop(search: FirstFinished) -> Stop:
     """When texts end: by their token alone, as the search itself makes the steps in which all do."""
-    return Stop(eos=torch.tensor([search.end]), longest=search.longest + 3)
+    return Stop(eos=torch.tensor([search.end], dtype=torch.int64, device="cpu"), longest=search.longest + 3)
 
 
 def advance(search: FirstFinished, steps: ahead.Steps, model: Any) -> Made | bool | None:
@@ -52,9 +52,9 @@ def advance(search: FirstFinished, steps: ahead.Steps, model: Any) -> Made | boo
     if prepared is None or prepared.mask is None or 2 * m >= prepared.logits.shape[1]:
         return None
     width = step + prepared.steps + 1
-    over = torch.tensor(search.over)
-    counts = torch.tensor([len(search.finished[number]) for number in search.running])
-    places, tokens, reached = torch.empty(b * m, 3, dtype=torch.int64), *_tables(b * m, width)
+    over = torch.tensor(search.over, dtype=torch.bool, device="cpu")
+    counts = torch.tensor([len(search.finished[number]) for number in search.running], dtype=torch.int64, device="cpu")
+    places, tokens, reached = torch.empty(b * m, 3, dtype=torch.int64, device="cpu"), *_tables(b * m, width)
     origins = None if attention is None else torch.empty_like(tokens)
     scores = search.scores.view(b, m, -1)
     job = c.FirstFinished(
@@ -86,7 +86,9 @@ def advance(search: FirstFinished, steps: ahead.Steps, model: Any) -> Made | boo
 
 
 def _tables(rows: int, width: int) -> tuple[Tensor, Tensor]:
-    return torch.empty(rows, width, dtype=torch.int64), torch.empty(rows, width, dtype=torch.float32)
+    return torch.empty(rows, width, dtype=torch.int64, device="cpu"), torch.empty(
+        rows, width, dtype=torch.float32, device="cpu"
+    )
 
 
 def _note(search: FirstFinished, places: Tensor, tokens: Tensor, reached: Tensor, origins: Tensor | None) -> None:

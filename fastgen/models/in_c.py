@@ -225,9 +225,13 @@ class InC:
         """The same of several steps, those of the second one behind those of the first."""
         position, known = context.position, dict[int, tuple[Tensor, Tensor]]()
         apart = isinstance(position, Tensor)  # rows of a step may differ
-        first = position[None] if isinstance(position, Tensor) else torch.full((1, 1), position)
-        positions = (first + torch.arange(steps)[:, None]).flatten()
-        like = torch.empty(0)
+        first = (
+            position[None]
+            if isinstance(position, Tensor)
+            else torch.full((1, 1), position, dtype=torch.int64, device="cpu")
+        )
+        positions = (first + torch.arange(steps, dtype=torch.int64, device="cpu")[:, None]).flatten()
+        like = torch.empty(0, dtype=torch.float32, device="cpu")
         return self._turned(lambda rotary: turned_once(known, rotary, positions, like), lambda _: apart)
 
     def _turned(

@@ -80,7 +80,7 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
     held: list[Any] = [*read, *seen, panels]
     x, logits = _room(step, rows)
     given, others = inner.records.given(x[0], x[1], inner.seen, [Rows(context.sentences, beams)])
-    began = torch.empty(steps + 1, dtype=torch.float64)
+    began = torch.empty(steps + 1, dtype=torch.float64, device="cpu")
     bias = next((each for each in read[2:] if each is not None), None)
     decoder = c.Decoder(
         step=ctypes.addressof(given), seen=ctypes.addressof(inner.seen), tokens=tokens.data_ptr(),
@@ -91,7 +91,11 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
     address = None if bias is None else bias.data_ptr()
     decoder.head = c.Weight(panels.panels.data_ptr(), address, panels.outputs, panels.panels.shape[1])
     if positions is not None:
-        at = torch.as_tensor(embedding.first + context.position, dtype=torch.int64).expand(rows).contiguous()
+        at = (
+            torch.as_tensor(embedding.first + context.position, dtype=torch.int64, device="cpu")
+            .expand(rows)
+            .contiguous()
+        )
         held.append(at)
         decoder.positions, decoder.position_row, decoder.position = (
             positions.data_ptr(), positions.stride(0), at.data_ptr(),

@@ -32,7 +32,7 @@ def write_slots_reference(buffer: Tensor, new: Tensor, start: int | Tensor) -> T
         start: the first of the M slots; beam m writes slot start + m. A tensor (1,) int64 where only the device knows.
     """
     beams = new.shape[0] // max(1, buffer.shape[0])
-    slots = torch.arange(beams, device=buffer.device) + start
+    slots = torch.arange(beams, device=buffer.device, dtype=torch.int64) + start
     return buffer.index_copy(2, slots, new.view(-1, beams, new.shape[1], new.shape[3]).transpose(1, 2))
 
 
@@ -57,7 +57,7 @@ def write_slots_(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Ten
         for buffer, new in ((keys, new_keys), (values, new_values)):
             moved = new.view(b, m, new.shape[1], new.shape[3]).transpose(1, 2)
             if isinstance(start, Tensor):
-                buffer.index_copy_(2, torch.arange(m, device=buffer.device) + start, moved)
+                buffer.index_copy_(2, torch.arange(m, device=buffer.device, dtype=torch.int64) + start, moved)
             else:
                 buffer.narrow(2, start, m).copy_(moved)
         return

@@ -249,7 +249,12 @@ def _argmax_in_groups(logits: Tensor) -> Tensor:
     if end < v:
         maxima = torch.cat([maxima, logits[:, end:].amax(1, keepdim=True)], 1)
     start = maxima.max(1, keepdim=True).indices.mul_(GROUP).clamp_(max=v - GROUP)
-    return (start + logits.gather(1, start + torch.arange(GROUP)).max(1, keepdim=True).indices)[:, 0]
+    return (
+        start
+        + logits.gather(1, start + torch.arange(GROUP, dtype=torch.int64, device=logits.device))
+        .max(1, keepdim=True)
+        .indices
+    )[:, 0]
 
 
 def _covered(logits: Tensor, scores: Tensor, k: int, changed: int = 0) -> bool:
@@ -312,7 +317,7 @@ def _ranked_in_groups(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor
 def _groups_at(grouped: Tensor, which: Tensor, beam: Tensor) -> Tensor:
     """grouped (B, M, G, W) at some (B, K) of the M * G groups of each sentence, (B, K, W); beam: which // G."""
     b, m, count, width = grouped.shape
-    sentence = torch.arange(b, device=grouped.device)[:, None]
+    sentence = torch.arange(b, device=grouped.device, dtype=torch.int64)[:, None]
     if not grouped.is_contiguous():
         return grouped[sentence, beam, which % count]
     rows = (sentence.mul_(m * count) + which).flatten()

@@ -123,13 +123,13 @@ def _hits(ids: Tensor, n: int, texts: Tensor, vocabulary: int, length: Tensor | 
     if length is None:
         last = ids[:, ids.shape[1] - n + 1 :]
     else:
-        last = ids.index_select(1, torch.arange(n - 1, device=ids.device) + (length - n + 1))
+        last = ids.index_select(1, torch.arange(n - 1, device=ids.device, dtype=torch.int64) + (length - n + 1))
     own = texts is ids
     texts = texts.repeat_interleave(rows // max(1, texts.shape[0]), 0) if texts.shape[0] != rows else texts
     follower = texts[:, n - 1 :]
     hit = (follower >= 0) & (follower < vocabulary)
     if own and length is not None:
-        hit = hit & (torch.arange(starts, device=ids.device) < length - n + 1)
+        hit = hit & (torch.arange(starts, device=ids.device, dtype=torch.int64) < length - n + 1)
     for i in range(n - 1):
         hit = hit & (texts[:, i : i + starts] == last[:, i, None])
     return hit, follower

@@ -185,7 +185,7 @@ def _extend(table: Table, parents: Tensor, steps: int | Tensor) -> None:
     if isinstance(steps, Tensor):
         moved = rows[:, :, prefix:]
         moved.copy_(reorder_rows_reference(moved, parents))
-        columns = torch.arange(prefix, prefix + count, device=rows.device) + steps * count
+        columns = torch.arange(prefix, prefix + count, device=rows.device, dtype=torch.int64) + steps * count
         rows.index_copy_(2, columns, newest.to(rows.dtype))
     else:
         moved = rows.narrow(2, prefix, steps * count)
@@ -196,7 +196,7 @@ def _extend(table: Table, parents: Tensor, steps: int | Tensor) -> None:
 def _extend_all(tables: Sequence[Table], parents: Tensor, steps: int) -> None:
     """As `_extend`, of tables on a CPU: whole rows are copied, which takes a third of the time of single entries."""
     b, m = parents.shape
-    index = (parents + torch.arange(0, b * m, m, device=parents.device)[:, None]).view(-1)
+    index = (parents + torch.arange(0, b * m, m, device=parents.device, dtype=torch.int64)[:, None]).view(-1)
     for rows, newest, prefix in tables:
         count = newest.shape[2]
         flat = rows.view(b * m, -1)

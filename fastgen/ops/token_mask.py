@@ -26,7 +26,7 @@ def packed(sets: Tensor) -> Tensor:
     """Return sets (R, V) bool as a mask; the inverse of `unpacked`."""
     rows, vocabulary = sets.shape
     padded = torch.nn.functional.pad(sets, (0, -vocabulary % 32)).view(rows, -1, 32).to(torch.int64)
-    words = (padded << torch.arange(32, device=sets.device)).sum(2)
+    words = (padded << torch.arange(32, device=sets.device, dtype=torch.int64)).sum(2)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
