@@ -36,7 +36,7 @@ class ReplayedBeamSearch(BeamSearch):
         self._over = torch.zeros(1, dtype=torch.bool, device=device)
 
     def advance(self, model: Stepper, logits: Tensor) -> bool:
-        if self.choices.able(logits):
+        if self.rule.ranks_apart and self.choices.able(logits):
             with contextlib.suppress(graph.NotCaptured):
                 return self._advance(model, logits)
         before = self.choices.last()

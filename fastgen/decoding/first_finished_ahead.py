@@ -10,6 +10,8 @@ from fastgen.decoding.cache import SWEEP
 from fastgen.decoding.first_finished import FirstFinished, Made
 from fastgen.decoding.leaving import fewest_leaving
 from fastgen.decoding.stop import Stop
+from fastgen.models.whole import Prepared
+from fastgen.ops.dispatch import in_memory
 from fastgen.ops.kbest import MOST_IN_C
 from fastgen.ops.native import search as c
 
@@ -22,6 +24,29 @@ def covers(search: FirstFinished) -> bool:
         and search.device.type == "cpu"
         and 2 * search.beams < MOST_IN_C
         and ahead.able(_stop(search), search.search.edits)
+    )
+
+
+def _covers(search: FirstFinished, steps: ahead.Steps, prepared: Prepared) -> bool:
+    """Whether the tables of a search are what C reads and writes."""
+    b, m, attention = search.present, search.beams, search.attention
+    return (
+        ahead.covers_sight(prepared, b, m)
+        and steps.covers(b)
+        and in_memory(search.scores, dtype=torch.float32)
+        and in_memory(search.tokens, dtype=torch.int64)
+        and search.scores.is_contiguous()
+        and search.tokens.is_contiguous()
+        and len(search.scores) == len(search.tokens) == b * m
+        and len(search.over) == len(search.running) == b
+        and (
+            attention is None
+            or (
+                in_memory(attention.origins, dtype=torch.int64)
+                and attention.origins.shape[:2] == (b, m)
+                and attention.origins.stride(2) == 1
+            )
+        )
     )
 
 
@@ -49,7 +74,7 @@ def advance(search: FirstFinished, steps: ahead.Steps, model: Any) -> Made | boo
     if attention is not None:
         attention.make_room(step + alike - 1)
     prepared = model.begin_steps(alike, None if attention is None else attention.rows[step : step + alike])
-    if prepared is None or prepared.mask is None or 2 * m >= prepared.logits.shape[1]:
+    if prepared is None or 2 * m >= prepared.logits.shape[1] or not _covers(search, steps, prepared):
         return None
     width = step + prepared.steps + 1
     over = torch.tensor(search.over, dtype=torch.bool, device="cpu")

@@ -82,9 +82,15 @@ def move_sentences_(buffer: Tensor, to: Tensor, origin: Tensor) -> None:
         )
     size = buffer.shape[2] * buffer.shape[3]
     able = lambda: buffer[:1, :1].is_contiguous() and to.shape[0] > 0  # noqa: E731
-    by = chosen("cache", able, lambda: in_memory(buffer, to, origin) and able(), buffer, to, origin)
-    if in_c(by):
-        native.move_sentences(by, buffer, to, origin)
+    by = chosen(
+        "cache",
+        able,
+        lambda: in_memory(buffer) and in_memory(to, origin, dtype=torch.int64) and able(),
+        buffer,
+        to,
+        origin,
+    )
+    if in_c(by) and native.move_sentences(by, buffer, to, origin):
         return
     if by is not TRITON:
         for place, sentence in zip(to.tolist(), origin.tolist(), strict=True):

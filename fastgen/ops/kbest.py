@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen.ops import kbest_kernels as kernels
 from fastgen.ops import native
-from fastgen.ops.dispatch import TRITON, cdiv, chosen, in_c, plain, runs_kernels, uncounted, use_triton
+from fastgen.ops.dispatch import TRITON, cdiv, chosen, in_c, in_memory, plain, runs_kernels, uncounted, use_triton
 from fastgen.ops.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.token_mask import unpacked
 
@@ -176,7 +176,9 @@ def kbest(
         found = f"scratch {tuple(scratch.shape)} in {scratch.dtype}"
         raise ValueError(f"{found} must be {tuple(logits.shape)} in {scores.dtype}, contiguous")
     able = lambda: _covered(logits, scores, k, 0 if changes is None else changes.tokens.shape[1])  # noqa: E731
-    in_c_too = lambda: _covered_in_c(logits, scores, k)  # noqa: E731
+    in_c_too = lambda: (  # noqa: E731
+        _covered_in_c(logits, scores, k) and (banned is None or in_memory(banned, dtype=torch.int32))
+    )
     if uncounted.get() and fused(logits, k, changes is None and forced is None):  # there are no values
         return KBest(scores.new_empty(b, k), scores.new_empty(b, k, dtype=torch.int64), None)
     by = chosen("kbest", able, in_c_too, logits, scores, bias, banned, forced)

@@ -95,7 +95,13 @@ def ngram_mask_(
         raise ValueError(f"mask {tuple(mask.shape)} is not that of {vocabulary} tokens")
     if texts.shape[1] < n or ids.shape[1] < n - 1:
         return mask
-    in_c_too = lambda: length is None and mask.is_contiguous() and in_memory(mask, ids, texts)  # noqa: E731
+    in_c_too = lambda: (  # noqa: E731
+        length is None
+        and len(texts) > 0
+        and mask.is_contiguous()
+        and in_memory(mask, dtype=torch.int32)
+        and in_memory(ids, texts, dtype=torch.int64)
+    )
     by = chosen("ngram_block", lambda: True, in_c_too, mask, ids, texts)
     if by is TRITON:
         _launch(mask, ids, n, texts, vocabulary, 1, packed=True, length=length)
