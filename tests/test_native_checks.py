@@ -77,7 +77,7 @@ def test_torch_raises(variant: str, call: Callable[[], Any]) -> None:  # noqa: F
 
 
 def _with_bans(dtype: torch.dtype) -> Tensor:
-    logits = torch.arange(300.0).view(1, 2, 150)
+    logits = torch.randn(1, 2, 150, generator=torch.Generator().manual_seed(0))
     banned = torch.ones(2, 5, dtype=dtype) * 5
     return kbest(logits, torch.zeros(1, 2), 4, SparseEdits(banned=banned)).indices
 
