@@ -212,9 +212,10 @@ def _check_source(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> None
     if not isinstance(states, Tensor) or states.dim() < 2:
         return
     layout, (rows, length) = layout_of(model.config), states.shape[:2]
-    masks = isinstance(mask, Tensor) and mask.dim() == 2 and layout is not None and layout.masks_source
-    fits = not masks or mask.shape == (rows, length)
-    if rows != len(input_ids) or not fits:
+    fits = rows == len(input_ids)
+    if isinstance(mask, Tensor) and mask.dim() == 2 and layout is not None and layout.masks_source:
+        fits = fits and mask.shape == (rows, length)
+    if not fits:
         raise Unsupported("encoder outputs of other rows or lengths than the text or the mask")
 
 
