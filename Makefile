@@ -33,11 +33,15 @@ OLDEST_READY := $(if $(ENV_READY),,$(OLDEST_DIR)/.ready-$(OLDEST))
 # Tests that no toolkit's version can change, or only by what others test, and that take long.
 NO_TOOLKIT := $(foreach name,architecture bench bild bild_tools compiled corpus_* docs doctor draw examples fairseq* graphs in_c kernel* measure native native_search ops paper peak ray serve,\
   --ignore-glob='*/test_$(name).py')
+SANITIZED = build/sanitized
+# libstdc++ too: AddressSanitizer looks for its __cxa_throw when the process starts.
+SANITIZE = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 FASTGEN_OPS=native $(RUN) -m tests.native_fuzz $(SANITIZED)
 RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 TORCH_PIN = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test newest cuda test-gpu gpu check docs tables bench bench-ops paper plot fuzz clean
+.PHONY: help demo test newest cuda test-gpu gpu check docs tables bench bench-ops paper plot fuzz sanitize clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -108,6 +112,11 @@ plot: $(READY)  ## draw the plots from that JSON alone
 
 fuzz: $(READY)  ## compare N=1000 random generate calls with unpatched transformers
 	$(RUN) -m tests.fuzz -n $(N) $(ARGS)
+
+sanitize: $(READY)  ## the operations in C with AddressSanitizer and UndefinedBehaviorSanitizer: N=1000 rounds, and tests
+	CC=gcc $(RUN) fastgen/ops/native/build.py --sanitize $(SANITIZED)
+	$(SANITIZE) --rounds $(N)
+	$(SANITIZE) --pytest $(foreach name,native native_search in_c encoders_in_c in_a_row,tests/test_$(name).py)
 
 clean:  ## remove what make and the tools made: .venv, caches, build output
 	rm -rf .venv build dist site fastgen/ops/native/lib .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -38,6 +38,7 @@ def pytest_configure() -> None:
 
 LONGEST = (
     "graphs", "corpus_run", "kernels", "ray", "fairseq_cli", "compiled", "serve", "fairseq_workers", "kernel_calls",
+    "sanitizers",
 )  # fmt: skip
 """Files that take more than a minute and a half each."""
 

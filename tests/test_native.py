@@ -53,7 +53,10 @@ def _variants() -> list[str]:
 
 @pytest.fixture(params=_variants() or [pytest.param("", marks=pytest.mark.skip(reason="no AVX2"))])
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Operations run by the library for one set of instructions, and what they do not write is NaN."""
+    """Operations run by the library for one set of instructions, whatever FASTGEN_OPS is.
+
+    What they do not write is NaN.
+    """
     try:
         by = native.load(request.param)
     except OSError as error:
@@ -62,8 +65,12 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip(str(error))
     monkeypatch.setattr(native, "found", lambda: native.Found(request.param, by))
     poison(monkeypatch)
+    monkeypatch.delenv("FASTGEN_OPS", raising=False)
+    config.reload()
     calls.clear()
     yield request.param
+    monkeypatch.undo()
+    config.reload()
     assert all(path != "triton" for _, path in calls)
 
 
@@ -295,8 +302,10 @@ def test_of_other_processors_only_when_asked(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Libraries are looked for in an empty folder."""
+    """Libraries are looked for in an empty folder, and FASTGEN_OPS is not set."""
     monkeypatch.setattr(native, "LIBRARIES", tmp_path)
+    monkeypatch.delenv("FASTGEN_OPS", raising=False)
+    config.reload()
     native.found.cache_clear()
     yield tmp_path
     monkeypatch.undo()

@@ -80,5 +80,5 @@ def _inputs(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     ends = config.eos_token_id
     special = {config.pad_token_id, *(ends if isinstance(ends, list) else [ends])}
     token = next(token for token in itertools.count() if token not in special)
-    ids = torch.full((args.batch_size, args.source_tokens), token, device=model.device)
+    ids = torch.full((args.batch_size, args.source_tokens), token, device=model.device, dtype=torch.int64)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

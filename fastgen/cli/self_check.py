@@ -87,7 +87,7 @@ def _fairseq() -> tuple[bool, str]:
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "_weight" not in name:
                 parameter.normal_(0, 0.5)  # so that no two tokens are nearly equal
-        source = torch.randint(4, len(words), (2, 7))
+        source = torch.randint(4, len(words), (2, 7), dtype=torch.int64, device="cpu")
         source[0, :3], source[:, -1] = words.pad(), words.eos()
         sample = {"net_input": {"src_tokens": source, "src_lengths": source.ne(words.pad()).sum(1)}}
 

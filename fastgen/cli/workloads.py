@@ -116,7 +116,7 @@ def bart(tokens: int, small: bool) -> Workload:
     torch.manual_seed(1)
     model = BartForConditionalGeneration(config).eval()
     length = 64 if small else 512
-    ids = torch.randint(4, config.vocab_size, (4, length))
+    ids = torch.randint(4, config.vocab_size, (4, length), dtype=torch.int64, device="cpu")
     size = f"{model.num_parameters() / 1e6:.1f}M parameters"
     return Workload(
         name="A toy BART, random weights" if small else "BART-large's shape, random weights",

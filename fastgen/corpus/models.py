@@ -28,7 +28,7 @@ def usable_device(device: str | None, threads: int | None) -> str:
         torch.set_num_threads(threads)
     found = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(1, device=found)
+        torch.empty(1, device=found, dtype=torch.float32)
     except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
         raise CommandError(f"--device {found}: {first_line(error)}") from error
     return found

@@ -281,7 +281,7 @@ class TextGenerator:
             sequences.ids, skip_special_tokens=not self.options.special_tokens,
             clean_up_tokenization_spaces=self.options.clean_up or None,
         )  # fmt: skip
-        special = torch.tensor(self.tokenizer.all_special_ids)
+        special = torch.tensor(self.tokenizer.all_special_ids, dtype=torch.int64, device=sequences.ids.device)
         tokens = int((~torch.isin(sequences.ids, special)).sum())
         scores = None if sequences.scores is None else sequences.scores.tolist()
         return Output([text.strip() for text in texts], tokens, scores)

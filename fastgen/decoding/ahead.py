@@ -14,6 +14,7 @@ from torch import Tensor
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Ban, Edit, NGramBlock, Text
 from fastgen.models.whole import Prepared
+from fastgen.ops.dispatch import in_memory, plain
 from fastgen.ops.native import search as c
 from fastgen.ops.token_mask import add_tokens_, empty_mask
 
@@ -56,10 +57,17 @@ class Steps:
         blocks = [e for e in edits if isinstance(e, NGramBlock) and (e.source is None or e.source.numel() > 0)]
         self._sources = [None if e.source is None else e.source.contiguous().cpu() for e in blocks]
         self._ngrams = (c.NGrams * len(blocks))(*map(_ngrams, blocks, self._sources))
-        self.ends = torch.empty(0, dtype=torch.int64) if stop.eos is None else stop.eos.to(torch.int64).cpu()
+        self.ends = (
+            torch.empty(0, dtype=torch.int64, device="cpu") if stop.eos is None else stop.eos.to(torch.int64).cpu()
+        )
         self._sets: dict[tuple[tuple[bool, ...], int], Tensor] = {}
         self._others = [e for e in edits if not isinstance(e, NGramBlock | Ban)]
         self._bans = [e for e in edits if isinstance(e, Ban)]
+
+    def covers(self, sentences: int) -> bool:
+        """Whether C can read the sources of n-grams, of all sentences or of each of so many."""
+        sources = (source for source in self._sources if source is not None)
+        return all(in_memory(each, dtype=torch.int64) and len(each) in (1, sentences) for each in sources)
 
     def alike(self, text: Text) -> int:
         """For how many steps the same may not come next, up to `MOST`; 0 where something else is edited."""
@@ -119,6 +127,19 @@ def _ngrams(block: NGramBlock, source: Tensor | None) -> c.NGrams:
 
 def _at(text: Text, length: int) -> Text:
     return Text(text.ids, text.prompt_length, length)
+
+
+def covers_sight(prepared: Prepared, sentences: int, beams: int) -> bool:
+    """Whether each beam has a row of its own in what is seen, which C writes to."""
+    mask, own = prepared.mask, prepared.own
+    return (
+        mask is not None
+        and plain(mask, own)
+        and mask.shape[:2] == (sentences, beams)
+        and mask.stride(2) == 1
+        and own.shape == (beams, beams)
+        and own.is_contiguous()
+    )
 
 
 def sight(prepared: Prepared) -> c.Sight:

@@ -163,7 +163,9 @@ class BeamSearch:
             torch.full((b, m), self.rule.never, dtype=torch.float32, device=device),
             torch.zeros(b, m, dtype=torch.bool, device=device),
         )
-        self.sentences = torch.arange(b, device=device)  # which of all sentences the running rows are
+        self.sentences = torch.arange(
+            b, device=device, dtype=torch.int64
+        )  # which of all sentences the running rows are
         self._first_rows = self.sentences[:, None] * m  # in the whole batch, as the toolkit counts them
         self.result = self.finished  # all sentences; another table once some have left
 
@@ -221,7 +223,7 @@ class BeamSearch:
         scores, order = self.rule.running(values, hits)
         merged = self.rule.merged(self.finished.scores, self.finished.done, values, hits, self.improvable, new_tokens)
         improvable = self.improvable & self.rule.improvable(scores[:, 0], merged, new_tokens)
-        changed = merged.order.ne(torch.arange(self.rule.beams, device=order.device)).any(1)
+        changed = merged.order.ne(torch.arange(self.rule.beams, device=order.device, dtype=torch.int64)).any(1)
         done = merged.done.all(1)
         over = self.rule.over(improvable, done, hits.all(1)).expand_as(done)
         flags = torch.stack([changed, improvable, done, over])
@@ -302,8 +304,8 @@ class BeamSearch:
         leaving = who_leaves(leaving, self.present, self.captured) if self.may_drop else ()
         if not leaving:
             return False
-        staying = torch.tensor(closed_up(self.present, leaving), device=self.ids.device)
-        gone = torch.tensor(leaving, device=self.ids.device)
+        staying = torch.tensor(closed_up(self.present, leaving), device=self.ids.device, dtype=torch.int64)
+        gone = torch.tensor(leaving, device=self.ids.device, dtype=torch.int64)
         if self.result is self.finished:
             self.result = self.finished.keep(self.sentences)
         self.result.put(self.sentences[gone], self.finished.keep(gone))

@@ -8,6 +8,8 @@ from torch import Tensor
 from fastgen.decoding import ahead
 from fastgen.decoding.beam import BeamSearch
 from fastgen.decoding.leaving import fewest_leaving
+from fastgen.models.whole import Prepared
+from fastgen.ops.dispatch import in_memory
 from fastgen.ops.kbest import MOST_IN_C
 from fastgen.ops.native import search as c
 
@@ -22,7 +24,28 @@ def covers(search: BeamSearch) -> bool:
         and search.ids.is_cpu
         and search.rule.beams > 1
         and search.rule.candidates < MOST_IN_C
+        and search.rule.ranks_apart
         and ahead.able(search.stop, search.edits)
+    )
+
+
+def _covers(search: BeamSearch, steps: ahead.Steps, prepared: Prepared) -> bool:
+    """Whether the tables of a search are what C reads and writes."""
+    b, m = search.scores.shape
+    own = search.finished
+    return (
+        ahead.covers_sight(prepared, b, m)
+        and steps.covers(b)
+        and in_memory(search.scores, own.scores, dtype=torch.float32)
+        and in_memory(own.done, search.improvable, dtype=torch.bool)
+        and in_memory(search.ids, own.ids, search.sentences, dtype=torch.int64)
+        and in_memory(search.beams, own.beams, dtype=torch.int32)
+        and own.scores.shape == own.done.shape == (b, m)
+        and len(search.improvable) == len(search.sentences) == b
+        and all(table.shape[:2] == (b, m) and table.stride(2) == 1 for table in (search.ids, search.beams))
+        and own.ids.shape == search.ids.shape
+        and own.beams.shape == search.beams.shape
+        and own.ids.stride(2) == own.beams.stride(2) == 1
     )
 
 
@@ -41,12 +64,13 @@ def advance(search: BeamSearch, steps: ahead.Steps, model: ahead.Ahead) -> Tenso
     # A criterion of the caller's may let texts become longer than the tables are, which raises step by step.
     alike = min(steps.alike(text), search.ids.shape[2] - search.length)
     prepared = model.begin_steps(alike) if alike > 0 else None
-    if prepared is None or prepared.mask is None or rule.candidates >= prepared.logits.shape[1]:
+    if prepared is None or rule.candidates >= prepared.logits.shape[1] or not _covers(search, steps, prepared):
         return None
     (b, m), finished = search.scores.shape, search.finished
     search.scores, search.improvable = search.scores.contiguous(), search.improvable.contiguous()
     finished.scores, finished.done = finished.scores.contiguous(), finished.done.contiguous()
-    flags = torch.empty(4, b, dtype=torch.bool)
+    sentences = search.sentences.contiguous()
+    flags = torch.empty(4, b, dtype=torch.bool, device="cpu")
     leave = fewest_leaving(b, search.captured) if search.may_drop else 0
     texts, held = steps.texts(text, search.ids, b * m, prepared, leave)
     beams = c.Beams(
@@ -56,7 +80,7 @@ def advance(search: BeamSearch, steps: ahead.Steps, model: ahead.Ahead) -> Tenso
         finished_origins_b=finished.beams.stride(0), finished_origins_m=finished.beams.stride(1),
         scores=search.scores.data_ptr(), finished_scores=finished.scores.data_ptr(),
         finished_done=finished.done.data_ptr(), improvable=search.improvable.data_ptr(), flags=flags.data_ptr(),
-        sentences=search.sentences.data_ptr(), sight=ahead.sight(prepared), candidates=rule.candidates,
+        sentences=sentences.data_ptr(), sight=ahead.sight(prepared), candidates=rule.candidates,
         stops_early=rule.early_stopping is True, far=rule.far or 0, never=rule.never, penalty=rule.length_penalty,
     )  # fmt: skip
     outcome = ahead.run(

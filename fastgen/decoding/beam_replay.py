@@ -31,12 +31,12 @@ class ReplayedBeamSearch(BeamSearch):
         self.choices = Choices(graph.generator(self.prompt.device) if self.sample else None)
         # Of the text: its length, the newest tokens' column behind the prompt, and how many they are with the next.
         behind, device = self.prompt.shape[1], self.prompt.device
-        self._offsets = torch.tensor([0, -behind, 1 - behind], device=device)
+        self._offsets = torch.tensor([0, -behind, 1 - behind], device=device, dtype=torch.int64)
         self._numbers = torch.empty_like(self._offsets)
         self._over = torch.zeros(1, dtype=torch.bool, device=device)
 
     def advance(self, model: Stepper, logits: Tensor) -> bool:
-        if self.choices.able(logits):
+        if self.rule.ranks_apart and self.choices.able(logits):
             with contextlib.suppress(graph.NotCaptured):
                 return self._advance(model, logits)
         before = self.choices.last()
@@ -92,7 +92,7 @@ class ReplayedBeamSearch(BeamSearch):
             return found
         chosen = self.by_rules(candidates, new_tokens)
         merged, flags = chosen.merged, chosen.flags
-        order = torch.where(over, torch.arange(self.rule.beams, device=over.device), merged.order)
+        order = torch.where(over, torch.arange(self.rule.beams, device=over.device, dtype=torch.int64), merged.order)
         finished.scores.copy_(torch.where(over, finished.scores, merged.scores))
         finished.done.copy_(torch.where(over, finished.done, merged.done))
         self.scores.copy_(chosen.scores)

@@ -153,7 +153,9 @@ class Bild:
             self.pace.note_call(True, tokens, self.pace.clock() - began)
         longest = max(len(text.tokens) for text in self._all)
         rows = [text.tokens + [self.pad] * (longest - len(text.tokens)) for text in self._all]
-        return torch.cat([self.prompt, torch.tensor(rows, device=self.prompt.device).view(len(rows), -1)], 1)
+        return torch.cat(
+            [self.prompt, torch.tensor(rows, device=self.prompt.device, dtype=torch.int64).view(len(rows), -1)], 1
+        )
 
     @property
     def counts(self) -> list[Counts]:
@@ -183,7 +185,9 @@ class Bild:
         began = 0.0 if self.pace is None else self.pace.clock()
         self._begin(_SMALL, self.small)
         if len(self._present) < len(self._all):
-            self.small.keep(torch.tensor([text.index for text in self._present], device=self.prompt.device))
+            self.small.keep(
+                torch.tensor([text.index for text in self._present], device=self.prompt.device, dtype=torch.int64)
+            )
         if self.pace is not None:
             self._start = self.pace.clock() - began
 
@@ -257,7 +261,7 @@ class Bild:
         self._present = [self._present[row] for row in staying]
         for row, text in enumerate(self._present):
             text.row = row
-        rows = torch.tensor(staying, device=self.prompt.device)
+        rows = torch.tensor(staying, device=self.prompt.device, dtype=torch.int64)
         self.large.keep(rows)
         if _SMALL in self._first:
             self.small.keep(rows)
@@ -309,9 +313,11 @@ class Bild:
         device, prompt_length = scores.device, self.prompt.shape[1]
         for length, rows in by_length.items():
             texts = [places[row][0] for row in rows]
-            written = torch.tensor([self._all[text].tokens[:length] for text in texts], device=device)
+            written = torch.tensor(
+                [self._all[text].tokens[:length] for text in texts], device=device, dtype=torch.int64
+            )
             ids = torch.cat([self.prompt[texts], written.view(len(rows), length).to(self.prompt.dtype)], 1)
-            at = torch.tensor(rows, device=device)
+            at = torch.tensor(rows, device=device, dtype=torch.int64)
             scores[at] = edited(scores[at], Text(ids, prompt_length), [_of_texts(edit, texts) for edit in self.edits])
         return scores
 
@@ -337,5 +343,5 @@ def _of_texts(edit: Edit, texts: list[int]) -> Edit:
         return replace(edit, source=edit.source[texts])
     if isinstance(edit, Penalty) and isinstance(edit.start, Tensor):
         edit = copy(edit)
-        edit.keep(torch.tensor(texts))
+        edit.keep(torch.tensor(texts, dtype=torch.int64, device="cpu"))
     return edit

@@ -115,7 +115,9 @@ class Ancestry:
 
     def _note_times(self, steps: int) -> None:
         if self.times is not None:
-            now = torch.arange(self.steps, self.steps + steps, device=self.times.device).repeat_interleave(self.beams)
+            now = torch.arange(
+                self.steps, self.steps + steps, device=self.times.device, dtype=torch.int64
+            ).repeat_interleave(self.beams)
             self.times = torch.cat([self.times, now.expand(self.times.shape[0], -1)], 1)
 
     def note_step(self) -> None:
@@ -165,7 +167,9 @@ class Ancestry:
         """Give up all slots but these, (B, L) int64 in the order of time."""
         count = slots.shape[1]
         if self.times is None:
-            self.times = torch.arange(self.filled, device=slots.device).div(self.beams, rounding_mode="floor")
+            self.times = torch.arange(self.filled, device=slots.device, dtype=torch.int64).div(
+                self.beams, rounding_mode="floor"
+            )
             self.times = self.times.expand(slots.shape[0], -1)
         self.times = self.times.gather(1, slots)
         self._visible[:, :, :count] = self.visible.gather(2, slots[:, None].expand(-1, self.beams, -1))
@@ -377,9 +381,9 @@ class LayerKV:
         slots: (B, M, T) int64, those of each beam's tokens.
         """
         b, m, _ = slots.shape
-        prefix = torch.arange(self.prefix, device=slots.device).expand(b, m, -1)
+        prefix = torch.arange(self.prefix, device=slots.device, dtype=torch.int64).expand(b, m, -1)
         index = torch.cat([prefix, slots + self.prefix], 2)
-        sentence = torch.arange(b, device=slots.device)[:, None, None]
+        sentence = torch.arange(b, device=slots.device, dtype=torch.int64)[:, None, None]
         keys, values = (
             kv.transpose(1, 2)[sentence, index].flatten(0, 1).transpose(1, 2) for kv in (self.keys, self.values)
         )

@@ -98,7 +98,7 @@ class ConstrainedBeamSearch(PooledBeams):
         ]
         steps: list[list[Next]] = [[] for _ in self.known]
         if wanted:
-            at = torch.tensor(wanted, device=log_probs.device).unbind(1)
+            at = torch.tensor(wanted, device=log_probs.device, dtype=torch.int64).unbind(1)
             totals: list[float] = cast(Any, log_probs[at] + self.scores[at[:2]]).tolist()
             for (place, beam, token), total in zip(wanted, totals, strict=True):
                 steps[place].append(Next(total, beam, token))

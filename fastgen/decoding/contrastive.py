@@ -56,7 +56,9 @@ class ContrastiveSearch:
     def __post_init__(self) -> None:
         self.prompt_length = self.ids.shape[1]
         self.running = torch.ones(len(self.ids), dtype=torch.bool, device=self.ids.device)
-        self.rows = torch.arange(len(self.ids), device=self.ids.device)  # which of all sentences the present ones are
+        self.rows = torch.arange(
+            len(self.ids), device=self.ids.device, dtype=torch.int64
+        )  # which of all sentences the present ones are
         self.outcome = self.ids  # (B, P + T), those that have left included
         self.seen: Tensor | None = None  # (B, L, C), of length 1, what the model has seen of the text
         self.tokens = self.probabilities = self.ids[:, :0]  # (B, M), the candidates
@@ -82,7 +84,7 @@ class ContrastiveSearch:
             chosen = self._chosen(self.seen, hidden.view(len(self.ids), self.candidates, -1))
             model.reorder(chosen.expand(-1, self.candidates))
             logits = logits.view(len(self.ids), self.candidates, -1)[
-                torch.arange(len(chosen), device=chosen.device), chosen[:, 0]
+                torch.arange(len(chosen), device=chosen.device, dtype=torch.int64), chosen[:, 0]
             ]
             if not self._extend(self.tokens.gather(1, chosen)[:, 0]):
                 return False
@@ -128,7 +130,7 @@ class ContrastiveSearch:
         leaving = who_leaves([row for row, runs in enumerate(alive) if not runs], len(alive))
         if not leaving:
             return logits
-        stay = torch.tensor(closed_up(len(alive), leaving), device=self.ids.device)
+        stay = torch.tensor(closed_up(len(alive), leaving), device=self.ids.device, dtype=torch.int64)
         self.rows, self.ids, self.running = self.rows[stay], self.ids[stay], self.running[stay]
         self.mask = None if self.mask is None else self.mask[stay]
         self.seen = None if self.seen is None else self.seen[stay]

@@ -69,7 +69,7 @@ class DiverseBeamSearch(PooledBeams):
         of_group = log_probs[:, at]
         if at.start == 0:
             return of_group
-        tokens = torch.tensor([[one.token for one in of] for of in beams], device=log_probs.device)
+        tokens = torch.tensor([[one.token for one in of] for of in beams], device=log_probs.device, dtype=torch.int64)
         times = (tokens[:, :, None] == tokens[:, None, :]).sum(2).to(log_probs.dtype)
         index = tokens[:, None].expand(-1, of_group.shape[1], -1)
         return of_group.scatter(2, index, of_group.gather(2, index) - (self.penalty * times)[:, None])

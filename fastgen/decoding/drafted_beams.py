@@ -157,7 +157,7 @@ class DraftedBeams:
     def _begin(self, b: int, children: Sequence[tuple[int, int]], scores: Sequence[float]) -> _Front:
         nodes = [self._large_node(b, *child) for child in children]
         once = dict(zip(nodes, scores, strict=True))  # before their first choice all beams are the same
-        return _Front(list(once), torch.tensor(list(once.values())))
+        return _Front(list(once), torch.tensor(list(once.values()), dtype=torch.float32, device="cpu"))
 
     def _drafted(self, b: int, front: _Front) -> _Front:
         """The `width` best continuations by the small model."""
@@ -190,5 +190,7 @@ class DraftedBeams:
         """The log-probabilities of texts that the search goes on with, by the large model and without edits."""
         parents, tokens = [parent for parent, _ in children], [token for _, token in children]
         log_probs = torch.log_softmax(self.large.logits(b, parents), 1)
-        found: list[float] = cast(Any, log_probs[torch.arange(len(tokens)), tokens]).tolist()
+        found: list[float] = cast(
+            Any, log_probs[torch.arange(len(tokens), dtype=torch.int64, device=log_probs.device), tokens]
+        ).tolist()
         return [self._scores[b][parent] + log_prob for parent, log_prob in zip(parents, found, strict=True)]

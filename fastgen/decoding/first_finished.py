@@ -176,7 +176,7 @@ class Attention:
 
     def of(self, sentences: Tensor, origins: Tensor) -> Tensor:
         """(N, S, T) fp32 of texts of sentences (N,) that came by the beams origins (N, T)."""
-        step = torch.arange(origins.shape[1], device=sentences.device)
+        step = torch.arange(origins.shape[1], device=sentences.device, dtype=torch.int64)
         return self.rows[step, sentences[:, None], origins].transpose(1, 2)
 
 
@@ -236,7 +236,9 @@ class FirstFinished:
     def outcome(self) -> list[list[Hypothesis]]:
         """Return the finished hypotheses of each sentence, best first, once the search is over."""
         for hypotheses in self.finished:
-            scores = torch.tensor([float(hypothesis.score) for hypothesis in hypotheses])
+            scores = torch.tensor(
+                [float(hypothesis.score) for hypothesis in hypotheses], dtype=torch.float32, device="cpu"
+            )
             order: list[int] = cast(Any, torch.sort(scores, descending=True).indices).tolist()
             hypotheses[:] = [hypotheses[i] for i in order]
         return self.finished
@@ -311,7 +313,9 @@ class FirstFinished:
     def _finish(self, found: Candidates, ending: list[tuple[int, int]]) -> list[int]:
         """Note the hypotheses that end in candidates (sentence, k); return the present sentences that are over."""
         step = self.step
-        sentence, candidate = (torch.tensor(column, device=self.device) for column in zip(*ending, strict=True))
+        sentence, candidate = (
+            torch.tensor(column, device=self.device, dtype=torch.int64) for column in zip(*ending, strict=True)
+        )
         beam = found.beams[sentence, candidate]
         rows = sentence * self.beams + beam
         tokens = self.tokens.index_select(0, rows)[:, 1 : step + 2]
@@ -350,7 +354,7 @@ class FirstFinished:
         """Scores (N,) of hypotheses of some of all sentences, -inf where they are too long; lengths with the end."""
         if self.no_longer_than is None:
             return scores
-        limit = self.no_longer_than.to(self.device)[torch.tensor(sentences, device=self.device)]
+        limit = self.no_longer_than.to(self.device)[torch.tensor(sentences, device=self.device, dtype=torch.int64)]
         return torch.where(lengths - 1 > limit, -torch.inf, scores)
 
     def _note(self, sentence: int, hypothesis: Hypothesis) -> None:
@@ -371,10 +375,10 @@ class FirstFinished:
 
     def _keep(self, model: Stepper, staying: list[int]) -> Tensor:
         """Let all other sentences leave; return those that stay, as a tensor."""
-        kept, m = torch.tensor(staying, device=self.device), self.beams
+        kept, m = torch.tensor(staying, device=self.device, dtype=torch.int64), self.beams
         self.running = [self.running[b] for b in staying]
         self.over = [self.over[b] for b in staying]
-        rows = (kept[:, None] * m + torch.arange(m, device=self.device)).flatten()
+        rows = (kept[:, None] * m + torch.arange(m, device=self.device, dtype=torch.int64)).flatten()
         self.tokens, self.scores, self.ignored = self.tokens[rows], self.scores[rows], self.ignored[kept]
         if self.attention is not None:
             self.attention.keep(kept)
@@ -386,7 +390,7 @@ class FirstFinished:
         """The M best candidates that do not end: which they are, (B, M), and what they are. Changes `ends`."""
         m = self.beams
         ends[:, :m].logical_or_(self.ignored)
-        rank = ends * (2 * m) + torch.arange(ends.shape[1], device=self.device)
+        rank = ends * (2 * m) + torch.arange(ends.shape[1], device=self.device, dtype=torch.int64)
         lowest, order = rank.topk(m, 1, largest=False)
         torch.ge(lowest, 2 * m, out=self.ignored)
         return order, Candidates(*(part.gather(1, order) for part in found))

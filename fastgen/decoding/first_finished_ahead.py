@@ -10,6 +10,8 @@ from fastgen.decoding.cache import SWEEP
 from fastgen.decoding.first_finished import FirstFinished, Made
 from fastgen.decoding.leaving import fewest_leaving
 from fastgen.decoding.stop import Stop
+from fastgen.models.whole import Prepared
+from fastgen.ops.dispatch import in_memory
 from fastgen.ops.kbest import MOST_IN_C
 from fastgen.ops.native import search as c
 
@@ -25,13 +27,36 @@ def covers(search: FirstFinished) -> bool:
     )
 
 
+def _covers(search: FirstFinished, steps: ahead.Steps, prepared: Prepared) -> bool:
+    """Whether the tables of a search are what C reads and writes."""
+    b, m, attention = search.present, search.beams, search.attention
+    return (
+        ahead.covers_sight(prepared, b, m)
+        and steps.covers(b)
+        and in_memory(search.scores, dtype=torch.float32)
+        and in_memory(search.tokens, dtype=torch.int64)
+        and search.scores.is_contiguous()
+        and search.tokens.is_contiguous()
+        and len(search.scores) == len(search.tokens) == b * m
+        and len(search.over) == len(search.running) == b
+        and (
+            attention is None
+            or (
+                in_memory(attention.origins, dtype=torch.int64)
+                and attention.origins.shape[:2] == (b, m)
+                and attention.origins.stride(2) == 1
+            )
+        )
+    )
+
+
 def steps_of(search: FirstFinished) -> ahead.Steps:
     return ahead.Steps(_stop(search), search.search.edits)
 
 
 def _stop(search: FirstFinished) -> Stop:
     """When texts end: by their token alone, as the search itself makes the steps in which all do."""
-    return Stop(eos=torch.tensor([search.end]), longest=search.longest + 3)
+    return Stop(eos=torch.tensor([search.end], dtype=torch.int64, device="cpu"), longest=search.longest + 3)
 
 
 def advance(search: FirstFinished, steps: ahead.Steps, model: Any) -> Made | bool | None:
@@ -49,12 +74,12 @@ def advance(search: FirstFinished, steps: ahead.Steps, model: Any) -> Made | boo
     if attention is not None:
         attention.make_room(step + alike - 1)
     prepared = model.begin_steps(alike, None if attention is None else attention.rows[step : step + alike])
-    if prepared is None or prepared.mask is None or 2 * m >= prepared.logits.shape[1]:
+    if prepared is None or 2 * m >= prepared.logits.shape[1] or not _covers(search, steps, prepared):
         return None
     width = step + prepared.steps + 1
-    over = torch.tensor(search.over)
-    counts = torch.tensor([len(search.finished[number]) for number in search.running])
-    places, tokens, reached = torch.empty(b * m, 3, dtype=torch.int64), *_tables(b * m, width)
+    over = torch.tensor(search.over, dtype=torch.bool, device="cpu")
+    counts = torch.tensor([len(search.finished[number]) for number in search.running], dtype=torch.int64, device="cpu")
+    places, tokens, reached = torch.empty(b * m, 3, dtype=torch.int64, device="cpu"), *_tables(b * m, width)
     origins = None if attention is None else torch.empty_like(tokens)
     scores = search.scores.view(b, m, -1)
     job = c.FirstFinished(
@@ -86,7 +111,9 @@ def advance(search: FirstFinished, steps: ahead.Steps, model: Any) -> Made | boo
 
 
 def _tables(rows: int, width: int) -> tuple[Tensor, Tensor]:
-    return torch.empty(rows, width, dtype=torch.int64), torch.empty(rows, width, dtype=torch.float32)
+    return torch.empty(rows, width, dtype=torch.int64, device="cpu"), torch.empty(
+        rows, width, dtype=torch.float32, device="cpu"
+    )
 
 
 def _note(search: FirstFinished, places: Tensor, tokens: Tensor, reached: Tensor, origins: Tensor | None) -> None:

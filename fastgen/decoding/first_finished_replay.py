@@ -104,9 +104,11 @@ class ReplayedFirstFinished(FirstFinished):
     def _begin(self, prefilled: int) -> Finished:
         """Have the device note what finishes."""
         self._prefilled = prefilled
-        self._offsets.copy_(torch.tensor([0, -1, 1, -prefilled]))
+        self._offsets.copy_(torch.tensor([0, -1, 1, -prefilled], dtype=torch.int64, device="cpu"))
         lengths = torch.zeros(self.present, self.beams, dtype=torch.int64, device=self.device)
-        counts = torch.tensor([len(self.finished[number]) for number in self.running], device=self.device)
+        counts = torch.tensor(
+            [len(self.finished[number]) for number in self.running], device=self.device, dtype=torch.int64
+        )
         self._finished = Finished([table.clone() for table in self._rows], lengths, counts)
         return self._finished
 
@@ -151,8 +153,10 @@ class ReplayedFirstFinished(FirstFinished):
         ending = ends[:, :m].clone()
         place = ending.cumsum(1) + finished.counts[:, None]  # 1 is the first slot, and 0 none
         place = place * (ending & (place <= m))
-        order = torch.arange(-1, m, device=device).expand(len(place), -1)
-        order = order.scatter(1, place, torch.arange(m, 2 * m, device=device).expand(len(place), -1))[:, 1:]
+        order = torch.arange(-1, m, device=device, dtype=torch.int64).expand(len(place), -1)
+        order = order.scatter(
+            1, place, torch.arange(m, 2 * m, device=device, dtype=torch.int64).expand(len(place), -1)
+        )[:, 1:]
         torch.where(order >= m, length, finished.lengths, out=finished.lengths)
         torch.maximum(finished.counts, place.amax(1), out=finished.counts)
         over = finished.counts >= m
@@ -172,7 +176,7 @@ class ReplayedFirstFinished(FirstFinished):
 
     def _leave(self, places: Sequence[int], finished: Finished) -> Left:
         """What some of the present sentences have finished."""
-        index, attention = torch.tensor(places, device=self.device), None
+        index, attention = torch.tensor(places, device=self.device, dtype=torch.int64), None
         finished = finished.of(index)
         if self.attention is not None:
             origins = finished.rows[2][:, :, : self.step].flatten(0, 1)
@@ -200,7 +204,9 @@ class ReplayedFirstFinished(FirstFinished):
         ]
         if not filled:
             return
-        place, slot = (torch.tensor(column, device=self.device) for column in zip(*filled, strict=True))
+        place, slot = (
+            torch.tensor(column, device=self.device, dtype=torch.int64) for column in zip(*filled, strict=True)
+        )
         tokens, reached = (table[place, slot] for table in left.finished.rows[:2])
         attention = None if left.attention is None else left.attention[place * self.beams + slot]
         count = left.finished.lengths[place, slot]

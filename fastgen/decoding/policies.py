@@ -77,7 +77,7 @@ class Noting:
 
     def check(self, scores: Tensor, places: Sequence[Place], drafted: Sequence[int]) -> Checked:
         checked = self.policy.check(scores, places, drafted)
-        tokens = torch.tensor([drafted, checked.own], device=scores.device).clamp_(min=0).T
+        tokens = torch.tensor([drafted, checked.own], device=scores.device, dtype=torch.int64).clamp_(min=0).T
         self._seen.append((places, drafted, checked.own, scores.gather(1, tokens)))
         return checked
 
@@ -127,7 +127,7 @@ class Rejection:
         each = zip(places, drafted, strict=True)
         small = torch.stack([nothing if token < 0 else self._drawn_from[place] for place, token in each])
         self._drawn_from.clear()
-        tokens = torch.tensor(drafted, device=scores.device).clamp_(min=0)[:, None]
+        tokens = torch.tensor(drafted, device=scores.device, dtype=torch.int64).clamp_(min=0)[:, None]
         at_large, at_small = large.gather(1, tokens)[:, 0], small.gather(1, tokens)[:, 0]
         stands: list[bool] = cast(Any, torch.rand_like(at_small) * at_small < at_large).tolist()
         rest = (large - small).clamp_(min=0.0)
@@ -148,7 +148,7 @@ def _read(*columns: Tensor) -> list[list[float]]:
 
 def _costs(scores: Tensor, drafted: Sequence[int]) -> Tensor:
     """-log p of the drafted tokens (N,); of any token where there is none."""
-    tokens = torch.tensor(drafted, device=scores.device).clamp_(min=0)
+    tokens = torch.tensor(drafted, device=scores.device, dtype=torch.int64).clamp_(min=0)
     return F.cross_entropy(scores, tokens, reduction="none")
 
 

@@ -110,10 +110,10 @@ class PooledBeams:
     def move(self, model: Stepper, beams: list[list[Next]]) -> bool:
         """Let the M beams of each present sentence become what was chosen; False when the search is over."""
         device = self.ids.device
-        parents = torch.tensor([[one.parent for one in of] for of in beams], device=device)
-        tokens = torch.tensor([[one.token for one in of] for of in beams], device=device)
+        parents = torch.tensor([[one.parent for one in of] for of in beams], device=device, dtype=torch.int64)
+        tokens = torch.tensor([[one.token for one in of] for of in beams], device=device, dtype=torch.int64)
         self.scores = torch.tensor([[one.score for one in of] for of in beams], dtype=torch.float32, device=device)
-        rows = parents + torch.tensor(self.sentences, device=device)[:, None] * self.beams
+        rows = parents + torch.tensor(self.sentences, device=device, dtype=torch.int64)[:, None] * self.beams
         tables = [Table(self.ids, tokens[:, :, None], self.prompt.shape[1]), Table(self.came_from, rows[:, :, None])]
         extend_rows_(tables, parents, self.new_tokens)
         model.reorder(parents)
@@ -130,7 +130,7 @@ class PooledBeams:
 
     def drop(self, staying: list[int]) -> None:
         """Keep the sentences at these places."""
-        index = torch.tensor(staying, device=self.ids.device)
+        index = torch.tensor(staying, device=self.ids.device, dtype=torch.int64)
         self.sentences = [self.sentences[place] for place in staying]
         self.prompt, self.ids, self.came_from = self.prompt[index], self.ids[index], self.came_from[index]
         self.scores = self.scores[index]
@@ -162,7 +162,7 @@ class PooledBeams:
         if leaving := who_leaves(leaving, self.present, self.captured):
             staying = closed_up(self.present, leaving)
             self.drop(staying)
-            kept = torch.tensor(staying, device=self.ids.device)
+            kept = torch.tensor(staying, device=self.ids.device, dtype=torch.int64)
             keep_sentences(self.edits, kept, self.beams)
             model.keep(kept)
 

@@ -1,5 +1,6 @@
 """The finishing rules of beam search, one object per toolkit: what lives on, what finishes, when it is over."""
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -8,7 +9,10 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import choice, native
-from fastgen.ops.dispatch import chosen, in_c, never, plain, use_triton
+from fastgen.ops.dispatch import chosen, in_c, in_memory, never, plain, use_triton
+
+WORST = 100.0
+"""What no hypothesis loses per token on average, in natural log: log-probabilities of likely tokens are above -12."""
 
 
 class Merged(NamedTuple):
@@ -86,7 +90,18 @@ class TransformersRule:
 
         finished: scores and done (B, M), of the hypotheses.
         """
-        by = chosen("choice", never, lambda: plain(values, finished[0]), values)
+        (b, k), m, (scores, done) = values.shape, self.beams, finished
+        able = lambda: (  # noqa: E731
+            self.ranks_apart
+            and k + m <= native.RANKED
+            and plain(values, scores)
+            and in_memory(beam, token, dtype=torch.int64)
+            and in_memory(hits, done, improvable, dtype=torch.bool)
+            and beam.shape == token.shape == hits.shape == values.shape
+            and scores.shape == done.shape == (b, m)
+            and improvable.shape == (b,)
+        )
+        by = chosen("choice", never, able, values)
         if not in_c(by):
             return None
         power, far = new_tokens**self.length_penalty, (self.far or new_tokens) ** self.length_penalty
@@ -102,6 +117,21 @@ class TransformersRule:
         powers = self._powers_of_lengths(candidates.values)
         rules = choice.Rules(self.never, self.early_stopping is True, powers, self.far or 0)
         return choice.choose_(candidates, state, rules, new_tokens)
+
+    @functools.cached_property
+    def ranks_apart(self) -> bool:
+        """Whether all that has finished ranks above every slot that is empty, whose score is `never`.
+
+        Then the order of empty slots, among which stock has candidates that have not finished, is of no matter. Where
+        a negative penalty multiplies scores to less than `never`, or a power of a length is no number, torch ranks, in
+        stock's order.
+        """
+        longest = float(max(1, self.max_length - self.prompt_length))
+        try:
+            lowest = WORST * longest ** (1.0 - self.length_penalty)
+            return longest**self.length_penalty >= 1.0 or lowest <= -self.never / 2
+        except OverflowError:
+            return False
 
     @property
     def far(self) -> int | None:

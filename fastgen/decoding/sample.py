@@ -99,7 +99,7 @@ class Sampling:
 
     def _leave(self, model: Stepper, leaving: Sequence[int]) -> None:
         """Let the rows go on that do not leave."""
-        stay = torch.tensor(closed_up(len(self.ids), leaving), device=self.ids.device)
+        stay = torch.tensor(closed_up(len(self.ids), leaving), device=self.ids.device, dtype=torch.int64)
         self.rows = stay if self.rows is None else self.rows[stay]
         self.ids, self.running = self.ids[stay], self.running[stay]
         keep_sentences(self.edits, stay)

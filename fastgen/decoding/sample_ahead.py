@@ -1,10 +1,12 @@
 """Steps of a greedy search that C makes in a row (`decoding.ahead`)."""
 
+import torch
 from torch import Tensor
 
 from fastgen.decoding import ahead
 from fastgen.decoding.leaving import fewest_leaving
 from fastgen.decoding.sample import Sampling
+from fastgen.ops.dispatch import in_memory
 from fastgen.ops.native import search as c
 
 
@@ -32,7 +34,9 @@ def advance(search: Sampling, steps: ahead.Steps, model: ahead.Ahead) -> Tensor 
     text, (rows, length) = search.text, search.ids.shape
     alike = steps.alike(text)
     prepared = model.begin_steps(alike) if alike else None
-    if prepared is None or len(prepared.own) > 1:  # C runs one row per sentence
+    if prepared is None or len(prepared.own) > 1 or not steps.covers(rows):  # C runs one row per sentence
+        return None
+    if not (in_memory(search.ids, dtype=torch.int64) and in_memory(search.running, dtype=torch.bool)):
         return None
     ids = search.ids.new_empty(rows, length + prepared.steps)
     ids[:, :length] = search.ids

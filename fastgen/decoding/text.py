@@ -136,7 +136,7 @@ class Only:
     def add_to(self, mask: Tensor, text: Text, vocabulary: int) -> None:
         """Add what this bans to a token mask (R, ceil(V / 32))."""
         if self.active(text.length):
-            mask |= packed(torch.arange(vocabulary, device=mask.device)[None] != self.token)
+            mask |= packed(torch.arange(vocabulary, device=mask.device, dtype=torch.int64)[None] != self.token)
 
 
 @dataclass
@@ -200,7 +200,9 @@ class SequenceShift:
             if text.filled is None:
                 last = ids[:, text.length - count : text.length]
             else:
-                last = ids.index_select(1, torch.arange(count, device=ids.device) + (text.filled - count))
+                last = ids.index_select(
+                    1, torch.arange(count, device=ids.device, dtype=torch.int64) + (text.filled - count)
+                )
             found = (last[:, None] == before).all(-1)
             offsets.index_add_(1, column, torch.where(found, offset, 0.0))
         return Changes(tokens.expand(len(ids), -1), torch.ones_like(offsets), offsets)
@@ -217,8 +219,8 @@ class SequenceShift:
                     by_length.setdefault(len(sequence), []).append(sequence)
             self._behind = [
                 (
-                    torch.tensor([sequence[:-1] for sequence in alike], device=device),
-                    torch.tensor([tokens.index(sequence[-1]) for sequence in alike], device=device),
+                    torch.tensor([sequence[:-1] for sequence in alike], device=device, dtype=torch.int64),
+                    torch.tensor([tokens.index(sequence[-1]) for sequence in alike], device=device, dtype=torch.int64),
                     torch.tensor([self.offsets[sequence] for sequence in alike], dtype=torch.float32, device=device),
                 )
                 for alike in by_length.values()
@@ -261,7 +263,7 @@ class Penalty:
         if isinstance(self.start, Tensor):
             self.start = self.start.to(text.ids.device)
         start = self.start[:, None] if isinstance(self.start, Tensor) else self.start
-        column = torch.arange(text.ids.shape[1], device=text.ids.device)
+        column = torch.arange(text.ids.shape[1], device=text.ids.device, dtype=torch.int64)
         others = column < start
         if text.filled is not None:
             others = others | (column >= text.filled)
@@ -277,7 +279,7 @@ class Penalty:
 
 def keep_sentences(edits: Iterable[Edit], sentences: Tensor, beams: int = 1) -> None:
     """Only these sentences go on under edits, int64 indices into the present ones, of so many rows each."""
-    rows = (sentences[:, None] * beams + torch.arange(beams, device=sentences.device)).flatten()
+    rows = (sentences[:, None] * beams + torch.arange(beams, device=sentences.device, dtype=torch.int64)).flatten()
     for edit in edits:
         if isinstance(edit, Penalty):
             edit.keep(rows)

@@ -153,7 +153,7 @@ def _attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: 
 
 def whole(shape: tuple[int, int], padding: Padding, device: torch.device) -> Sentences:
     """The positions of a batch (B, S) without padding."""
-    first = torch.arange(shape[0], device=device) * shape[1] if padding == "first" else None
+    first = torch.arange(shape[0], device=device, dtype=torch.int64) * shape[1] if padding == "first" else None
     return Sentences(shape, (Group(*shape, 0),), first=first)
 
 
@@ -164,7 +164,7 @@ def arranged(visible: Tensor, padding: Padding) -> Sentences:
         visible: (B, S) bool, where a token is and no padding; at least one in each sentence.
     """
     sentences, length = visible.shape
-    at, run = torch.arange(length, device=visible.device), ~visible
+    at, run = torch.arange(length, device=visible.device, dtype=torch.int64), ~visible
     if padding == "alike":
         run = run & (run.cumsum(1) == 1)
     elif padding == "first":
@@ -173,17 +173,19 @@ def arranged(visible: Tensor, padding: Padding) -> Sentences:
         run = torch.zeros_like(run)
     counts = list(zip(visible.sum(1).tolist(), run.sum(1).tolist(), strict=True))
     order = sorted(range(sentences), key=counts.__getitem__)
-    by_length = torch.tensor(order, device=visible.device)
+    by_length = torch.tensor(order, device=visible.device, dtype=torch.int64)
     positions = by_length[:, None] * length + at
     places = torch.cat([positions[visible[by_length]], positions[run[by_length]]])
     groups = tuple(
         Group(len(list(alike)), *kind) for kind, alike in itertools.groupby(counts[sentence] for sentence in order)
     )
-    back = torch.empty_like(by_length).index_copy_(0, by_length, torch.arange(sentences, device=visible.device))
+    back = torch.empty_like(by_length).index_copy_(
+        0, by_length, torch.arange(sentences, device=visible.device, dtype=torch.int64)
+    )
     if padding == "none":
         return Sentences((sentences, length), groups, places, back=back)
     rows = torch.zeros(sentences * length, dtype=torch.int64, device=visible.device)
-    rows.index_copy_(0, places, torch.arange(len(places), device=visible.device))
+    rows.index_copy_(0, places, torch.arange(len(places), device=visible.device, dtype=torch.int64))
     if padding == "first":
         return Sentences((sentences, length), groups, places, first=rows[by_length * length], back=back)
     if padding == "alike":

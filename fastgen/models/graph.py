@@ -42,7 +42,7 @@ class Place:
         with torch.cuda.stream(self.stream):
             self._first.capture_begin(capture_error_mode="thread_local")
             try:
-                torch.zeros(1, device=device)
+                torch.zeros(1, device=device, dtype=torch.float32)
             finally:
                 self._first.capture_end()
         self.pool: Any = self._first.pool()
@@ -180,7 +180,7 @@ def draws_alike(device: torch.device) -> bool:
     """
     source = generator(device)
     before = source.get_state()
-    drawn, repeated = torch.empty(TRIED, device=device), Repeated()
+    drawn, repeated = torch.empty(TRIED, device=device, dtype=torch.float32), Repeated()
     draw = functools.partial(_draw, drawn)
     try:
         alone = [draw().clone() for _ in range(3)]

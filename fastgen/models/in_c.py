@@ -5,8 +5,8 @@ one call. Where C cannot run them, `models.step` and `models.encoder` do, operat
 """
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -62,11 +62,13 @@ class EncoderInC:
         if records.memory.planned:
             able_in_c = records.is_packable(by)
         else:
-            able = lambda: plain(x, stream) and records.ready(by, lambda _: 0)  # noqa: E731
+            able = lambda: (  # noqa: E731
+                self._covers(x, stream, sentences) and records.fits(x, stream) and records.ready(by, lambda _: 0)
+            )
             able_in_c = in_c(chosen("encoder", never, able, x))
         if not able_in_c:
             return None
-        x, stream = x.clone(), stream.clone() if records.norm_first else stream
+        x, stream = _copied(x), _copied(stream) if records.norm_first else stream
         masks = [None if mix.bias is None else mix.bias.table.float() for mix in self.attending]
         if records.planned(x):
             return x
@@ -75,12 +77,31 @@ class EncoderInC:
         for i, mask in enumerate(masks):
             if mask is not None:
                 for at in seen[i * len(calls) : (i + 1) * len(calls)]:
-                    at.mask, (_, at.mask_h, at.mask_m, _) = mask.data_ptr(), mask.stride()
+                    at.mask, (_, at.mask_h, at.mask_m) = mask.data_ptr(), _strides(mask)
         work = max(call.sentences * call.beams**2 for call in calls) * max(
             mix.heads * mix.dims for mix in self.attending
         )
         records.run(by, x, stream, seen, calls, work)
         return x
+
+    def _covers(self, x: Tensor, stream: Tensor, sentences: Sentences) -> bool:
+        """Whether there is a row of x for each token, and a bias for each two tokens of a sentence."""
+        longest = max((group.tokens for group in sentences.groups), default=0)
+        if not plain(x, stream) or x.shape[0] != sentences.tokens or not longest:
+            return False
+        for mix in self.attending:
+            if mix.bias is not None:
+                table = mix.bias.table
+                heads, *tokens = table.shape[1:]
+                if not (
+                    plain(table.detach()) and heads in (1, mix.heads) and len(table) == 1 and min(tokens) >= longest
+                ):
+                    return False
+        return True
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class _Place(NamedTuple):
@@ -112,11 +133,21 @@ class InC:
             return None
         places = self._places(parts)
         heads = lambda layer: parts[0].source[layer].keys.shape[1]  # noqa: E731
-        able = lambda: plain(x, stream) and self._covers(places) and self.records.ready(by, heads)  # noqa: E731
+        calls = [Rows(part.sentences, _beams(part)) for part in parts]
+        rows, turned = sum(call.sentences * call.beams for call in calls), list[Tensor | None]()
+        able = lambda: (  # noqa: E731
+            plain(x, stream)
+            and len(x) == rows
+            and x.is_contiguous()
+            and stream.is_contiguous()
+            and self._covers(places, 1)
+            and self.records.fits(x, stream)
+            and self.records.ready(by, heads)
+            and self._turn(context, x, turned)
+        )
         if not in_c(chosen("decoder_step", never, able, x)):
             return None
-        held = [*self._turn(context, x), *self._open(parts, places)]
-        calls = [Rows(part.sentences, _beams(part)) for part in parts]
+        held = [*turned, *self._open(parts, places)]
         self.records.run(by, x, stream, self.seen, calls, self._attention)
         del held  # what C has read
         return x
@@ -130,10 +161,11 @@ class InC:
         """
         places = self._places([context])
         heads = lambda layer: context.source[layer].keys.shape[1]  # noqa: E731
-        if not (self._covers(places) and self.records.ready(by, heads)):
+        if not (self._covers(places, 0) and self.records.ready(by, heads)):
             return None
-        held: list[Tensor | None] = [*self._turn_several(context, steps)]
-        biases = self.biases(context, steps)
+        biases, held = self.biases(context, steps), list[Tensor | None]()
+        if not self._covers_steps(context, mask, biases, steps) or not self._turn_several(context, steps, held):
+            return None
         for i, (mix, of_text, part, layer) in enumerate(places):
             at, read = self.seen[i], mask if of_text else part.source_mask
             self._point(i, layer)
@@ -188,18 +220,49 @@ class InC:
             for part in parts
         ]
 
-    def _covers(self, places: Sequence[_Place]) -> bool:
-        """Whether what there is to attend to lies where C can read it."""
+    def _covers_steps(self, context: Context, mask: Tensor | None, biases: Mapping[int, Tensor], steps: int) -> bool:
+        """Whether C can read what is seen in so many steps of one call, and write what is attended to."""
+        b, m, layer = context.sentences, _beams(context), context.text[0]
+        slots = cast(Any, layer).slots + steps * m
+        if mask is not None and not (
+            plain(mask)
+            and mask.dim() == 3
+            and mask.shape[0] in (1, b)
+            and mask.shape[1] in (1, m)
+            and mask.shape[2] >= slots
+        ):
+            return False
+        for _, mix, of_text, _ in self.attending:
+            if of_text and mix.bias is not None:
+                bias = biases[id(mix.bias)]
+                sizes = len(bias) in (1, b) and bias.shape[1] in (1, mix.heads) and bias.shape[2:] == (steps, slots)
+                if not (sizes and plain(bias) and bias.stride(3) == 1):
+                    return False
+        weights, watched = context.weights, context.watched
+        if weights is None or watched is None:
+            return True
+        shape = b, m, cast(Any, context.source[watched]).slots
+        return plain(weights) and weights.is_contiguous() and len(weights) >= steps and weights.shape[1:] == shape
+
+    def _covers(self, places: Sequence[_Place], steps: int) -> bool:
+        """Whether what there is to attend to lies where C can read it.
+
+        steps: how many tokens of each beam the masks of the text count that have no slots yet.
+        """
+        masks = set[tuple[int, int]]()  # by the tensor, and how many keys it is of
         if len(self._checked) != len(places):
             count = len(places)
             self.seen, self._checked, self._placed = (c.Seen * count)(), [None] * count, [None] * count
         for i, (mix, of_text, part, layer) in enumerate(places):
             mask = part.text_mask if of_text else part.source_mask
-            if not (mask is None or _is_mask(mask)):
-                return False
             if not getattr(layer, "begun", False):  # a cache of another kind, or one without a shape yet
                 return False
             keys, values = layer.room
+            if mask is not None:
+                count = layer.slots + (steps * _beams(part) if of_text else 0)
+                if (id(mask), count) not in masks and not _is_mask(mask, part, mix.heads, count):
+                    return False
+                masks.add((id(mask), count))
             if _beams(part) * (mix.heads // keys.shape[1]) > native.ROWS or not (of_text or layer.slots):
                 return False
             if _is(self._checked[i], keys):
@@ -208,7 +271,9 @@ class InC:
             if not (
                 mix.heads % heads == 0
                 and (not of_text or heads == mix.key_heads)
-                and keys.shape[3] == values.shape[3] == mix.dims
+                and keys.shape == values.shape
+                and keys.shape[0] == part.sentences
+                and keys.shape[3] == mix.dims
                 and keys.stride(3) == values.stride(3) == 1
                 and is_readable(keys)
                 and is_readable(values)
@@ -217,44 +282,73 @@ class InC:
             self._checked[i] = weakref.ref(keys)
         return True
 
-    def _turn(self, context: Surroundings, x: Tensor) -> list[Tensor]:
-        """Note by what queries and keys are turned in this step; returns what has to stay until it has been."""
-        return self._turned(lambda rotary: context.rotation(rotary, x), lambda cosine: cosine.shape[0] > 1)
+    def _turn(self, context: Surroundings, x: Tensor, held: list[Tensor | None]) -> bool:
+        """Note by what queries and keys are turned in this step, and add it to what has to stay until it has been.
 
-    def _turn_several(self, context: Context, steps: int) -> list[Tensor]:
+        Return whether C can read it.
+        """
+        rotation = lambda rotary: context.rotation(rotary, x)  # noqa: E731
+        return self._turned(rotation, lambda cosine: cosine.shape[0] > 1, (1, len(x)), held)
+
+    def _turn_several(self, context: Context, steps: int, held: list[Tensor | None]) -> bool:
         """The same of several steps, those of the second one behind those of the first."""
         position, known = context.position, dict[int, tuple[Tensor, Tensor]]()
         apart = isinstance(position, Tensor)  # rows of a step may differ
-        first = position[None] if isinstance(position, Tensor) else torch.full((1, 1), position)
-        positions = (first + torch.arange(steps)[:, None]).flatten()
-        like = torch.empty(0)
-        return self._turned(lambda rotary: turned_once(known, rotary, positions, like), lambda _: apart)
+        if isinstance(position, Tensor) and position.shape != (context.sentences * _beams(context),):
+            return False
+        first = (
+            position[None]
+            if isinstance(position, Tensor)
+            else torch.full((1, 1), position, dtype=torch.int64, device="cpu")
+        )
+        positions = (first + torch.arange(steps, dtype=torch.int64, device="cpu")[:, None]).flatten()
+        like = torch.empty(0, dtype=torch.float32, device="cpu")
+        rotation = lambda rotary: turned_once(known, rotary, positions, like)  # noqa: E731
+        return self._turned(rotation, lambda _: apart, (len(positions),), held)
 
     def _turned(
-        self, rotation: Callable[[Any], tuple[Tensor, Tensor]], apart: Callable[[Tensor], bool]
-    ) -> list[Tensor]:
-        """rotation: gives cosines and sines. apart: says of cosines whether each row of a step has its own."""
-        held: list[Tensor] = []
+        self,
+        rotation: Callable[[Any], tuple[Tensor, Tensor]],
+        apart: Callable[[Tensor], bool],
+        rows: Sequence[int],
+        held: list[Tensor | None],
+    ) -> bool:
+        """Do what `_turn` does.
+
+        Args:
+            rotation: gives cosines and sines. apart: says of cosines whether each row of a step has its own.
+            rows: how many of them there may be.
+        """
         for index, mix, of_text, _ in self.attending:
             if of_text and mix.rotary is not None:
                 cosine, sine = (part.contiguous() for part in rotation(mix.rotary))
+                turned = cosine.shape[-1]
+                if not (
+                    plain(cosine, sine)
+                    and cosine.shape == sine.shape == (len(cosine), 1, turned)
+                    and len(cosine) in rows
+                    and turned <= mix.dims
+                    and turned % 2 == 0
+                ):
+                    return False
                 record = self.records.made[index]
                 record.cosine, record.sine = cosine.data_ptr(), sine.data_ptr()
-                record.turned = cosine.shape[-1]
-                record.turn_row = record.turned if apart(cosine) else 0
+                record.turned = turned
+                record.turn_row = turned if apart(cosine) else 0
                 held += (cosine, sine)
-        return held
+        return True
 
     def _open(self, parts: Sequence[Context], places: Sequence[_Place]) -> list[Tensor]:
         """Open the slots of the newest tokens, and say what is seen; returns the masks of it."""
-        slots = {id(part): _open(part) for part in parts}
+        for part in parts:
+            _open(part)
         masks: dict[int, tuple[Tensor, list[int]]] = {}
         self._attention = 0
         for i, (mix, of_text, part, layer) in enumerate(places):
             at = self.seen[i]
             self._point(i, layer)
             at.count = count = layer.slots
-            at.slot, at.bias = slots[id(part)], None
+            at.slot, at.bias = count - _beams(part), None
             self._attention = max(self._attention, part.sentences * _beams(part) * mix.heads * mix.dims * count)
             mask, at.mask = part.text_mask_with(mix.bias) if of_text else part.source_mask, None
             if mask is not None:
@@ -290,16 +384,20 @@ def _beams(part: Context) -> int:
     return part.text[0].beams
 
 
-def _open(part: Context) -> int:
-    """Open a slot for the newest token of every beam in each layer of the text; return where it is."""
-    slot = 0
+def _open(part: Context) -> None:
+    """Open a slot for the newest token of every beam in each layer of the text."""
     for layer in part.text:
         placed: Any = layer
         placed.make_room()
-        slot = placed.slots
         placed.note_step()
-    return slot
 
 
-def _is_mask(mask: Tensor) -> bool:
-    return plain(mask) and mask.dim() == 4
+def _is_mask(mask: Tensor, part: Context, heads: int, count: int) -> bool:
+    """Whether C can read a mask of so many keys, broadcastable to (B, H, M, N)."""
+    sizes = part.sentences, heads, _beams(part)
+    return (
+        plain(mask)
+        and mask.dim() == 4
+        and mask.shape[3] == count
+        and all(size in (1, whole) for size, whole in zip(mask.shape, sizes, strict=False))
+    )

@@ -32,7 +32,10 @@ class Joint:
         found, device = [part.position for part in self.parts], self.parts[0].text[0].keys.device
         if not any(isinstance(position, Tensor) for position in found) and len(set(found)) == 1:
             return found[0]
-        of_rows = (torch.as_tensor(at, device=device).expand(n) for at, n in zip(found, self.rows, strict=True))
+        of_rows = (
+            torch.as_tensor(at, dtype=torch.int64, device=device).expand(n)
+            for at, n in zip(found, self.rows, strict=True)
+        )
         return torch.cat(list(of_rows))
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,11 @@ class Asking:
         """(B * 2 * M,): a mask's is the one behind its token's."""
         context, device = self.context, self.context.text[0].keys.device
         beams = context.text[0].beams
-        at = torch.as_tensor(context.position, device=device).expand(context.sentences * beams).view(-1, beams)
+        at = (
+            torch.as_tensor(context.position, dtype=torch.int64, device=device)
+            .expand(context.sentences * beams)
+            .view(-1, beams)
+        )
         return torch.stack([at, at + 1], 1).flatten()
 
     @functools.cached_property
@@ -85,7 +89,7 @@ class Asking:
             return torch.cat([both, own], -1).flatten(2, 3)
         # Keys and values with all their room: where in it the masks lie, the device knows.
         both = F.pad(both, (0, slots - both.shape[-1]), value=-torch.inf)
-        at = torch.arange(m, device=own.device) + self.context.seen
+        at = torch.arange(m, device=own.device, dtype=torch.int64) + self.context.seen
         return both.index_copy(-1, at, own).flatten(2, 3)
 
     @property

@@ -17,7 +17,7 @@ def turned_once(
     """Cosine and sine for positions `at`, as `Context` has them, kept in `known` for the other layers of a step."""
     if id(rotary) not in known:
         known[id(rotary)] = rotary(
-            x, at[:, None] if isinstance(at, Tensor) else torch.full((1, 1), at, device=x.device)
+            x, at[:, None] if isinstance(at, Tensor) else torch.full((1, 1), at, device=x.device, dtype=torch.int64)
         )
     return known[id(rotary)]
 

@@ -77,7 +77,7 @@ class Ragged:
         # All texts are attended to where most have tokens: those of some only are copied, and not read in place.
         chosen = [span.row for span in self.spans]
         whole = 2 * len(chosen) > self.texts
-        self.attended = None if whole else torch.tensor(chosen, device=self.device)
+        self.attended = None if whole else torch.tensor(chosen, device=self.device, dtype=torch.int64)
         self.present = self.texts if whole else len(chosen)
         places = chosen if whole else range(len(chosen))
         self.even = len(chosen) == self.present and len(set(counts)) == 1
@@ -91,20 +91,24 @@ class Ragged:
     @functools.cached_property
     def rows(self) -> Tensor:
         """The text of each token (N,) int64."""
-        return torch.tensor([span.row for span in self.spans for _ in span.tokens], device=self.device)
+        return torch.tensor(
+            [span.row for span in self.spans for _ in span.tokens], device=self.device, dtype=torch.int64
+        )
 
     @functools.cached_property
     def slots(self) -> Tensor:
         """The slot of each token (N,) int64."""
         starts = (self.text[0].prefix + span.start for span in self.spans)
         slots = [start + i for start, span in zip(starts, self.spans, strict=True) for i in range(len(span.tokens))]
-        return torch.tensor(slots, device=self.device)
+        return torch.tensor(slots, device=self.device, dtype=torch.int64)
 
     def _folded(self, places: Iterable[int]) -> Tensor:
         """The query of each token (N,) int64, among those of all texts."""
         each = zip(places, self.spans, strict=True)
         return torch.tensor(
-            [place * self.queries + i for place, span in each for i in range(len(span.tokens))], device=self.device
+            [place * self.queries + i for place, span in each for i in range(len(span.tokens))],
+            device=self.device,
+            dtype=torch.int64,
         )
 
     def _position(self, prefix: int, slot: int | None) -> int | Tensor:
@@ -114,7 +118,7 @@ class Ragged:
 
     def _mask(self) -> Tensor:
         """What each query sees of its text, additive (R', 1, K, N)."""
-        unseen = torch.arange(self.end, device=self.device) > self._last_seen()[:, None, :, None]
+        unseen = torch.arange(self.end, device=self.device, dtype=torch.int64) > self._last_seen()[:, None, :, None]
         mask = torch.zeros(unseen.shape, dtype=self.text[0].keys.dtype, device=unseen.device)
         mask.masked_fill_(unseen, -torch.inf)
         if self.prefix_mask is None:
@@ -126,7 +130,7 @@ class Ragged:
         """The slot of each query (R', K) int64; the last one where there is no token."""
         if self.folded is None:
             return self.slots.view(self.present, self.queries)
-        last = torch.full((self.present * self.queries,), self.end - 1, device=self.device)
+        last = torch.full((self.present * self.queries,), self.end - 1, device=self.device, dtype=torch.int64)
         return last.index_copy_(0, self.folded, self.slots).view(self.present, self.queries)
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,7 +168,7 @@ class Ragged:
             last = self._last_seen()[..., None]
             first = self.first if self.attended is None or isinstance(self.first, int) else self.first[self.attended]
             before = first[:, None, None] if isinstance(first, Tensor) else first
-            distance = last - torch.arange(self.end, device=last.device)
+            distance = last - torch.arange(self.end, device=last.device, dtype=torch.int64)
             found = bias.at(distance, last + (before - self.text[0].prefix))
             self.biased[id(bias)] = found if self.mask is None else found + self.mask
         return self.biased[id(bias)]

@@ -249,7 +249,7 @@ class Reader:
         if self.near is None:
             find = vars(sys.modules[type(module).__module__])["compute_relative_buckets"]
             device = module.out_proj.weight.device
-            self.near = limits, find(*limits, -torch.arange(self.longest + 1, device=device)).long()
+            self.near = limits, find(*limits, -torch.arange(self.longest + 1, device=device, dtype=torch.int64)).long()
         if self.near[0] != limits:
             raise NotFused(f"buckets of distances of its layers is {[self.near[0], limits]}")
         return self.near[1]

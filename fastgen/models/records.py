@@ -7,7 +7,7 @@ import ctypes
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -50,6 +50,12 @@ def is_norm(norm: NormLike) -> TypeGuard[Norm]:
     """Whether a norm is one that C can read."""
     held = (norm.weight, norm.bias) if type(norm) is Norm else ()
     return type(norm) is Norm and all(x is None or (is_readable(x) and x.is_contiguous()) for x in held)
+
+
+def norm_fits(norm: NormLike | None, width: int) -> bool:
+    """Whether a norm, if it is one, is of so many numbers."""
+    held = (norm.weight, norm.bias) if isinstance(norm, Norm) else ()
+    return all(x is None or x.shape == (width,) for x in held)
 
 
 def _is_cut(mix: Any, panel: int) -> bool:
@@ -153,6 +159,7 @@ class Records:
         self.memory: Memory = self.products[0].memory
         self.work = sum(p.outputs * p.inputs for p in self.products) // len(self.products)  # of a product of one row
         self._sizes = max(map(_made, sublayers)), max(map(_mixed, sublayers))
+        self.width: int = self.products[0].inputs  # of a row
 
     def is_packable(self, by: native.Library) -> bool:
         """Whether there may be records for this library, once all weights are packed."""
@@ -160,11 +167,38 @@ class Records:
         biases = [module.bias for module in modules]
         return (
             not any(_is_cut(sublayer.mix, by.panel) for sublayer in self.sublayers)
-            and all(x is None or (is_readable(x) and x.is_contiguous()) for x in biases)
+            and all(self._has_width(sublayer) for sublayer in self.sublayers)
+            and all(
+                x is None or (is_readable(x) and x.is_contiguous() and x.shape == (product.outputs,))
+                for product, x in zip(self.products, biases, strict=True)
+            )
             and all(module.weight.dtype == torch.float32 for module in modules)
             and all(native_for(product.outputs, product.inputs) is not None for product in self.products)
             and all(map(_is_written, self.sublayers))
         )
+
+    def fits(self, x: Tensor, stream: Tensor) -> bool:
+        """Whether x and the stream, (R, C) each, are as wide as the sublayers."""
+        return x.dim() == 2 and x.shape == stream.shape and x.shape[1] == self.width
+
+    def _has_width(self, sublayer: Sublayer) -> bool:
+        """Whether the products and norms of a sublayer read what those before them write."""
+        mix: Any = sublayer.mix
+        *parts, out = _products(sublayer)
+        made = sum(part.outputs for part in parts)
+        if type(mix) is FeedForward:
+            mixed = made // len(parts) // (2 if mix.halves else 1)
+            fits = all(part.outputs == parts[0].outputs for part in parts)
+        else:
+            mixed = mix.heads * mix.dims
+            key_heads = {TextAttention: lambda: mix.key_heads, SentenceAttention: lambda: mix.heads}
+            fits = made == mixed + 2 * mix.dims * key_heads.get(type(mix), lambda: 0)()
+        if type(mix) is TextAttention:
+            for norm, heads in ((mix.query_norm, mix.heads), (mix.key_norm, mix.key_heads)):
+                fits = fits and norm_fits(norm, mix.dims * heads if mix.whole_norms else mix.dims)
+        inputs = {cast(Any, part).inputs for part in parts}
+        own = inputs == {self.width} and out.outputs == self.width and cast(Any, out).inputs == mixed
+        return fits and own and norm_fits(sublayer.norm, self.width)
 
     def ready(self, by: native.Library, source_heads: Callable[[int], int]) -> bool:
         """Whether there are records for this library, of weights as they are now.
@@ -178,7 +212,8 @@ class Records:
             return False
         modules = [product.module for product in self.products]
         panels = [each for product in self.products if (each := product.in_panels()) is not None]  # all count as used
-        if len(panels) != len(modules):
+        sizes = [(panel.outputs, panel.panels.shape[1]) for panel in panels]
+        if sizes != [(product.outputs, product.inputs) for product in self.products]:
             return False
         biases = [module.bias for module in modules]
         self._others = []

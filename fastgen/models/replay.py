@@ -98,8 +98,10 @@ class Replay:
             self._held = reads.held
             before, at = first.prefix, reads.first if isinstance(reads.first, int) else 0
             device, beams = tokens.device, first.beams
-            self._offsets = torch.tensor([before, before + beams, before + 1, at, before], device=device)
-            self._slopes = torch.tensor([beams, beams, 1, 1, 0], device=device)
+            self._offsets = torch.tensor(
+                [before, before + beams, before + 1, at, before], device=device, dtype=torch.int64
+            )
+            self._slopes = torch.tensor([beams, beams, 1, 1, 0], device=device, dtype=torch.int64)
         ground.tokens.copy_(tokens)
         torch.add(self._offsets, self._slopes, alpha=first.filled // first.beams, out=ground.numbers)
         return Opened(self, ground, functools.partial(self._context, ground, first.beams, reads.watched))

@@ -105,7 +105,7 @@ class Context:
 
     def biases(self, bias: Bias, steps: int) -> Tensor:
         """A bias in so many steps in a row, none of which is open: (1 or B, H, steps, N), of all slots behind them."""
-        later = torch.arange(steps)[:, None]
+        later = torch.arange(steps, dtype=torch.int64, device=self.text[0].keys.device)[:, None]
         return bias.at(self.distances(steps)[:, None] + later, self._position_of_sentences() + later)
 
     def _position_of_sentences(self) -> int | Tensor:
@@ -122,16 +122,18 @@ class Context:
         keys, beams = self.text[0].keys, self.text[0].beams
         steps = self.times
         if isinstance(self.prefix, Tensor):
-            slots = torch.arange(keys.shape[2], device=keys.device)
+            slots = torch.arange(keys.shape[2], device=keys.device, dtype=torch.int64)
             behind = (slots - self.prefix).div(beams, rounding_mode="floor")
             return self.length - 1 - torch.where(behind < 0, slots, behind + self.prefix)[None]
         if steps is None:
-            slots = torch.arange(keys.shape[2] - self.prefix + more * beams, device=keys.device)
+            slots = torch.arange(keys.shape[2] - self.prefix + more * beams, device=keys.device, dtype=torch.int64)
             steps = slots.div(beams, rounding_mode="floor")[None]
         elif more:
-            coming = torch.arange(more, device=keys.device).repeat_interleave(beams) + (self.length - 1 - self.prefix)
+            coming = torch.arange(more, device=keys.device, dtype=torch.int64).repeat_interleave(beams) + (
+                self.length - 1 - self.prefix
+            )
             steps = torch.cat([steps, coming.expand(steps.shape[0], -1)], 1)
-        prefix = torch.arange(self.prefix, device=keys.device).expand(steps.shape[0], -1)
+        prefix = torch.arange(self.prefix, device=keys.device, dtype=torch.int64).expand(steps.shape[0], -1)
         return self.length - 1 - torch.cat([prefix, steps + self.prefix], 1)
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,11 +59,11 @@ class Tree:
         parents: nodes that are there, or earlier ones of these.
         """
         device, old = self._depths.device, self.nodes
-        behind = torch.tensor(parents, device=device)
+        behind = torch.tensor(parents, device=device, dtype=torch.int64)
         sentences, new = behind.shape
         depths = F.pad(self._depths, (0, new))
         visible = F.pad(self._visible, (0, new, 0, new))
-        every = torch.arange(sentences, device=device)
+        every = torch.arange(sentences, device=device, dtype=torch.int64)
         for query in range(new):
             parent, node = behind[:, query], old + query
             there = parent != ROOT
@@ -74,7 +74,7 @@ class Tree:
         for layer in self.text:
             layer.reach(old + new)
         around = _Pass(self, new, self.first + depths[:, old:], self._mask(new))
-        ids = torch.tensor(tokens, device=device).flatten()
+        ids = torch.tensor(tokens, device=device, dtype=torch.int64).flatten()
         return self.step(ids, around).float().view(sentences, new, -1)
 
     def _mask(self, new: int) -> Tensor:
@@ -86,7 +86,7 @@ class Tree:
 
     def distances(self, new: int) -> Tensor:
         """Of the newest nodes to all keys, (B, Q, S + nodes) int64; anything where one does not see the other."""
-        places = torch.arange(self.prefix, device=self._depths.device).expand(len(self._depths), -1)
+        places = torch.arange(self.prefix, device=self._depths.device, dtype=torch.int64).expand(len(self._depths), -1)
         places = torch.cat([places, self.prefix + self._depths], 1)
         return (places[:, -new:, None] - places[:, None]).clamp_(min=0)
 

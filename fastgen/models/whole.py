@@ -15,8 +15,8 @@ from fastgen.models.in_c import InC
 from fastgen.models.linear import Linear
 from fastgen.models.norm import Norm, NormLike, unnormed
 from fastgen.models.packed import GIVEN_UP, has_given_up
-from fastgen.models.records import Rows, is_norm, norm_of
-from fastgen.models.step import Context, DecoderStep
+from fastgen.models.records import Rows, is_norm, norm_fits, norm_of
+from fastgen.models.step import Context, DecoderStep, Embedding
 from fastgen.ops import native
 from fastgen.ops.dispatch import chosen, in_c, never, plain
 from fastgen.ops.linear import native_for
@@ -59,13 +59,22 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
     rows = context.sentences * beams
     head: Any = step.head
     if embedding.positions is not None:
-        steps = min(steps, _rows_left(embedding.positions, embedding.first, context.position))
+        steps = min(steps, _rows_left(embedding, embedding.positions, context.position))
     steps = inner.most(context, steps)
     biases = head.module.bias, step.bias
     positions = None if embedding.positions is None else embedding.positions.data
     read = [each if each is None else each.data for each in (tokens, positions, *biases)]
     by = native.library()
-    able = lambda: plain(*read) and all(x is None or x.stride(-1) == 1 for x in read)  # noqa: E731
+    widths = [
+        width for width, x in zip((inner.records.width,) * 2 + (head.outputs,) * 2, read, strict=True) if x is not None
+    ]
+    able = lambda: (  # noqa: E731
+        plain(*read)
+        and all(x is None or x.stride(-1) == 1 for x in read)
+        and [x.shape[-1] for x in read if x is not None] == widths
+        and head.inputs == inner.records.width
+        and all(norm_fits(norm, head.inputs) for norm in (embedding.norm, step.first))
+    )
     if inner.records.memory.planned:  # nothing is computed, and the memory that it would take is counted
         made = inner.biases(context, steps)
         inner.records.planned(_room(step, rows)[0][0])
@@ -81,7 +90,7 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
     held: list[Any] = [*read, *seen, panels]
     x, logits = _room(step, rows)
     given, others = inner.records.given(x[0], x[1], inner.seen, [Rows(context.sentences, beams)])
-    began = torch.empty(steps + 1, dtype=torch.float64)
+    began = torch.empty(steps + 1, dtype=torch.float64, device="cpu")
     bias = next((each for each in read[2:] if each is not None), None)
     decoder = c.Decoder(
         step=ctypes.addressof(given), seen=ctypes.addressof(inner.seen), tokens=tokens.data_ptr(),
@@ -92,7 +101,11 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
     address = None if bias is None else bias.data_ptr()
     decoder.head = c.Weight(panels.panels.data_ptr(), address, panels.outputs, panels.panels.shape[1])
     if positions is not None:
-        at = torch.as_tensor(embedding.first + context.position, dtype=torch.int64).expand(rows).contiguous()
+        at = (
+            torch.as_tensor(embedding.first + context.position, dtype=torch.int64, device="cpu")
+            .expand(rows)
+            .contiguous()
+        )
         held.append(at)
         decoder.positions, decoder.position_row, decoder.position = (
             positions.data_ptr(), positions.stride(0), at.data_ptr(),
@@ -144,10 +157,12 @@ def is_written(step: DecoderStep) -> bool:
     )
 
 
-def _rows_left(positions: Tensor, first: int, position: int | Tensor) -> int:
-    """For how many steps there is a row of positions."""
-    newest = int(position.max()) if isinstance(position, Tensor) else position
-    return len(positions) - first - newest
+def _rows_left(embedding: Embedding, positions: Tensor, position: int | Tensor) -> int:
+    """For how many steps there is a row of positions; 0 where a text has none now."""
+    at = [int(position.min()), int(position.max())] if isinstance(position, Tensor) else [position, position]
+    first, newest = (embedding.first + number for number in at)
+    before = embedding.padding is not None and embedding.padding_row is None  # padding has the row before its own
+    return 0 if first < before else len(positions) - newest
 
 
 def _norm(norm: NormLike | None, held: list[Any]) -> c.Norm:

@@ -97,7 +97,12 @@ def kind_of(function: Callable[[Tensor], Tensor]) -> str | None:
 
     Forms that differ by rounding alone, such as the tanh approximation of gelu written in Python, count as the same.
     """
-    probe = torch.cat([torch.linspace(-8, 8, 257), torch.tensor([-1e4, -50.0, -20.0, 20.0, 50.0, 1e4])])
+    probe = torch.cat(
+        [
+            torch.linspace(-8, 8, 257, dtype=torch.float32, device="cpu"),
+            torch.tensor([-1e4, -50.0, -20.0, 20.0, 50.0, 1e4], dtype=torch.float32, device="cpu"),
+        ]
+    )
     try:
         values = function(probe.clone())
     except (RuntimeError, TypeError, ValueError):

@@ -80,7 +80,7 @@ def beam_attention_reference(
     if mask is not None:
         scores = scores + mask
     if seen is not None:
-        unseen = torch.arange(keys.shape[2], device=keys.device) >= seen
+        unseen = torch.arange(keys.shape[2], device=keys.device, dtype=torch.int64) >= seen
         scores, values = scores.masked_fill(unseen, -torch.inf), values.masked_fill(unseen[:, None], 0.0)
     weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
     return torch.einsum("bhmn,bhnd->bmhd", weights, values)

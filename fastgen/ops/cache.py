@@ -32,7 +32,7 @@ def write_slots_reference(buffer: Tensor, new: Tensor, start: int | Tensor) -> T
         start: the first of the M slots; beam m writes slot start + m. A tensor (1,) int64 where only the device knows.
     """
     beams = new.shape[0] // max(1, buffer.shape[0])
-    slots = torch.arange(beams, device=buffer.device) + start
+    slots = torch.arange(beams, device=buffer.device, dtype=torch.int64) + start
     return buffer.index_copy(2, slots, new.view(-1, beams, new.shape[1], new.shape[3]).transpose(1, 2))
 
 
@@ -57,7 +57,7 @@ def write_slots_(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Ten
         for buffer, new in ((keys, new_keys), (values, new_values)):
             moved = new.view(b, m, new.shape[1], new.shape[3]).transpose(1, 2)
             if isinstance(start, Tensor):
-                buffer.index_copy_(2, torch.arange(m, device=buffer.device) + start, moved)
+                buffer.index_copy_(2, torch.arange(m, device=buffer.device, dtype=torch.int64) + start, moved)
             else:
                 buffer.narrow(2, start, m).copy_(moved)
         return
@@ -82,9 +82,15 @@ def move_sentences_(buffer: Tensor, to: Tensor, origin: Tensor) -> None:
         )
     size = buffer.shape[2] * buffer.shape[3]
     able = lambda: buffer[:1, :1].is_contiguous() and to.shape[0] > 0  # noqa: E731
-    by = chosen("cache", able, lambda: in_memory(buffer, to, origin) and able(), buffer, to, origin)
-    if in_c(by):
-        native.move_sentences(by, buffer, to, origin)
+    by = chosen(
+        "cache",
+        able,
+        lambda: in_memory(buffer) and in_memory(to, origin, dtype=torch.int64) and able(),
+        buffer,
+        to,
+        origin,
+    )
+    if in_c(by) and native.move_sentences(by, buffer, to, origin):
         return
     if by is not TRITON:
         for place, sentence in zip(to.tolist(), origin.tolist(), strict=True):

@@ -127,9 +127,19 @@ def _in_the_open() -> bool:
     return not (uncounted.get() or torch.compiler.is_compiling() or is_observed() or torch.is_autocast_enabled("cpu"))
 
 
-def in_memory(*tensors: Tensor) -> bool:
-    """Whether tensors, of any dtype, are memory of a CPU that C can read; numbers of no gradient, as indices are."""
-    return all(type(tensor) is Tensor and tensor.is_cpu and not tensor.requires_grad for tensor in tensors)
+def in_memory(*tensors: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether tensors are memory of a CPU that C can read; numbers of no gradient, as indices are.
+
+    dtype: which all of them have; None for any.
+    """
+    return all(
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and (dtype is None or tensor.dtype is dtype)
+        and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj())
+        for tensor in tensors
+    )
 
 
 def plain(*tensors: Tensor | None) -> bool:
@@ -140,6 +150,7 @@ def plain(*tensors: Tensor | None) -> bool:
             type(tensor) is not Tensor
             or tensor.dtype != torch.float32
             or not tensor.is_cpu
+            or tensor.layout is not torch.strided
             or tensor.is_neg()
             or (graph and tensor.requires_grad)
         ):

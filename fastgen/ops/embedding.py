@@ -52,9 +52,10 @@ def embedding(
 def _covered_in_c(ids: Tensor, tokens: Tensor, position: Tensor | None, other: Tensor | None) -> bool:
     rows = [row for row in (position, other) if row is not None]
     return (
-        in_memory(ids)
-        and ids.dtype == torch.int64
+        ids.dim() == 1
+        and in_memory(ids, dtype=torch.int64)
+        and tokens.dim() == 2
         and plain(tokens.data, *rows)
         and tokens.stride(1) == 1
-        and all(row.dim() == 1 and row.stride(0) == 1 for row in rows)
+        and all(row.shape == tokens.shape[1:] and row.stride(0) == 1 for row in rows)
     )

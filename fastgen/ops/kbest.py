@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen.ops import kbest_kernels as kernels
 from fastgen.ops import native
-from fastgen.ops.dispatch import TRITON, cdiv, chosen, in_c, plain, runs_kernels, uncounted, use_triton
+from fastgen.ops.dispatch import TRITON, cdiv, chosen, in_c, in_memory, plain, runs_kernels, uncounted, use_triton
 from fastgen.ops.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.token_mask import unpacked
 
@@ -176,7 +176,9 @@ def kbest(
         found = f"scratch {tuple(scratch.shape)} in {scratch.dtype}"
         raise ValueError(f"{found} must be {tuple(logits.shape)} in {scores.dtype}, contiguous")
     able = lambda: _covered(logits, scores, k, 0 if changes is None else changes.tokens.shape[1])  # noqa: E731
-    in_c_too = lambda: _covered_in_c(logits, scores, k)  # noqa: E731
+    in_c_too = lambda: (  # noqa: E731
+        _covered_in_c(logits, scores, k) and (banned is None or in_memory(banned, dtype=torch.int32))
+    )
     if uncounted.get() and fused(logits, k, changes is None and forced is None):  # there are no values
         return KBest(scores.new_empty(b, k), scores.new_empty(b, k, dtype=torch.int64), None)
     by = chosen("kbest", able, in_c_too, logits, scores, bias, banned, forced)
@@ -249,7 +251,12 @@ def _argmax_in_groups(logits: Tensor) -> Tensor:
     if end < v:
         maxima = torch.cat([maxima, logits[:, end:].amax(1, keepdim=True)], 1)
     start = maxima.max(1, keepdim=True).indices.mul_(GROUP).clamp_(max=v - GROUP)
-    return (start + logits.gather(1, start + torch.arange(GROUP)).max(1, keepdim=True).indices)[:, 0]
+    return (
+        start
+        + logits.gather(1, start + torch.arange(GROUP, dtype=torch.int64, device=logits.device))
+        .max(1, keepdim=True)
+        .indices
+    )[:, 0]
 
 
 def _covered(logits: Tensor, scores: Tensor, k: int, changed: int = 0) -> bool:
@@ -312,7 +319,7 @@ def _ranked_in_groups(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor
 def _groups_at(grouped: Tensor, which: Tensor, beam: Tensor) -> Tensor:
     """grouped (B, M, G, W) at some (B, K) of the M * G groups of each sentence, (B, K, W); beam: which // G."""
     b, m, count, width = grouped.shape
-    sentence = torch.arange(b, device=grouped.device)[:, None]
+    sentence = torch.arange(b, device=grouped.device, dtype=torch.int64)[:, None]
     if not grouped.is_contiguous():
         return grouped[sentence, beam, which % count]
     rows = (sentence.mul_(m * count) + which).flatten()

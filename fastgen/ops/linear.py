@@ -354,12 +354,31 @@ def _in_c(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    by = chosen("linear", never, lambda: plain(x, None if bias is None else bias.data, residual), x)
+    shape = *x.shape[:-1], weight.outputs
+    by = chosen("linear", never, lambda: _covered_in_c(x, weight, bias, residual, out, shape), x)
     if not in_c(by):  # somebody records what is computed, or C has been switched off since
         y = _finished(F.linear(x, weight.unpacked(), bias), activation, residual)
         return y if out is None else out.copy_(y)
-    out = x.new_empty(*x.shape[:-1], weight.outputs) if out is None else out
+    out = x.new_empty(shape) if out is None else out
     return native.product(by, x, weight.panels, bias, activation, residual, out)
+
+
+def _covered_in_c(
+    x: Tensor,
+    weight: PanelWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    shape: tuple[int, ...],
+) -> bool:
+    """Whether C reads these tensors; shape: of the result, (..., N)."""
+    return (
+        plain(x, weight.panels, None if bias is None else bias.data, residual, out)
+        and x.shape[-1] == weight.panels.shape[1]
+        and (bias is None or bias.shape == shape[-1:])
+        and (residual is None or residual.shape == shape)
+        and (out is None or (out.shape == shape and out.is_contiguous()))
+    )
 
 
 def _finished(y: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:

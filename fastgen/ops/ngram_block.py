@@ -95,7 +95,13 @@ def ngram_mask_(
         raise ValueError(f"mask {tuple(mask.shape)} is not that of {vocabulary} tokens")
     if texts.shape[1] < n or ids.shape[1] < n - 1:
         return mask
-    in_c_too = lambda: length is None and mask.is_contiguous() and in_memory(mask, ids, texts)  # noqa: E731
+    in_c_too = lambda: (  # noqa: E731
+        length is None
+        and len(texts) > 0
+        and mask.is_contiguous()
+        and in_memory(mask, dtype=torch.int32)
+        and in_memory(ids, texts, dtype=torch.int64)
+    )
     by = chosen("ngram_block", lambda: True, in_c_too, mask, ids, texts)
     if by is TRITON:
         _launch(mask, ids, n, texts, vocabulary, 1, packed=True, length=length)
@@ -123,13 +129,13 @@ def _hits(ids: Tensor, n: int, texts: Tensor, vocabulary: int, length: Tensor | 
     if length is None:
         last = ids[:, ids.shape[1] - n + 1 :]
     else:
-        last = ids.index_select(1, torch.arange(n - 1, device=ids.device) + (length - n + 1))
+        last = ids.index_select(1, torch.arange(n - 1, device=ids.device, dtype=torch.int64) + (length - n + 1))
     own = texts is ids
     texts = texts.repeat_interleave(rows // max(1, texts.shape[0]), 0) if texts.shape[0] != rows else texts
     follower = texts[:, n - 1 :]
     hit = (follower >= 0) & (follower < vocabulary)
     if own and length is not None:
-        hit = hit & (torch.arange(starts, device=ids.device) < length - n + 1)
+        hit = hit & (torch.arange(starts, device=ids.device, dtype=torch.int64) < length - n + 1)
     for i in range(n - 1):
         hit = hit & (texts[:, i : i + starts] == last[:, i, None])
     return hit, follower

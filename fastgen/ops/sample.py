@@ -126,7 +126,7 @@ def sample(
         return (probabilities / noise).argmax(-1)
     rows, v = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    seed = torch.randint(0, 2**31 - 1, (1,), generator=generator, device=logits.device)
+    seed = torch.randint(0, 2**31 - 1, (1,), generator=generator, device=logits.device, dtype=torch.int64)
     launch(
         _sample_kernel, (rows,), logits, tokens, seed, v, logits.stride(0), 1.0 / temperature, top_k, top_p, min_p,
         typical_p, TOP_K=0 < top_k < v, TOP_P=top_p < 1.0, MIN_P=min_p > 0.0, TYPICAL_P=typical_p < 1.0,

@@ -61,8 +61,7 @@ def extend_rows_(tables: Sequence[Table], parents: Tensor, steps: int | Tensor) 
             )
     in_c_too = lambda: _able_in_c(tables, steps, parents)  # noqa: E731
     by = chosen("tables", lambda: _able(tables), in_c_too, parents, *_tensors(tables, steps))
-    if in_c(by):
-        native.move_rows(by, tables, (), parents, None, cast(int, steps))
+    if in_c(by) and native.move_rows(by, tables, (), parents, None, cast(int, steps)):
         return
     if by is not TRITON:
         if parents.device.type == "cpu" and isinstance(steps, int) and all(t.rows.is_contiguous() for t in tables):
@@ -112,10 +111,9 @@ def finish_rows_(
                 f"{tuple(table.rows.shape)} {table.rows.dtype} (B, M, N)"
             )
     able = lambda: _able(tables) and all(rows.stride(2) == 1 for rows in finished)  # noqa: E731
-    in_c_too = lambda: _able_in_c(tables, steps, order, beams, *finished) and able()  # noqa: E731
+    in_c_too = lambda: _able_in_c(tables, steps, order, beams) and in_memory(*finished) and able()  # noqa: E731
     by = chosen("tables", able, in_c_too, order, beams, *finished, *_tensors(tables, steps))
-    if in_c(by):
-        native.move_rows(by, tables, finished, beams, order, cast(int, steps))
+    if in_c(by) and native.move_rows(by, tables, finished, beams, order, cast(int, steps)):
         return
     if by is not TRITON:
         for rows, table in zip(finished, tables, strict=True):
@@ -147,7 +145,7 @@ def _able(tables: Sequence[Table]) -> bool:
 
 def _able_in_c(tables: Sequence[Table], steps: int | Tensor, *others: Tensor) -> bool:
     """Whether the numbers of all that is moved lie side by side, and what is new is copied as it is, or cut off."""
-    if isinstance(steps, Tensor) or not in_memory(*others):
+    if isinstance(steps, Tensor) or not in_memory(*others, dtype=torch.int64):
         return False
     for rows, newest, _ in tables:
         alike = newest.dtype == rows.dtype or (newest.dtype, rows.dtype) == (torch.int64, torch.int32)
@@ -185,7 +183,7 @@ def _extend(table: Table, parents: Tensor, steps: int | Tensor) -> None:
     if isinstance(steps, Tensor):
         moved = rows[:, :, prefix:]
         moved.copy_(reorder_rows_reference(moved, parents))
-        columns = torch.arange(prefix, prefix + count, device=rows.device) + steps * count
+        columns = torch.arange(prefix, prefix + count, device=rows.device, dtype=torch.int64) + steps * count
         rows.index_copy_(2, columns, newest.to(rows.dtype))
     else:
         moved = rows.narrow(2, prefix, steps * count)
@@ -196,7 +194,7 @@ def _extend(table: Table, parents: Tensor, steps: int | Tensor) -> None:
 def _extend_all(tables: Sequence[Table], parents: Tensor, steps: int) -> None:
     """As `_extend`, of tables on a CPU: whole rows are copied, which takes a third of the time of single entries."""
     b, m = parents.shape
-    index = (parents + torch.arange(0, b * m, m, device=parents.device)[:, None]).view(-1)
+    index = (parents + torch.arange(0, b * m, m, device=parents.device, dtype=torch.int64)[:, None]).view(-1)
     for rows, newest, prefix in tables:
         count = newest.shape[2]
         flat = rows.view(b * m, -1)

@@ -26,7 +26,7 @@ def packed(sets: Tensor) -> Tensor:
     """Return sets (R, V) bool as a mask; the inverse of `unpacked`."""
     rows, vocabulary = sets.shape
     padded = torch.nn.functional.pad(sets, (0, -vocabulary % 32)).view(rows, -1, 32).to(torch.int64)
-    words = (padded << torch.arange(32, device=sets.device)).sum(2)
+    words = (padded << torch.arange(32, device=sets.device, dtype=torch.int64)).sum(2)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
@@ -49,7 +49,9 @@ def add_tokens_(mask: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     if mask.shape[1] != cdiv(vocabulary, 32):
         raise ValueError(f"mask {tuple(mask.shape)} is not that of {vocabulary} tokens")
     rows, count = mask.shape[0], tokens.shape[1]
-    in_c_too = lambda: mask.is_contiguous() and in_memory(mask, tokens)  # noqa: E731
+    in_c_too = lambda: (  # noqa: E731
+        mask.is_contiguous() and in_memory(mask, dtype=torch.int32) and in_memory(tokens, dtype=torch.int64)
+    )
     by = chosen("token_mask", lambda: count > 0, in_c_too, mask, tokens)
     if in_c(by):
         native.add_tokens(by, mask, tokens, vocabulary)

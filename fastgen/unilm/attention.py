@@ -36,7 +36,7 @@ class UniLMSelfAttention(nn.Module):
         keys, values = own_keys[:, :, :stay], own_values[:, :, :stay]
         if past is not None:
             keys, values = past.update(keys, values, self.layer)
-        asks = torch.arange(x.shape[1], device=x.device) >= stay
+        asks = torch.arange(x.shape[1], device=x.device, dtype=torch.int64) >= stay
         layer, step = layer_of(keys), current_step.get()
         if layer is None or step is None:
             mixed = self.mix(query, keys, values, visible, own_keys, own_values, asks)

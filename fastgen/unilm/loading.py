@@ -113,9 +113,9 @@ def _config(file: Path, kwargs: dict[str, Any]) -> tuple[UniLMConfig, dict[str, 
 def _set_positions(model: UniLMForConditionalGeneration, count: int) -> None:
     """Give a model a table of `count` positions."""
     embeddings: Any = model.bert.embeddings
-    rows = torch.arange(count) % model.config.max_position_embeddings
+    rows = torch.arange(count, dtype=torch.int64, device="cpu") % model.config.max_position_embeddings
     table = embeddings.position_embeddings.weight.detach()[rows.to(model.device)]
     embeddings.position_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
-    embeddings.position_ids = torch.arange(count, device=model.device)[None]
+    embeddings.position_ids = torch.arange(count, device=model.device, dtype=torch.int64)[None]
     embeddings.token_type_ids = torch.zeros(1, count, dtype=torch.long, device=model.device)
     model.config.max_position_embeddings = count

@@ -94,7 +94,9 @@ class UniLMStack(nn.Module):
     ) -> BaseModelOutput:
         """Embed a source: input_ids and attention_mask (B, S) int64, padded at any side, to (B, S, C)."""
         if attention_mask is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device, dtype=torch.int64).expand_as(
+                input_ids
+            )
         else:
             positions = (attention_mask.long().cumsum(1) - 1).clamp_(0)
         embedded = self.embed(input_ids, positions, self.config.source_type_id, input_ids.shape[1])
@@ -270,7 +272,12 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
         before = held - length if held else 0
         end = before + targets.shape[1]
         # Of each target by its index: those that stay, and those that are asked for.
-        index = torch.cat([torch.arange(before, end), torch.arange(end + 1 - asked, end + 1)]).to(ids.device)
+        index = torch.cat(
+            [
+                torch.arange(before, end, dtype=torch.int64, device=ids.device),
+                torch.arange(end + 1 - asked, end + 1, dtype=torch.int64, device=ids.device),
+            ]
+        ).to(ids.device)
         positions = index + (length if source_mask is None else source_mask.sum(1, keepdim=True))
         positions = positions.expand(ids.shape[0], -1)
         if labels is not None:  # what is no target has no position that could be too far
@@ -282,7 +289,7 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
             # A token's rank is the number of targets that it comes behind: it sees what has no higher one.
             none, start = index.new_zeros(length), 0 if held else length
             seen = torch.cat([none[:start], index[: end - before] + 1, index[end - before :]])
-            ranks = torch.cat([none, torch.arange(1, end + 1, device=ids.device)])
+            ranks = torch.cat([none, torch.arange(1, end + 1, device=ids.device, dtype=torch.int64)])
             causal = (ranks <= seen[:, None])[None, None]
             visible = causal if visible is None else visible & causal
         if visible is not None:

@@ -52,7 +52,9 @@ def examples(sources: Sequence[list[int]], outputs: Sequence[list[int]], encoder
 def collate(batch: Sequence[Example], pad: int) -> dict[str, Tensor]:
     """A batch of examples, padded behind."""
     fill = {"input_ids": pad, "decoder_input_ids": pad, "labels": _IGNORED}
-    tensors = {name: [torch.tensor(example[name]) for example in batch] for name in batch[0]}
+    tensors = {
+        name: [torch.tensor(example[name], dtype=torch.int64, device="cpu") for example in batch] for name in batch[0]
+    }
     padded = {name: pad_sequence(rows, batch_first=True, padding_value=fill[name]) for name, rows in tensors.items()}
     mask = pad_sequence([torch.ones_like(row) for row in tensors["input_ids"]], batch_first=True)
     return padded | {"attention_mask": mask}

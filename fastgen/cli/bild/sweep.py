@@ -77,7 +77,7 @@ def batches_of(sources: Sequence[list[int]], size: int, model: Any) -> list[Batc
     found: list[Batch] = []
     for at in range(0, len(order), size):
         places = order[at : at + size]
-        rows = [torch.tensor(sources[place]) for place in places]
+        rows = [torch.tensor(sources[place], dtype=torch.int64, device="cpu") for place in places]
         inputs = {
             name: torch.nn.utils.rnn.pad_sequence(tensors, True, value, side).to(model.device)
             for name, tensors, value in (

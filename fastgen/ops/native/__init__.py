@@ -29,6 +29,9 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)
 ROWS = 128
 """Most beams times query heads per key head."""
 
+RANKED = 4096
+"""Most hypotheses and candidates of a sentence that `choose` ranks: it has them on the stack."""
+
 FEW_HEADS, FEW_SCORES = 16, 64
 """Key heads of all sentences, and scores of each, up to which one call of torch's own attention costs less (10 us)."""
 
@@ -44,12 +47,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "search_greedily": (*[_POINTER] * 5, _INTEGER),
     "choose": (*[_POINTER] * 14, *[_INTEGER] * 4, *[_FLOAT] * 3),
     "move_rows": (*[_POINTER] * 3, *[_INTEGER] * 5),
-    "move_sentences": (*[_POINTER] * 3, *[_INTEGER] * 5),
+    "move_sentences": (*[_POINTER] * 3, *[_INTEGER] * 6),
     "embed": (*[_POINTER] * 5, *[_INTEGER] * 6, _FLOAT),
     "add_tokens": (*[_POINTER] * 2, *[_INTEGER] * 5),
     "add_repeats": (*[_POINTER] * 3, *[_INTEGER] * 9),
 }
-_RETURNS_NOTHING = ("log_softmax", "product", "move_sentences", "add_tokens", "add_repeats")
+_RETURNS_NOTHING = ("log_softmax", "product", "add_tokens", "add_repeats")
 
 BEHIND: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 """What may come behind a product, as product.h counts it."""
@@ -73,7 +76,7 @@ class Library(NamedTuple):
     search_greedily: Callable[..., int]
     choose: Callable[..., int]
     move_rows: Callable[..., int]
-    move_sentences: Callable[..., None]
+    move_sentences: Callable[..., int]
     embed: Callable[..., int]
     add_tokens: Callable[..., None]
     add_repeats: Callable[..., None]
@@ -191,7 +194,15 @@ def covers_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
         and 0 < count < 2**31
         and (sentences * key_heads > FEW_HEADS or beams * heads * count > FEW_SCORES * key_heads)
         and query.stride(3) == keys.stride(3) == values.stride(3) == 1
-        and (mask is None or (mask.dim() == 4 and mask.shape[3] == count and mask.stride(3) == 1))
+        and (
+            mask is None
+            or (
+                mask.dim() == 4
+                and mask.shape[3] == count
+                and mask.stride(3) == 1
+                and all(size in (1, all_) for size, all_ in zip(mask.shape, (sentences, heads, beams), strict=False))
+            )
+        )
     )
 
 
@@ -331,8 +342,10 @@ def choose(
 def move_rows(
     by: Library, tables: Sequence[tuple[Tensor, Tensor, int]], finished: Sequence[Tensor], parents: Tensor,
     order: Tensor | None, steps: int,
-) -> None:  # fmt: skip
+) -> bool:  # fmt: skip
     """Reorder and extend the rows of tables (`ops.tables.Table`); or, where there is an order, choose finished rows.
+
+    Return whether that was done: not where `parents` or `order` name a row that is not there.
 
     Args:
         tables: rows (B, M, N), newest (B, M or K, C) and prefix; newest of the rows' dtype, or longer integers.
@@ -358,15 +371,21 @@ def move_rows(
     )  # fmt: skip
     if not done:
         raise torch.OutOfMemoryError(f"no memory for {beams} rows of {most} bytes in each thread")
+    return done > 0
 
 
-def move_sentences(by: Library, buffer: Tensor, to: Tensor, origin: Tensor) -> None:
-    """Copy the sentences `origin` of buffer (B, H, N, D), whose N and D lie side by side, over the sentences `to`."""
-    (_, heads, count, dims), size = buffer.shape, buffer.element_size()
+def move_sentences(by: Library, buffer: Tensor, to: Tensor, origin: Tensor) -> bool:
+    """Copy the sentences `origin` of buffer (B, H, N, D), whose N and D lie side by side, over the sentences `to`.
+
+    Return whether that was done: not where one of them is not there.
+    """
+    (sentences, heads, count, dims), size = buffer.shape, buffer.element_size()
     to, origin = to.contiguous(), origin.contiguous()
-    by.move_sentences(
-        by.run, threads_for(len(to) * heads * count * dims), buffer.data_ptr(), to.data_ptr(), origin.data_ptr(),
-        len(to), heads, size * count * dims, size * buffer.stride(0), size * buffer.stride(1),
+    return bool(
+        by.move_sentences(
+            by.run, threads_for(len(to) * heads * count * dims), buffer.data_ptr(), to.data_ptr(), origin.data_ptr(),
+            len(to), heads, size * count * dims, size * buffer.stride(0), size * buffer.stride(1), sentences,
+        )
     )  # fmt: skip
 
 

@@ -3,8 +3,13 @@
 Nothing but the standard library is needed, so that it can run before there is anything else:
 `python fastgen/ops/native/build.py` does by hand what installing does. Where it cannot be done, the reason is written
 beside the libraries, and `fastgen status` and `fastgen doctor` show it.
+
+`python fastgen/ops/native/build.py --sanitize FOLDER` compiles them into another folder with AddressSanitizer and
+UndefinedBehaviorSanitizer, which end a process at the first read or write outside of a tensor's memory. fastgen does
+not load them; `tests/native_fuzz.py` does, in a process that has the sanitizers' library preloaded.
 """
 
+import argparse
 import os
 import platform
 import shlex
@@ -13,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -22,6 +28,9 @@ VARIANTS = {
     "avx512": ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-DWIDTH=16"),
     "avx2": ("-mavx2", "-mfma", "-DWIDTH=8"),
 }
+SANITIZERS = (
+    "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1",
+)  # fmt: skip
 REASON = "not-built.txt"
 
 
@@ -31,13 +40,16 @@ def fingerprint() -> int:
     return zlib.crc32(b"".join((HERE / name).read_bytes() for name in SOURCES) + flags)
 
 
-def build(folder: Path = HERE / "lib") -> str | None:
-    """Compile all variants into `folder`; return None, or why not: then there is no library there."""
+def build(folder: Path = HERE / "lib", more: Sequence[str] = ()) -> str | None:
+    """Compile all variants into `folder`; return None, or why not: then there is no library there.
+
+    more: flags of the compiler, behind the others.
+    """
     try:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         # Whoever builds at the same time, or loads, sees libraries that are whole.
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as made:
-            reason = _compiled(Path(made))
+            reason = _compiled(Path(made), more)
             if reason is None:
                 for name in VARIANTS:
                     os.replace(Path(made, f"{name}.so"), folder / f"{name}.so")
@@ -52,7 +64,7 @@ def build(folder: Path = HERE / "lib") -> str | None:
         return str(error)
 
 
-def _compiled(folder: Path) -> str | None:
+def _compiled(folder: Path, more: Sequence[str]) -> str | None:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"there are operations in C for Linux on x86-64 alone, not for {sys.platform} on {platform.machine()}"
     try:
@@ -65,7 +77,7 @@ def _compiled(folder: Path) -> str | None:
     for name, flags in VARIANTS.items():
         sources = [str(HERE / source) for source in SOURCES if source.endswith(".c")]
         defined = f"-DFINGERPRINT={fingerprint()}u"
-        command = [*compiler, *FLAGS, *flags, defined, *sources, "-o", str(folder / f"{name}.so"), "-lm"]
+        command = [*compiler, *FLAGS, *flags, *more, defined, *sources, "-o", str(folder / f"{name}.so"), "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
@@ -76,5 +88,14 @@ def _compiled(folder: Path) -> str | None:
     return None
 
 
+def main(arguments: Sequence[str] | None = None) -> str | None:
+    """Build what a command line asks for; return None, or why not."""
+    parser = argparse.ArgumentParser(description="Compile fastgen's operations in C.")
+    help_ = "compile them into this folder with AddressSanitizer and UndefinedBehaviorSanitizer, for tests alone"
+    parser.add_argument("--sanitize", type=Path, metavar="FOLDER", help=help_)
+    folder = parser.parse_args(arguments).sanitize
+    return build() if folder is None else build(folder, SANITIZERS)
+
+
 if __name__ == "__main__":
-    sys.exit(build())
+    sys.exit(main())

@@ -59,10 +59,19 @@ static void finish(void *given) {
   }
 }
 
+static int all_below(const int64_t *numbers, int64_t count, int64_t limit) {
+  for (int64_t i = 0; i < count; i++)
+    if (numbers[i] < 0 || numbers[i] >= limit) return 0;
+  return 1;
+}
+
 /* Rows of each table that go on, and their newest numbers; or, where there is an order, the finished ones anew.
- * held_size: bytes of M rows of any table. Returns 0 where there was no memory. */
+ * held_size: bytes of M rows of any table. Returns 0 where there was no memory, -1 where a row is not there. */
 int move_rows(parallel run, unsigned threads, const Table *tables, const int64_t *parents, const int64_t *order,
               int64_t count, int64_t sentences, int64_t beams, int64_t candidates, int64_t held_size) {
+  const int64_t each = order ? candidates : beams;
+  if (!all_below(parents, sentences * each, beams)) return -1;
+  if (order && !all_below(order, sentences * beams, beams + candidates)) return -1;
   Moving job = {.tables = tables, .parents = parents, .order = order, .held = malloc(threads * held_size), .count = count,
               .sentences = sentences, .beams = beams, .candidates = candidates, .held_size = held_size};
   if (!job.held) return 0;
@@ -86,11 +95,14 @@ static void move(void *given) {
   }
 }
 
-/* Sentences are copied over others, none of which is copied itself; strides and the size of a head in bytes. */
-void move_sentences(parallel run, unsigned threads, char *buffer, const int64_t *to, const int64_t *origin,
-                    int64_t count, int64_t heads, int64_t size, int64_t sentence, int64_t head) {
+/* Sentences are copied over others, none of which is copied itself; strides and the size of a head in bytes.
+ * Returns 0 where one of them is not among the `sentences` that there are. */
+int move_sentences(parallel run, unsigned threads, char *buffer, const int64_t *to, const int64_t *origin,
+                   int64_t count, int64_t heads, int64_t size, int64_t sentence, int64_t head, int64_t sentences) {
+  if (!all_below(to, count, sentences) || !all_below(origin, count, sentences)) return 0;
   Moves job = {buffer, to, origin, count, heads, size, sentence, head, 0};
   in_parallel(run, threads, move, &job);
+  return 1;
 }
 
 /* Rows of tokens (V, C) times a scale, plus one row for all, or another one for the token `padding`.

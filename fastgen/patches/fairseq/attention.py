@@ -157,7 +157,10 @@ class Layers(Attending):
         moves = None
         if not in_order:
             to, origin = [moved, [places[place] for place in moved]]
-            moves = torch.tensor(to, device=sentences.device), torch.tensor(origin, device=sentences.device)
+            moves = (
+                torch.tensor(to, device=sentences.device, dtype=torch.int64),
+                torch.tensor(origin, device=sentences.device, dtype=torch.int64),
+            )
         for layer in self.of.values():
             layer.keep(sentences, moves)
         if self.source_mask is not None:

@@ -201,7 +201,7 @@ def of_large_alone(
     lengths = [len(hypothesis["tokens"]) for (hypothesis,) in found]
     pace.note_call(False, sum(lengths), seconds)
     _count(here, [Counts(tokens=length, large_calls=length) for length in lengths])
-    return [[hypothesis | {"attention": torch.empty(0)}] for (hypothesis,) in found]
+    return [[hypothesis | {"attention": torch.empty(0, dtype=torch.float32, device="cpu")}] for (hypothesis,) in found]
 
 
 def _planned(
@@ -256,7 +256,7 @@ def _decode(
         large=large,
         small=small,
         prompt=start,
-        stop=Stop(torch.tensor([end]), [lambda length: length >= longest + 2]),
+        stop=Stop(torch.tensor([end], dtype=torch.int64, device="cpu"), [lambda length: length >= longest + 2]),
         edits=Beam(generator, None, longest, source.device).edits,
         policy=policy,
         pad=generator.pad,
@@ -285,15 +285,15 @@ def _check_positions(small: Any, source: int, longest: int) -> None:
 def _hypothesis(generator: Any, tokens: list[int], scores: list[float], device: torch.device) -> dict[str, Tensor]:
     """What fairseq makes of a text: scores of tokens are differences of sums in fp32."""
     assert tokens[-1] == generator.eos, f"{len(tokens)} tokens without an end"
-    sums = torch.tensor(scores)
+    sums = torch.tensor(scores, dtype=torch.float32, device="cpu")
     for i in range(1, len(scores)):
         sums[i] += sums[i - 1]
     score = sums[-1] / len(tokens) ** generator.len_penalty if generator.normalize_scores else sums[-1]
     return {
-        "tokens": torch.tensor(tokens, device=device),
+        "tokens": torch.tensor(tokens, device=device, dtype=torch.int64),
         "score": score.to(device),
-        "attention": torch.empty(0),
-        "alignment": torch.empty(0),
+        "attention": torch.empty(0, dtype=torch.float32, device="cpu"),
+        "alignment": torch.empty(0, dtype=torch.float32, device="cpu"),
         "positional_scores": torch.cat([sums[:1], sums[1:] - sums[:-1]]).to(device),
     }
 

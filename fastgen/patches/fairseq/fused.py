@@ -106,5 +106,5 @@ class FusedDecoder:
             layers.sentences, spans, self.text[0].prefix, self.text[:text], self.source[:source],
             source_mask=layers.source_mask,
         )  # fmt: skip
-        ids = torch.tensor([token for span in spans for token in span.tokens], device=around.device)
+        ids = torch.tensor([token for span in spans for token in span.tokens], device=around.device, dtype=torch.int64)
         return step(ids, around)

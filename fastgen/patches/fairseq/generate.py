@@ -195,7 +195,9 @@ def _as_fairseq(hypothesis: Hypothesis) -> dict[str, Tensor]:
     return {
         "tokens": hypothesis.tokens,
         "score": hypothesis.score,
-        "attention": torch.empty(0) if hypothesis.attention is None else hypothesis.attention,
-        "alignment": torch.empty(0),
+        "attention": torch.empty(0, dtype=torch.float32, device="cpu")
+        if hypothesis.attention is None
+        else hypothesis.attention,
+        "alignment": torch.empty(0, dtype=torch.float32, device="cpu"),
         "positional_scores": hypothesis.token_scores,
     }

@@ -26,13 +26,16 @@ class Beam:
         blocker = generator.repeat_ngram_blocker
         self.ngram = 0 if blocker is None else int(blocker.no_repeat_ngram_size)
         # fairseq's options, in its order; those of the free tokens not while there is a prefix.
-        self.first: list[Edit] = [Ban(torch.tensor([generator.pad], device=device), lambda _: True)]
+        self.first: list[Edit] = [Ban(torch.tensor([generator.pad], device=device, dtype=torch.int64), lambda _: True)]
         if generator.unk_penalty:
             offset = torch.tensor([-generator.unk_penalty], dtype=torch.float32, device=device)
-            self.first.append(Shift(torch.tensor([generator.unk], device=device), offset))
+            self.first.append(Shift(torch.tensor([generator.unk], device=device, dtype=torch.int64), offset))
         self.first.append(Only(generator.eos, lambda length: length > longest))
         self.free: list[Edit] = [
-            Ban(torch.tensor([generator.eos], device=device), lambda length: length <= generator.min_len)
+            Ban(
+                torch.tensor([generator.eos], device=device, dtype=torch.int64),
+                lambda length: length <= generator.min_len,
+            )
         ]
         if generator.token_indices_to_suppress is not None:
             self.free.append(
@@ -120,7 +123,9 @@ class Toolkits(Beam):
     ) -> None:
         super().__init__(generator, prefix_tokens, longest, source_lengths.device)
         self.source_lengths = source_lengths
-        count = torch.arange(source_lengths.shape[0]).type_as(source_lengths)
+        count = torch.arange(source_lengths.shape[0], dtype=torch.int64, device=source_lengths.device).type_as(
+            source_lengths
+        )
         self.sentences = ids if isinstance(ids, Tensor) else count
 
     def __call__(self, prediction: Prediction, state: FirstFinished) -> Candidates:

@@ -148,7 +148,9 @@ def decode(call: Call, asked: Asked) -> Any:
         shared=options.small is None,
         paper_compat=options.paper_compat,
         pace=pace_for(call, options),
-        on_tokens=None if streamer is None else lambda _, tokens: streamer.put(torch.tensor(tokens)),
+        on_tokens=None
+        if streamer is None
+        else lambda _, tokens: streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu")),
     )
     plan = replace(large.stepper.plan, method="big-little decoding")
     large.stepper.plan = plan
@@ -210,7 +212,13 @@ def not_proven(model: DraftedStepper, reason: NotFused) -> ValueError:
 
 def by_name(counts: Sequence[Counts]) -> dict[str, Tensor]:
     names = Counts.__dataclass_fields__
-    return dict(zip(names, torch.tensor([[getattr(each, name) for each in counts] for name in names]), strict=True))
+    return dict(
+        zip(
+            names,
+            torch.tensor([[getattr(each, name) for each in counts] for name in names], dtype=torch.int64, device="cpu"),
+            strict=True,
+        )
+    )
 
 
 def _check_call(call: Call) -> None:

@@ -273,7 +273,7 @@ class SharedCache:
     def _slots(self, steps: int) -> Tensor:
         """(B, M, T): the slots of each beam's tokens."""
         if self.ancestry is None or steps == 0:
-            return torch.arange(steps, device=self.device).expand(self.sentences, self.beams, -1)
+            return torch.arange(steps, device=self.device, dtype=torch.int64).expand(self.sentences, self.beams, -1)
         return self.ancestry.slots
 
 

@@ -78,8 +78,10 @@ def _caches_differ() -> str | None:
 def _loss_differs() -> str | None:
     from transformers.loss import loss_utils
 
-    logits = torch.randn(1, 8, 2 * CHUNK // 32, generator=torch.Generator().manual_seed(_SEED))
-    labels = torch.arange(8)[None] * 7
+    logits = torch.randn(
+        1, 8, 2 * CHUNK // 32, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float32, device="cpu"
+    )
+    labels = torch.arange(8, dtype=torch.int64, device="cpu")[None] * 7
     loss = cast(Any, loss_utils).LOSS_MAPPING["ForCausalLM"]
     ours, stock = _both(lambda: loss(logits, labels, logits.shape[-1]))
     return None if torch.equal(ours, stock) else f"{LOSS} is {float(ours)}, and {float(stock)} without fastgen"
@@ -125,7 +127,7 @@ def _model(encoder_decoder: bool) -> Any:
 
 def _inputs() -> dict[str, Any]:
     """Two sentences, of which one is padded."""
-    ids = torch.randint(4, 64, (2, 7), generator=torch.Generator().manual_seed(_SEED))
+    ids = torch.randint(4, 64, (2, 7), generator=torch.Generator().manual_seed(_SEED), dtype=torch.int64, device="cpu")
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     return {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 8, "pad_token_id": 1}

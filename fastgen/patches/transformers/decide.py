@@ -50,6 +50,7 @@ def decide(
     vocabulary = lambda: model.config.get_text_config(decoder=True).vocab_size  # noqa: E731
     first_tokens.check(config.forced_bos_token_id, input_ids.shape[0] // beams, vocabulary)
     check_call(model, loop, method, config, kwargs)
+    _check_source(model, input_ids, kwargs)
     _check_canary(model, loop, config, kwargs)
     left_off: list[str] = []
     reason = _reason_not_to_know(model, method) or _reason_not_to_share(model, input_ids, config, kwargs, beams)
@@ -206,6 +207,20 @@ def check_call(
         and (model.device.type != "cpu" or compat.compiles_everywhere(config))
     ):
         raise Unsupported("transformers compiles the forward")
+
+
+def _check_source(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> None:
+    """Raise Unsupported where an encoder's states have other rows than the text, or others than their mask has."""
+    found, mask = kwargs.get("encoder_outputs"), kwargs.get("attention_mask")
+    states = found[0] if found and model.config.is_encoder_decoder else None
+    if not isinstance(states, Tensor) or states.dim() < 2:
+        return
+    layout, (rows, length) = layout_of(model.config), states.shape[:2]
+    fits = rows == len(input_ids)
+    if isinstance(mask, Tensor) and mask.dim() == 2 and layout is not None and layout.masks_source:
+        fits = fits and mask.shape == (rows, length)
+    if not fits:
+        raise Unsupported("encoder outputs of other rows or lengths than the text or the mask")
 
 
 def check_model(model: Any) -> None:

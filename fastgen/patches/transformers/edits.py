@@ -92,9 +92,12 @@ def _edit(processor: Any, kind: Any, vocabulary: Callable[[], int]) -> Edit:
     if kind is lp.SuppressTokensAtBeginLogitsProcessor:
         return Ban(processor.begin_suppress_tokens, lambda length: length == processor.begin_index, passes=True)
     if kind is lp.ForcedBOSTokenLogitsProcessor:
-        tokens = of_sentences(processor.bos_token_id)
-        single = torch.as_tensor(processor.bos_token_id) if tokens is None else tokens
-        return Force(single, lambda length: length == 1, by_sentence=tokens is not None)
+        first: Any = processor.bos_token_id
+        tokens = of_sentences(first)
+        if tokens is not None:
+            return Force(tokens, lambda length: length == 1, by_sentence=True)
+        device = first.device if isinstance(first, Tensor) else "cpu"
+        return Force(torch.as_tensor(first, device=device), lambda length: length == 1)
     if kind is lp.ForcedEOSTokenLogitsProcessor:
         return Force(processor.eos_token_id, lambda length: length == processor.max_length - 1)
     if kind is lp.RepetitionPenaltyLogitsProcessor:
@@ -118,14 +121,14 @@ def _biases(processor: Any, vocabulary: int) -> list[Edit]:
     if type(processor) is lp.SequenceBiasLogitsProcessor:
         if any(len(sequence) > 1 for sequence in biases):
             return [SequenceShift(biases, 0 if INSTALLED.bias_reaches_start else 1)]
-        tokens = torch.tensor([sequence[0] for sequence in biases], dtype=torch.int64)
-        return [Shift(tokens, torch.tensor(list(biases.values()), dtype=torch.float32))]
+        tokens = torch.tensor([sequence[0] for sequence in biases], dtype=torch.int64, device="cpu")
+        return [Shift(tokens, torch.tensor(list(biases.values()), dtype=torch.float32, device="cpu"))]
     by_length: dict[int, list[tuple[int, ...]]] = {}
     for sequence in biases:
         by_length.setdefault(len(sequence), []).append(sequence)
     edits: list[Edit] = []
     for n, sequences in by_length.items():
-        words = torch.tensor(sequences, dtype=torch.int64)
+        words = torch.tensor(sequences, dtype=torch.int64, device="cpu")
         if n == 1:
             edits.append(Ban(words[:, 0], lambda _: True))
         else:
@@ -145,7 +148,7 @@ def _source_of(processor: Any, vocabulary: int) -> Tensor | None:
         if any(not 0 <= last < vocabulary for after in ngrams.values() for last in after):
             return None
     longest = max((len(text) for text in texts), default=0)
-    return torch.tensor([text + [-1] * (longest - len(text)) for text in texts], dtype=torch.int64)
+    return torch.tensor([text + [-1] * (longest - len(text)) for text in texts], dtype=torch.int64, device="cpu")
 
 
 def fill_of(loop: Literal["beam", "sample"], config: Any) -> int:

@@ -22,7 +22,7 @@ def of_sentences(forced: Any) -> Tensor | None:
     """
     if forced is None or isinstance(forced, int):
         return None
-    tokens = torch.as_tensor(forced)
+    tokens = torch.as_tensor(forced, device=forced.device if isinstance(forced, Tensor) else "cpu")
     if tokens.is_floating_point() or tokens.dim() > 1:
         raise TypeError(f"forced_bos_token_id={forced!r} is no token, nor a list of one for each sentence")
     return tokens.long() if tokens.numel() > 1 else None

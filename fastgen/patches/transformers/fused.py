@@ -199,7 +199,7 @@ class FusedDecoder:
         if ancestry is not None:
             mask, own = ancestry.behind(self.prefix, self.prefix_mask), ancestry.own
         else:
-            own = torch.zeros(1, 1)
+            own = torch.zeros(1, 1, dtype=torch.float32, device=cache.text[0].keys.device)
             if self.prefix_mask is not None:
                 mask = torch.nn.functional.pad(self.prefix_mask[:, 0], (0, text.steps + steps))
         context = Context(
@@ -219,7 +219,7 @@ class FusedDecoder:
             cache.sentences, spans, self.first, cache.text[:text], cache.source[:source], self.prefix_mask,
             self.source_mask,
         )  # fmt: skip
-        ids = torch.tensor([token for span in spans for token in span.tokens], device=around.device)
+        ids = torch.tensor([token for span in spans for token in span.tokens], device=around.device, dtype=torch.int64)
         return step(ids, around).float()
 
     def keep(self, sentences: Tensor) -> None:

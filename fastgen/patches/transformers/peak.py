@@ -232,7 +232,7 @@ class _Ends:
         kept = ancestry.steps if self.shared else filled // 2
         if 2 * kept > filled:
             return
-        slots = torch.zeros(cache.sentences, kept, dtype=torch.int64)
+        slots = torch.zeros(cache.sentences, kept, dtype=torch.int64, device="cpu")
         if self.shared:
             ancestry.give_up(slots)
         for layer in cache.text:
@@ -246,4 +246,4 @@ class _Ends:
             self.search.length = length
         else:
             rows = self.search.present
-            self.search.ids = self.search.outcome = torch.zeros(rows, length, dtype=torch.int64)
+            self.search.ids = self.search.outcome = torch.zeros(rows, length, dtype=torch.int64, device="cpu")

@@ -200,7 +200,7 @@ def _any_language(self: Any, generation_config: Any, **inputs: Any) -> Tensor:
     """A language for each text, without looking at it."""
     given: Any = next(value for value in inputs.values() if value is not None and not isinstance(value, int))
     rows = len(given if isinstance(given, Tensor) else given[0])
-    return torch.full((rows,), next(iter(generation_config.lang_to_id.values())))
+    return torch.full((rows,), next(iter(generation_config.lang_to_id.values())), dtype=torch.int64, device="cpu")
 
 
 def _as_they_are(self: Any, input_ids: Tensor, *args: Any) -> Tensor:
@@ -233,5 +233,5 @@ class _Encoder:
         rows, length = inputs[name].shape[:2]
         if name == "input_features":  # of speech, of which all segments are of one length
             length = self.encoder.config.max_source_positions
-        hidden = torch.empty(rows, length, 1, device="meta")
+        hidden = torch.empty(rows, length, 1, device="meta", dtype=torch.float32)
         return BaseModelOutput(last_hidden_state=cast(Any, hidden))

@@ -184,7 +184,9 @@ def _of_contrastive(call: Call, model: Stepper, search: ContrastiveSearch) -> An
     if not layers or any(type(layer) is not DynamicLayer for layer in layers):  # such as one that has slid
         found[CACHE] = None
     else:
-        cache.batch_select_indices(torch.arange(0, rows, search.candidates, device=call.model.device))
+        cache.batch_select_indices(
+            torch.arange(0, rows, search.candidates, device=call.model.device, dtype=torch.int64)
+        )
         cache.crop(-1)  # elsewhere the last token of a text has not been run
     kind = gu.GenerateEncoderDecoderOutput if call.model.config.is_encoder_decoder else gu.GenerateDecoderOnlyOutput
     return kind(**found, sequences=cast(Any, search.outcome))
@@ -195,7 +197,7 @@ def _sequences(found: Sequence[Hypothesis], config: Any) -> Tensor:
     eos, pad = compat.eos_tokens(config), compat.pad_token(config)
     longest = max(len(one.ids) for one in found)
     width = longest if eos is None else min(longest + 1, config.max_length)
-    sequences = torch.full((len(found), width), -1 if pad is None else int(pad))
+    sequences = torch.full((len(found), width), -1 if pad is None else int(pad), dtype=torch.int64, device="cpu")
     for row, one in zip(sequences, found, strict=True):
         row[: len(one.ids)] = one.ids
         if len(one.ids) < width and eos is not None:

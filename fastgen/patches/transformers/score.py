@@ -69,7 +69,7 @@ def score(
     if given is not None and len(windows) > len(ids):
         raise ValueError(f"a target of {max(map(len, ids))} tokens, where {longest} is the most there can be")
     wide = torch.promote_types(model.dtype, torch.float32)
-    scores = [torch.full((len(text),), torch.nan, dtype=wide) for text in ids]
+    scores = [torch.full((len(text),), torch.nan, dtype=wide, device="cpu") for text in ids]
 
     def run() -> None:
         head = _Head(model)
@@ -91,10 +91,10 @@ def _accelerated(model: Any, run: Callable[[], None]) -> None:
 
 
 def _ids(text: Any) -> Tensor:
-    found = torch.as_tensor(text, dtype=torch.int64)
+    found = torch.as_tensor(text, dtype=torch.int64, device="cpu")
     if found.dim() != 1 or not len(found):
         raise ValueError(f"a text is a row of at least one token id; one has the shape {tuple(found.shape)}")
-    return found.cpu()
+    return found
 
 
 def _check(

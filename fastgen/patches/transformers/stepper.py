@@ -70,10 +70,12 @@ class Stepper:
     def reorder(self, parents: Tensor) -> None:
         cache = compat.cache_of(self.kwargs)
         if cache is not None:
-            cache.reorder_cache(self._rows_of(torch.arange(parents.shape[0], device=parents.device), parents))
+            cache.reorder_cache(
+                self._rows_of(torch.arange(parents.shape[0], device=parents.device, dtype=torch.int64), parents)
+            )
 
     def keep(self, sentences: Tensor) -> None:
-        rows = self._rows_of(sentences, torch.arange(self.plan.beams, device=sentences.device))
+        rows = self._rows_of(sentences, torch.arange(self.plan.beams, device=sentences.device, dtype=torch.int64))
         self._rows = rows.shape[0]
         self.keep_arguments(rows)
         self.keep_cache(sentences, rows)

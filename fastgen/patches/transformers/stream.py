@@ -103,7 +103,7 @@ class _Stream:
         )
         self.alike = sees_padding and not self.encoder_decoder
         ends = config.eos_token_id
-        self.ends = torch.tensor([] if ends is None else ends, dtype=torch.int64).flatten()
+        self.ends = torch.tensor([] if ends is None else ends, dtype=torch.int64, device="cpu").flatten()
         fill = config.pad_token_id
         self.fill = int(self.ends[0] if fill is None and len(self.ends) else fill or 0)
         self.copies = config.num_return_sequences or 1
@@ -146,7 +146,7 @@ class _Stream:
         return _Waiting(sentences, first, self.max_tokens, self.alike, apart, error) if sentences else None
 
     def _generate(self, batch: Batch) -> Any:
-        ids = torch.full((len(batch.sentences), batch.width), self.fill)
+        ids = torch.full((len(batch.sentences), batch.width), self.fill, dtype=torch.int64, device="cpu")
         mask = torch.zeros_like(ids)
         for row, sentence in enumerate(batch.sentences):
             padding = batch.width - len(sentence)
@@ -257,7 +257,7 @@ def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _ids(sentence: Sequence[int] | Tensor) -> Tensor:
     if isinstance(sentence, str | Mapping):
         raise TypeError(f"a sentence must be token ids, not a {type(sentence).__name__}")
-    ids = torch.as_tensor(cast(Any, sentence)).cpu()
+    ids = torch.as_tensor(cast(Any, sentence), device="cpu")
     if ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool):
         raise TypeError(f"token ids must be integers, not {ids.dtype}")
     ids = ids.to(torch.int64)

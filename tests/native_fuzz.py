@@ -1,0 +1,349 @@
+"""The operations in C on tensors of odd shapes, against torch: `python -m tests.native_fuzz FOLDER`.
+
+It loads the libraries of a folder that `fastgen/ops/native/build.py --sanitize FOLDER` has filled, in
+a process into which the sanitizers' library is preloaded (`environment`). The sanitizers end the
+process at the first read or write outside of a tensor's memory; a result that differs from torch's
+raises. Round i of a seed is drawn from the two numbers alone.
+
+With ``--pytest FILE ...`` the libraries run those tests instead, and with ``--wrong`` calls of C that
+are wrong on purpose, which the sanitizers have to find.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+from fastgen import config
+from fastgen.models import packed as weights
+from fastgen.ops import native, token_mask
+from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
+from fastgen.ops.cache import move_sentences_
+from fastgen.ops.counts import calls
+from fastgen.ops.embedding import embedding, embedding_reference
+from fastgen.ops.kbest import SparseEdits, kbest, kbest_reference
+from fastgen.ops.log_softmax import log_softmax, log_softmax_reference
+from fastgen.ops.ngram_block import ngram_block_reference, ngram_mask_
+from fastgen.ops.tables import Table, extend_rows_, extend_rows_reference, finish_rows_, finish_rows_reference
+from tests.beam_choices import assert_alike, choice
+from tests.parity import assert_same
+
+SIZES = (1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200, 257)
+VARIANTS = (("avx2", "avx2"), ("avx512", "avx512_f"))
+
+
+def variants() -> list[str]:
+    """The sets of instructions that this processor has a library for."""
+    has = torch.cpu.get_capabilities()
+    return [name for name, flag in VARIANTS if has.get(flag)]
+
+
+def why_not() -> str | None:
+    """Say why there is no library with sanitizers here; None where there can be."""
+    if sys.platform != "linux" or not variants():
+        return "the operations in C are for Linux on x86-64 with AVX2"
+    if shutil.which("gcc") is None:
+        return "gcc is not installed"
+    missing = [name for name in ("libasan.so", "libubsan.so") if not Path(_library(name)).is_absolute()]
+    return f"gcc has no {' and no '.join(missing)}" if missing else None
+
+
+def _library(name: str) -> str:
+    done = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def environment() -> dict[str, str]:
+    """The variables of a process that loads libraries with sanitizers.
+
+    libstdc++ is preloaded too: AddressSanitizer looks for its `__cxa_throw` when the process starts.
+    """
+    preloaded = " ".join(_library(name) for name in ("libasan.so", "libstdc++.so"))
+    return os.environ | {
+        "LD_PRELOAD": preloaded,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "FASTGEN_OPS": "native",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+class Draw:
+    """What a round draws."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def size(self, most: int = SIZES[-1]) -> int:
+        return self.random.choice([size for size in SIZES if size <= most])
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def integers(self, *shape: int, below: int) -> Tensor:
+        return torch.randint(below, shape, generator=self.generator)
+
+    def strided(self, *shape: int) -> Tensor:
+        """A tensor with gaps between its rows, whose last row ends where its memory does."""
+        if len(shape) < 2 or self.random.random() < 0.5:
+            return self.normal(*shape)
+        gap = self.random.randint(1, 5)
+        wide = self.normal(*shape[:-1], shape[-1] + gap)
+        return wide.flatten()[gap:].as_strided(shape, wide.stride())
+
+
+def _close(found: Tensor, wanted: Tensor, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+def _attention(draw: Draw) -> None:
+    choose = draw.random.choice
+    dims, groups, heads = choose(native.HEAD_DIMS), choose((1, 2, 4)), choose((1, 2, 3))
+    m = choose([size for size in SIZES if size * groups <= native.ROWS])
+    b, n = draw.size(9), draw.size()
+    query = draw.normal(b, m, heads * groups, dims)
+    keys, values = (draw.strided(b, n, heads, dims).transpose(1, 2) for _ in range(2))
+    mask = None
+    if (kind := choose(("none", "sentence", "beam", "head"))) != "none":
+        shape = {"sentence": (b, 1, 1, n), "beam": (b, 1, m, n), "head": (1, heads * groups, m, n)}[kind]
+        mask = draw.strided(*shape)
+        mask.masked_fill_(draw.normal(*shape) > 0, -torch.inf)
+        mask[..., 0] = 0.5
+    given = query, keys, values, mask, 0.3
+    _close(beam_attention(*given), beam_attention_reference(*given))
+
+
+def _log_softmax(draw: Draw) -> None:
+    logits = draw.strided(draw.size(20), draw.size() * draw.random.choice((1, 9)))
+    _close(log_softmax(logits), log_softmax_reference(logits))
+
+
+def _kbest(draw: Draw) -> None:
+    b, m, v = draw.size(5), draw.size(17), draw.size()
+    k = draw.random.randint(1, max(1, min(64, v - 1)))
+    logits, scores = draw.strided(b, m, v) * 3, draw.normal(b, m)
+    edits = SparseEdits()
+    if draw.random.random() < 0.5:
+        banned = token_mask.packed(draw.normal(b * m, v) > 0.5)
+        edits = SparseEdits(banned=banned)
+    found, wanted = kbest(logits, scores, k, edits), kbest_reference(logits, scores, k, edits)
+    _close(found.values, wanted.values)
+    finite = wanted.values > -torch.inf
+    if bool((wanted.values[:, 1:] < wanted.values[:, :-1] - 1e-4).all()):
+        assert torch.equal(found.indices[finite], wanted.indices[finite])
+
+
+def _product(draw: Draw) -> None:
+    by = native.library()
+    assert by is not None
+    rows, outputs, inputs = draw.size(), draw.size(), draw.size() * draw.random.choice((1, 5))
+    x, weight, bias = draw.strided(rows, inputs), draw.normal(outputs, inputs), draw.normal(outputs)
+    residual, out = draw.normal(rows, outputs), torch.full((rows, outputs), torch.nan)
+    found = native.product(by, x, native.packed(by, weight), bias, "relu", residual, out)
+    _close(found, torch.relu(x.double() @ weight.double().T + bias).float() + residual, 1e-3)
+
+
+def _choice(draw: Draw) -> None:
+    beams, penalty = draw.random.choice((1, 2, 3, 5, 16)), draw.random.choice((1.0, 0.0, -1.5, 2.0))
+    early = draw.random.choice((True, False, "never"))
+    search, candidates, length = choice(draw.random.randrange(10**6), beams, penalty, early)
+    assert_alike(search._chosen(candidates, length), search.by_rules(candidates, length))
+
+
+def _tables(draw: Draw) -> None:
+    b, m, steps, prefix = draw.size(5), draw.size(33), draw.random.randrange(9), draw.random.randrange(4)
+    columns = prefix + steps + 1
+    kinds = torch.int64, torch.int32, torch.float32, torch.uint8
+    rows = [draw.integers(b, m, columns, below=99).to(kind) for kind in kinds]
+    running = [Table(each, draw.integers(b, m, 1, below=99).to(each.dtype), prefix) for each in rows]
+    parents, k = draw.integers(b, m, below=m), draw.size(65)
+    wanted = [extend_rows_reference(table, parents, steps) for table in running]
+    extend_rows_(running, parents, steps)
+    assert all(torch.equal(table.rows, each) for table, each in zip(running, wanted, strict=True))
+    ending = [table._replace(newest=draw.integers(b, k, 1, below=99).to(table.rows.dtype)) for table in running]
+    finished = [torch.zeros_like(each) for each in rows]
+    order, beams = draw.integers(b, m, below=m + k), draw.integers(b, k, below=m)
+    wanted = [finish_rows_reference(f, t, order, beams, steps) for f, t in zip(finished, ending, strict=True)]
+    finish_rows_(finished, ending, order, beams, steps)
+    assert all(map(torch.equal, finished, wanted))
+
+
+def _sentences(draw: Draw) -> None:
+    b = 2 * draw.size(9)
+    dtype = draw.random.choice((torch.float32, torch.int64, torch.bfloat16))
+    buffer = draw.normal(b, draw.size(5), draw.size(33), draw.size(65)).to(dtype)
+    order = torch.randperm(b, generator=draw.generator)
+    to, origin = order[: b // 2], order[b // 2 :]
+    wanted = buffer.clone()
+    wanted[to] = wanted[origin]
+    move_sentences_(buffer, to, origin)
+    assert torch.equal(buffer, wanted)
+
+
+def _sets(draw: Draw) -> None:
+    rows, v = draw.size(9), draw.size()
+    mask = token_mask.packed(draw.normal(rows, v) > 1)
+    tokens = draw.integers(draw.random.choice((1, rows)), draw.size(33), below=v + 40) - 20
+    wanted = token_mask.add_tokens_reference(mask, tokens, v)
+    assert torch.equal(token_mask.add_tokens_(mask, tokens, v), wanted)
+    texts, n = draw.size(3), draw.random.randint(1, 5)
+    ids = draw.integers(texts * draw.size(5), draw.size(33), below=4)
+    source = draw.integers(texts, draw.size(33), below=4) if draw.random.random() < 0.5 else None
+    banned = ngram_block_reference(torch.zeros(len(ids), v), ids, n, source).isinf()
+    found = ngram_mask_(token_mask.empty_mask(len(ids), v, ids.device), ids, n, v, source)
+    assert torch.equal(token_mask.unpacked(found, v), banned)
+
+
+def _embedding(draw: Draw) -> None:
+    v, c = draw.size(), draw.size()
+    ids, tokens = draw.integers(draw.size(), below=v), draw.strided(v, c)
+    row, other = draw.normal(c), draw.normal(c)
+    for given in ((), (row,), (row, (int(ids[0]), other))):
+        _close(embedding(ids, tokens, 1.5, *given), embedding_reference(ids, tokens, 1.5, *given))
+
+
+OPERATIONS: tuple[Callable[[Draw], None], ...] = (
+    _attention, _log_softmax, _kbest, _product, _choice, _tables, _sentences, _sets, _embedding,
+)  # fmt: skip
+
+
+IN_C = (
+    "beam_attention", "cache", "choice", "decoder_step", "embedding", "encoder", "kbest", "linear", "log_softmax",
+    "ngram_block", "search", "tables", "token_mask",
+)  # fmt: skip
+"""What has to run in C at least once, as the calls are counted."""
+
+
+def _model(draw: Draw, dims: int, heads: int, vocabulary: int) -> Any:
+    """A model of one layer, whose weights are large enough for no near ties."""
+    width, wide = dims * heads, draw.random.choice((24, 65, 130))
+    tokens: dict[str, Any] = {"vocab_size": vocabulary, "pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(draw.random.randrange(10**6))
+    match draw.random.choice(("gpt2", "llama", "t5", "bart")):
+        case "gpt2":
+            sizes = {"n_embd": width, "n_layer": 1, "n_head": heads, "n_inner": wide, "initializer_range": 0.4}
+            return tf.GPT2LMHeadModel(tf.GPT2Config(**tokens, **sizes))
+        case "llama":
+            return tf.LlamaForCausalLM(
+                tf.LlamaConfig(
+                    **tokens, hidden_size=width, intermediate_size=wide, num_hidden_layers=1, head_dim=dims,
+                    num_attention_heads=heads, num_key_value_heads=1, initializer_range=0.4,
+                )
+            )  # fmt: skip
+        case "t5":
+            return tf.T5ForConditionalGeneration(
+                tf.T5Config(
+                    **tokens, d_model=width, d_kv=dims, d_ff=wide, num_layers=1, num_heads=heads,
+                    initializer_factor=3.0, decoder_start_token_id=3,
+                )
+            )  # fmt: skip
+        case _:
+            return tf.BartForConditionalGeneration(
+                tf.BartConfig(
+                    **tokens, d_model=width, encoder_layers=1, decoder_layers=1, encoder_attention_heads=heads,
+                    decoder_attention_heads=heads, encoder_ffn_dim=wide, decoder_ffn_dim=wide, init_std=0.5,
+                    decoder_start_token_id=3, forced_eos_token_id=None, max_position_embeddings=64,
+                )
+            )  # fmt: skip
+
+
+def search(draw: Draw) -> None:
+    """Whole searches of a tiny model: steps one by one and in a row, sentences that leave, masks of padding."""
+    choose = draw.random.choice
+    dims, heads, vocabulary = choose(native.HEAD_DIMS), choose((1, 2)), choose((67, 97, 211, 1031))
+    model = _model(draw, dims, heads, vocabulary).eval()
+    sentences, length = choose((1, 2, 3, 7)), choose((1, 2, 5, 17))
+    ids = draw.integers(sentences, length, below=vocabulary - 4) + 4
+    mask = torch.ones_like(ids)
+    if length > 2 and sentences > 1:
+        left = not model.config.is_encoder_decoder
+        padding = slice(0, length // 2) if left else slice(length - length // 2, length)
+        mask[1, padding], ids[1, padding] = 0, 3
+    kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": choose((5, 20, 37))}
+    method: dict[str, Any] = choose(
+        (
+            {},
+            {"num_beams": choose((2, 5, 16)), "no_repeat_ngram_size": choose((0, 2, 3)), "early_stopping": True},
+            {"num_beams": choose((3, 4)), "eos_token_id": [2, 5, 7, 9, 11], "suppress_tokens": [4, 8]},
+            {"num_beams": 128 // heads, "max_new_tokens": 4},
+        )
+    )
+    if 3 * method.get("num_beams", 1) >= vocabulary:
+        method = {}
+    for _ in range(2):
+        assert_same(model, kwargs | method, tolerance=1e-2)
+
+
+def fuzz(variant: str, rounds: int, seed: int) -> None:
+    """Run so many rounds of each operation, and a tenth as many searches, by the library of a set of instructions."""
+    by = native.load(variant)
+    native.found = lambda: native.Found(variant, by)
+    native.FEW_SCORES = native.FEW_HEADS = 0
+    weights.OFTEN = 1
+    own = native.threads_for
+    for number in range(rounds):
+        draw = Draw(seed * 10**6 + number)
+        threads = draw.random.choice((1, 1, 3))
+        native.threads_for = lambda work, threads=threads: threads
+        todo = [*OPERATIONS, *([search] if number % 10 == 0 else [])]
+        for operation in todo:
+            try:
+                operation(draw)
+            except Exception as error:
+                error.add_note(f"{variant}, seed {seed}, round {number}: {operation.__name__}")
+                raise
+        weights.release()
+    native.threads_for = own
+    if left_out := sorted(name for name in IN_C if not calls[name, "native"]):
+        raise AssertionError(f"{variant}: {', '.join(left_out)} did not run in C in {rounds} rounds")
+    print(f"{variant}: {rounds} rounds")
+
+
+def wrong(variant: str, kind: str) -> None:
+    """Call C wrongly: with a row more than there is, or at an address where no number of fp32 may lie."""
+    by = native.load(variant)
+    logits = torch.zeros(3, 65)
+    out = torch.zeros(3, 65)
+    at, rows = (out.data_ptr(), 4) if kind == "rows" else (out.data_ptr() + 1, 2)
+    by.log_softmax(by.run, 1, at, logits.data_ptr(), rows, 65, 65)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the operations in C with sanitizers on odd shapes.")
+    parser.add_argument("folder", type=Path, help="of the libraries, as `build.py --sanitize` has made them")
+    parser.add_argument("-n", "--rounds", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--wrong", choices=("rows", "address"))
+    parser.add_argument("--pytest", nargs=argparse.REMAINDER, metavar="ARGUMENT")
+    arguments = parser.parse_args()
+    native.LIBRARIES = arguments.folder
+    config.reload()
+    if arguments.pytest:
+        return int(pytest.main(["-n", "0", "-q", "-p", "no:cacheprovider", *_of(arguments.pytest)]))
+    if arguments.wrong:
+        wrong(variants()[-1], arguments.wrong)
+        return 0
+    torch.set_num_threads(1)
+    for variant in variants():
+        fuzz(variant, arguments.rounds, arguments.seed)
+    return 0
+
+
+def _of(arguments: Sequence[str]) -> list[str]:
+    return [argument for argument in arguments if argument != "--"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
