@@ -24,7 +24,7 @@ from fastgen.models import packed
 from fastgen.models.step import DecoderStep
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.shared import SharedStepper
-from tests import zoo
+from tests import interrupts, zoo
 from tests.parity import left_off, same
 
 SPLIT = "a batch at once: there was not enough memory"
@@ -131,7 +131,7 @@ def test_one_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
 @pytest.mark.parametrize("beams", [1, 3])
 def test_the_call_behind_a_failed_one_runs_on_torch(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes no memory for copies of weights, and says so, until `release`."""
-    model = zoo.build("bart", torch.float32)
+    model = interrupts.build("bart")
     kwargs = zoo.batch(model, 2, 9) | {"num_beams": beams, "max_new_tokens": 6}
     with fastgen.disabled():
         stock = model.generate(**kwargs)
