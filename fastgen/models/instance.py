@@ -3,14 +3,18 @@
 A forward is an attribute of the instance: no class is touched, and a model at rest is exactly what it was.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 
 class Routed:
-    """A forward that stands in for a module's own."""
+    """A forward that stands in for a module's own.
+
+    Where a user's compiled function gets to a module by another way than those that `compiled_among` looks for, Dynamo
+    traces this forward: it then has to be the module's own.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module  # as nn.Module knows no weight
@@ -40,6 +44,35 @@ def runs_its_class(module: nn.Module) -> bool:
     """Whether a module has no forward but its class's own."""
     own = module.__dict__.get("forward")
     return own is None or getattr(own, "__func__", None) is type(module).forward
+
+
+def compiled_among(modules: Iterable[nn.Module]) -> nn.Module | None:
+    """Return a module that `torch.compile` has been applied to in whatever way; None where there is none.
+
+    Its graph would hold what is put on its parts for the time of a call.
+    """
+    kinds: set[type[nn.Module]] = set()
+    for module in modules:
+        own = module.__dict__
+        if own.get("_compiled_call_impl") is not None or _is_compiled(own.get("forward")):
+            return module
+        if (kind := type(module)) not in kinds:
+            if kind.__name__ == "OptimizedModule" or _is_compiled(kind.forward):
+                return module
+            kinds.add(kind)
+    return None
+
+
+def reason_compiled(model: nn.Module) -> str | None:
+    """Why a model keeps to its own code, as `torch.compile` has been applied to it or to a part; None otherwise."""
+    found = compiled_among(modules_of(model))
+    if found is None:
+        return None
+    return "the model is compiled" if found is model else f"a {type(found).__name__} is compiled"
+
+
+def _is_compiled(forward: object) -> bool:
+    return forward is not None and hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def install(forwards: Mapping[nn.Module, Callable[..., Any]]) -> dict[nn.Module, Any]:

@@ -11,7 +11,7 @@ from torch import nn
 from fastgen import config
 from fastgen.models import activation, bias, linear, norm, packed
 from fastgen.models.families import Family
-from fastgen.models.instance import install, modules_of, restore
+from fastgen.models.instance import compiled_among, install, modules_of, restore
 from fastgen.models.memory import memory_of
 from fastgen.ops import linear as ops
 
@@ -57,9 +57,20 @@ def routed(model: nn.Module, family: Family | None = None, rows: int | None = No
                 restore(route.before)
 
 
+def withdraw(model: nn.Module) -> None:
+    """Take a model's routes away for the rest of all its calls that run, as one of them compiles the model."""
+    with _lock:
+        route = _routes.get(id(model))
+        if route is not None:
+            restore(route.before)
+            route.before, route.layers = {}, []
+
+
 def _forwards(model: nn.Module, family: Family | None, rows: int | None) -> dict[nn.Module, Callable[..., Any]]:
     modules = modules_of(model)
     forwards: dict[nn.Module, Callable[..., Any]] = {}
+    if compiled_among(modules) is not None:
+        return forwards
     if norm.applies(model):
         forwards.update({forward.module: forward for forward in norm.norms(modules)})
     if linear.reason_off(model) is not None:

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import graph, replay
 from fastgen.models.families import Family, family_of
-from fastgen.models.instance import Routed, modules_of, runs_its_class
+from fastgen.models.instance import Routed, modules_of, reason_compiled, runs_its_class
 from fastgen.models.layouts import layout_of
 from fastgen.models.parts import NotFused, foreign_hook, is_toolkits, name_of
 from fastgen.models.proof import by_modules
@@ -210,8 +210,8 @@ def check_model(model: Any) -> None:
         raise Unsupported(f"model type {model.config.model_type!r} is not proven yet")
     if compat.reorders_its_cache(model):
         raise Unsupported(f"{type(model).__name__} reorders its cache itself")
-    if getattr(model, "_compiled_call_impl", None) is not None:
-        raise Unsupported("the model is compiled")
+    if (reason := reason_compiled(model)) is not None:
+        raise Unsupported(reason)
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise Unsupported("the model lies on several devices")
 
