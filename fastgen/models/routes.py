@@ -11,7 +11,7 @@ from torch import nn
 from fastgen import config
 from fastgen.models import activation, bias, linear, norm, packed
 from fastgen.models.families import Family
-from fastgen.models.instance import compiled_among, install, modules_of, restore
+from fastgen.models.instance import install, modules_of, reason_compiled, restore
 from fastgen.models.memory import memory_of
 from fastgen.ops import linear as ops
 
@@ -20,11 +20,15 @@ _lock = threading.RLock()
 
 @dataclass
 class _Route:
-    """What a model carries now: the forward that each module had, which of them are linear layers, and its users."""
+    """What a model carries now: the forward that each module had, which of them are linear layers, and its users.
+
+    compiled: why it carries nothing.
+    """
 
     before: dict[nn.Module, Any] = field(default_factory=dict)
     layers: list[nn.Module] = field(default_factory=list)
     users: int = 0
+    compiled: str | None = None
 
 
 _routes: dict[int, _Route] = {}
@@ -43,7 +47,9 @@ def routed(model: nn.Module, family: Family | None = None, rows: int | None = No
     with _lock:
         route = _routes.setdefault(id(model), _Route())
         if route.users == 0:
-            forwards = _forwards(model, family, rows)
+            modules = modules_of(model)
+            route.compiled = reason_compiled(model, modules)
+            forwards = {} if route.compiled is not None else _forwards(model, modules, family, rows)
             route.layers = [module for module, forward in forwards.items() if isinstance(forward, linear.Linear)]
             route.before = install(forwards)
         route.users += 1
@@ -66,11 +72,16 @@ def withdraw(model: nn.Module) -> None:
             route.before, route.layers = {}, []
 
 
-def _forwards(model: nn.Module, family: Family | None, rows: int | None) -> dict[nn.Module, Callable[..., Any]]:
-    modules = modules_of(model)
+def why_compiled(model: nn.Module) -> str | None:
+    """What `models.instance.reason_compiled` says, without another look at a model that has been routed."""
+    route = _routes.get(id(model))
+    return reason_compiled(model) if route is None else route.compiled
+
+
+def _forwards(
+    model: nn.Module, modules: list[nn.Module], family: Family | None, rows: int | None
+) -> dict[nn.Module, Callable[..., Any]]:
     forwards: dict[nn.Module, Callable[..., Any]] = {}
-    if compiled_among(modules) is not None:
-        return forwards
     if norm.applies(model):
         forwards.update({forward.module: forward for forward in norm.norms(modules)})
     if linear.reason_off(model) is not None:

@@ -46,7 +46,7 @@ def with_globals_of(original: Callable[..., Any], wrapper: FunctionType) -> Func
 
     The names in the original's source are then found through either of the two.
     """
-    names = getattr(original, "__globals__", None)
-    if not isinstance(names, dict):
+    names: dict[str, Any] | None = getattr(original, "__globals__", None)
+    if names is None:  # a callable of another kind
         return wrapper
     return FunctionType(wrapper.__code__, names, wrapper.__name__, wrapper.__defaults__, wrapper.__closure__)

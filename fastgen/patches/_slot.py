@@ -116,15 +116,17 @@ class Layer:
                 return original(*args, **kwargs)
             return replacement(original, *args, **kwargs)
 
-        # It names no global, as it gets the original's, and has nothing but functions in its closure, which Dynamo reads.
+        # It names no global, as it gets the original's. Dynamo reads its closure, which may hold functions alone.
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if is_traced():
                 return original(*args, **kwargs)
             return replaced(*args, **kwargs)
 
-        wrapper = functools.update_wrapper(with_globals_of(original, cast(FunctionType, wrapper)), original)
-        self._wrapper = wrapper
-        self._installed: object = kind(wrapper) if issubclass(kind, (classmethod, staticmethod)) else wrapper
+        own: Any = with_globals_of(original, cast(FunctionType, wrapper))
+        self._wrapper: Any = functools.update_wrapper(own, original)
+        self._installed: object = (
+            kind(self._wrapper) if issubclass(kind, (classmethod, staticmethod)) else self._wrapper
+        )
 
     def install(self) -> None:
         """Put the wrapper into the slot and make it active."""

@@ -11,10 +11,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import graph, replay
 from fastgen.models.families import Family, family_of
-from fastgen.models.instance import Routed, modules_of, reason_compiled, runs_its_class
+from fastgen.models.instance import Routed, modules_of, runs_its_class
 from fastgen.models.layouts import layout_of
 from fastgen.models.parts import NotFused, foreign_hook, is_toolkits, name_of
 from fastgen.models.proof import by_modules
+from fastgen.models.routes import why_compiled
 from fastgen.models.step import DecoderStep
 from fastgen.models.whole import why_not_in_c
 from fastgen.patches import _engine
@@ -210,7 +211,7 @@ def check_model(model: Any) -> None:
         raise Unsupported(f"model type {model.config.model_type!r} is not proven yet")
     if compat.reorders_its_cache(model):
         raise Unsupported(f"{type(model).__name__} reorders its cache itself")
-    if (reason := reason_compiled(model)) is not None:
+    if (reason := why_compiled(model)) is not None:
         raise Unsupported(reason)
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise Unsupported("the model lies on several devices")
