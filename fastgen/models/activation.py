@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastgen.models.instance import Routed, untouched
@@ -26,7 +27,7 @@ class Activation(Routed):
         self.kind = kind
 
     def __call__(self, x: Tensor) -> Tensor:
-        if getattr(x, _MARK, False):
+        if not torch.compiler.is_compiling() and getattr(x, _MARK, False):
             return activation_(x, self.kind)
         return type(self.module).forward(self.module, x)
 

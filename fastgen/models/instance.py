@@ -5,6 +5,7 @@ A forward is an attribute of the instance: no class is touched, and a model at r
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,11 @@ TOOLKITS = ("torch", "transformers", "fairseq", "fastgen")
 
 
 class Routed:
-    """A forward that stands in for a module's own."""
+    """A forward that stands in for a module's own.
+
+    Where a user's compiled function gets to a module by another way than those that `compiled_among` looks for, Dynamo
+    traces this forward: it then has to be the module's own.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module  # as nn.Module knows no weight
@@ -59,6 +64,55 @@ def runs_its_class(module: nn.Module) -> bool:
     """Whether a module has no forward but its class's own."""
     own = module.__dict__.get("forward")
     return own is None or getattr(own, "__func__", None) is type(module).forward
+
+
+def compiled_among(modules: Iterable[nn.Module]) -> nn.Module | None:
+    """Return a module that `torch.compile` has been applied to in whatever way; None where there is none.
+
+    Its graph would hold what is put on its parts for the time of a call, or be made anew for the next call.
+    """
+    kinds: set[type[nn.Module]] = set()
+    for module in modules:
+        own, kind = module.__dict__, type(module)
+        if own.get("_compiled_call_impl") is not None or ("forward" in own and _runs_compiled(own["forward"])):
+            return module
+        before, behind = own["_forward_pre_hooks"], own["_forward_hooks"]
+        if (before or behind) and any(map(_runs_compiled, (*before.values(), *behind.values()))):
+            return module
+        if kind not in kinds:
+            if kind.__name__ == "OptimizedModule" or _runs_compiled(kind.forward):
+                return module
+            kinds.add(kind)
+    return None
+
+
+def reason_compiled(model: nn.Module, modules: Iterable[nn.Module] | None = None) -> str | None:
+    """Why a model keeps to its own code, as `torch.compile` has been applied to it or to a part; None otherwise.
+
+    modules: those of the model, where they are known.
+    """
+    found = compiled_among(modules_of(model) if modules is None else modules)
+    if found is None:
+        return None
+    return "the model is compiled" if found is model else f"a {type(found).__name__} is compiled"
+
+
+def _runs_compiled(function: Any) -> bool:
+    """Whether a function is a compiled one, or a user's own that names one: in its closure, or in its globals."""
+    if _is_compiled(function):
+        return True
+    code = getattr(function, "__code__", None)
+    if code is None or function.__globals__.get("__name__", "").startswith(("torch.", "transformers.", "fairseq.")):
+        return False
+    held = (cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY)
+    return any(map(_is_compiled, held)) or any(_is_compiled(function.__globals__.get(name)) for name in code.co_names)
+
+
+def _is_compiled(function: object) -> bool:
+    return isinstance(function, (FunctionType, MethodType)) and hasattr(function, "_torchdynamo_orig_callable")
+
+
+_EMPTY = CellType()
 
 
 def own_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, Any]:

@@ -79,6 +79,8 @@ class RMSNorm(Routed):
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         weight = self.module.weight
+        if torch.compiler.is_compiling():
+            return type(self.module).forward(self.module, hidden_states)
         if hidden_states.dtype != weight.dtype or hidden_states.dtype == torch.float64 or torch.is_grad_enabled():
             return type(self.module).forward(self.module, hidden_states)
         return norm(hidden_states, weight, eps=self.eps, rms=True, offset=self.offset)[0]

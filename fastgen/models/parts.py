@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from fastgen.models.instance import TOOLKITS, Routed, is_toolkits, modules_of, runs_its_class
+from fastgen.models.instance import TOOLKITS, Routed, compiled_among, is_toolkits, modules_of, runs_its_class
 
 
 class NotFused(Exception):
@@ -96,7 +96,7 @@ def check_plain(modules: Iterable[nn.Module], uncalled: Container[nn.Module] = (
             raise NotFused(f"a hook on a {kind}")
         if module.training:
             raise NotFused(f"a {kind} is in training mode")
-        if module not in uncalled and module._compiled_call_impl is not None:
+        if module not in uncalled and compiled_among((module,)) is not None:
             raise NotFused(f"a {kind} is compiled")
         if not (runs_its_class(module) or isinstance(module.__dict__["forward"], Routed)):
             raise NotFused(f"a forward of its own of a {kind}")

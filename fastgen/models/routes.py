@@ -12,7 +12,7 @@ from torch import nn
 from fastgen import config
 from fastgen.models import activation, bias, linear, norm, packed
 from fastgen.models.families import Family
-from fastgen.models.instance import install, modules_of, own_forwards, restore
+from fastgen.models.instance import install, modules_of, own_forwards, reason_compiled, restore
 from fastgen.models.memory import memory_of
 from fastgen.models.replaced import replaced
 from fastgen.ops import linear as ops
@@ -22,11 +22,15 @@ _lock = threading.RLock()
 
 @dataclass
 class _Route:
-    """What a model carries now: the forward that each module had, which of them are linear layers, and its users."""
+    """What a model carries now: the forward that each module had, which of them are linear layers, and its users.
+
+    compiled: why it carries nothing.
+    """
 
     before: dict[nn.Module, Any] = field(default_factory=dict)
     layers: list[nn.Module] = field(default_factory=list)
     users: "WeakSet[routed]" = field(default_factory=WeakSet)
+    compiled: str | None = None
 
 
 _routes: dict[int, _Route] = {}
@@ -63,7 +67,10 @@ class routed:
             route.users.add(self)
             if is_first:
                 restore(route.before)  # what an interrupt has left
-                forwards = _forwards(self._model, self._family, self._rows)
+                modules = modules_of(self._model)
+                route.compiled = reason_compiled(self._model, modules)
+                off = route.compiled or replaced()
+                forwards = {} if off is not None else _forwards(self._model, modules, self._family, self._rows)
                 route.layers = [module for module, forward in forwards.items() if isinstance(forward, linear.Linear)]
                 route.before = own_forwards(forwards)  # known before the first of them is replaced
                 install(forwards)
@@ -90,11 +97,25 @@ def all_routed(models: Iterable[nn.Module]) -> ExitStack:
     return stack
 
 
-def _forwards(model: nn.Module, family: Family | None, rows: int | None) -> dict[nn.Module, Callable[..., Any]]:
+def withdraw(model: nn.Module) -> None:
+    """Take a model's routes away for the rest of all its calls that run, as one of them compiles the model."""
+    with _lock:
+        route = _routes.get(id(model))
+        if route is not None:
+            restore(route.before)
+            route.before, route.layers = {}, []
+
+
+def why_compiled(model: nn.Module) -> str | None:
+    """What `models.instance.reason_compiled` says, without another look at a model that has been routed."""
+    route = _routes.get(id(model))
+    return reason_compiled(model) if route is None else route.compiled
+
+
+def _forwards(
+    model: nn.Module, modules: list[nn.Module], family: Family | None, rows: int | None
+) -> dict[nn.Module, Callable[..., Any]]:
     forwards: dict[nn.Module, Callable[..., Any]] = {}
-    if replaced() is not None:
-        return forwards
-    modules = modules_of(model)
     if norm.applies(model):
         forwards.update({forward.module: forward for forward in norm.norms(modules)})
     if linear.reason_off(model) is not None:

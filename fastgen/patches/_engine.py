@@ -24,6 +24,7 @@ from fastgen.config import settings
 from fastgen.context import assigned, isolated
 from fastgen.patches import _counts, _notices
 from fastgen.patches._canary import Canary, asking, resolve
+from fastgen.patches._compilers import is_traced_by_torchscript
 from fastgen.patches._counts import (
     compared,
     count_too,
@@ -401,7 +402,7 @@ def _fail(entry: Entry, error: Exception) -> PatchError:
 
 def _call(entry: Entry, original: Function, /, *args: Any, **kwargs: Any) -> Any:
     """Run what a patched target runs: the replacement, or the original where that is switched off or declined."""
-    if _under_compilation() or _is_off(entry.patch) or (entry.patch.inner and current_plan.get() is None):
+    if _is_off(entry.patch) or (entry.patch.inner and current_plan.get() is None):
         return original(*args, **kwargs)
     if entry.state != "applied":
         _notices.warn_of_patch(entry, _versions)
@@ -420,14 +421,8 @@ def _call(entry: Entry, original: Function, /, *args: Any, **kwargs: Any) -> Any
 
 
 def _is_off(patch: Patch) -> bool:
-    """Whether the original runs in this context; what mends is off where everything is."""
-    return not _enabled if patch.mends else is_disabled()
-
-
-def _under_compilation() -> bool:
-    """Whether torch.compile is tracing: it cannot follow context variables, and what it compiles is the user's own."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_compiling()
+    """Whether the original runs in this context; what mends is off where everything is, and can be traced."""
+    return not _enabled if patch.mends else is_disabled() or is_traced_by_torchscript()
 
 
 def _approved_replacement(entry: Entry) -> Function | None:

@@ -5,8 +5,10 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, cast
+
+from fastgen.patches._compilers import is_traced_by_dynamo, skip_frames, with_globals_of
 
 Function = Callable[..., Any]
 
@@ -107,17 +109,28 @@ class Layer:
         original = function_in(self._before)
         kind: Any = type(self._before)
 
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        is_traced = is_traced_by_dynamo
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return original(*args, **kwargs)
             return replacement(original, *args, **kwargs)
 
-        self._wrapper = wrapper
-        self._installed: object = kind(wrapper) if issubclass(kind, (classmethod, staticmethod)) else wrapper
+        # It names no global, as it gets the original's. Dynamo reads its closure, which may hold functions alone.
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if is_traced():
+                return original(*args, **kwargs)
+            return replaced(*args, **kwargs)
+
+        own: Any = with_globals_of(original, cast(FunctionType, wrapper))
+        self._wrapper: Any = functools.update_wrapper(own, original)
+        self._installed: object = (
+            kind(self._wrapper) if issubclass(kind, (classmethod, staticmethod)) else self._wrapper
+        )
 
     def install(self) -> None:
         """Put the wrapper into the slot and make it active."""
+        skip_frames(self._wrapper)
         self.slot.write(self._installed)
         self.active = True
 

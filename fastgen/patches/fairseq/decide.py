@@ -10,6 +10,7 @@ from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 from torch import Tensor
 
 from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.models.instance import reason_compiled
 from fastgen.models.replaced import replaced
 from fastgen.patches import _engine
 from fastgen.patches.fairseq.stepper import attention_of
@@ -72,6 +73,8 @@ def check_model(model: Any) -> None:
     check(decoder, TransformerDecoderBase)
     if decoder.cross_self_attention:
         raise Unsupported("cross_self_attention=True")
+    if (reason := reason_compiled(model)) is not None:
+        raise Unsupported(reason)
     for layer in decoder.layers:
         check(layer, TransformerDecoderLayerBase)
     for module in attention_of(decoder):

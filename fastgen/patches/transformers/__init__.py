@@ -97,6 +97,15 @@ PATCHES = (
         inner=True,
     ),
     Patch(
+        name="transformers.compiled_call",
+        toolkit=TOOLKIT,
+        target="transformers.modeling_utils:PreTrainedModel.get_compiled_call",
+        replacement="fastgen.patches.transformers.generate:compiled_call",
+        parameters=("self", "compile_config"),
+        help="inside generate: a model whose forward transformers compiles gets its own linear layers and norms back",
+        inner=True,
+    ),
+    Patch(
         name="transformers.attention",
         toolkit=TOOLKIT,
         target="transformers.modeling_utils:AttentionInterface.get_interface",

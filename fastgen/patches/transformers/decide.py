@@ -17,6 +17,7 @@ from fastgen.models.layouts import layout_of
 from fastgen.models.parts import NotFused, foreign_hook, is_toolkits, name_of
 from fastgen.models.proof import by_modules
 from fastgen.models.replaced import replaced
+from fastgen.models.routes import why_compiled
 from fastgen.models.step import DecoderStep
 from fastgen.models.whole import why_not_in_c
 from fastgen.patches import _engine
@@ -231,8 +232,8 @@ def check_model(model: Any) -> None:
         raise Unsupported(f"model type {model.config.model_type!r} is not proven yet")
     if compat.reorders_its_cache(model):
         raise Unsupported(f"{type(model).__name__} reorders its cache itself")
-    if getattr(model, "_compiled_call_impl", None) is not None:
-        raise Unsupported("the model is compiled")
+    if (reason := why_compiled(model)) is not None:
+        raise Unsupported(reason)
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise Unsupported("the model lies on several devices")
 

@@ -27,7 +27,7 @@ from fastgen.decoding.text import Edit, capturable
 from fastgen.models import graph, memory, packed, seats
 from fastgen.models.families import family_of
 from fastgen.models.parts import NotFused
-from fastgen.models.routes import routed
+from fastgen.models.routes import routed, withdraw
 from fastgen.patches import _engine
 from fastgen.patches.transformers import (
     awaited,
@@ -118,6 +118,13 @@ def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> A
             return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
     finally:
         routes.restore()  # where an interrupt came before the end of the block could
+
+
+def compiled_call(original: _Original, self: Any, compile_config: Any) -> Any:
+    """`PreTrainedModel.get_compiled_call`: what Dynamo is about to trace is the model as it is outside of a call."""
+    withdraw(self)
+    _engine.hit("transformers.compiled_call")
+    return original(self, compile_config)
 
 
 def _is_too_small(model: Any, rows: int | None, kwargs: Mapping[str, Any]) -> bool:
