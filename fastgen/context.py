@@ -30,17 +30,29 @@ class assigned(Generic[_T]):  # a context manager, named as `contextlib` names i
 
 
 def isolated(function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
-    """Call a function so that none of this package's context variables is left set, wherever it is interrupted.
+    """Call a function so that nothing of it is left behind, wherever it is interrupted.
 
-    It runs in a copy of the context. Other variables keep what the function, or a callback of the user's, assigns.
+    It runs in a copy of the context, so that none of this package's variables is left set. Other variables keep what
+    the function, or a callback of the user's, assigns. Then what was registered by `at_end` is called.
     """
-    context = copy_context()
+    context, callbacks = copy_context(), list[Callable[[], object]]()
     try:
+        context.run(_callbacks.set, callbacks)
         return context.run(function, *args, **kwargs)
     finally:
+        for callback in callbacks:
+            callback()
         for variable, value in context.items():
             if not variable.name.startswith(PREFIX) and variable.get(_UNSET) is not value:
                 variable.set(value)
 
 
 _UNSET: Any = object()
+_callbacks: ContextVar[list[Callable[[], object]] | None] = ContextVar(f"{PREFIX}callbacks", default=None)
+
+
+def at_end(callback: Callable[[], object]) -> None:
+    """Have a callback called when the `isolated` call under way ends; outside of one, nothing happens."""
+    callbacks = _callbacks.get()
+    if callbacks is not None:
+        callbacks.append(callback)

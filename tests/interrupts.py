@@ -113,10 +113,10 @@ def by_thread(call: Callable[[], Any], after: float) -> bool:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(target), ctypes.py_object(Interrupt))
 
     thread = threading.Thread(target=strike)
-    thread.start()
     struck = False
     try:
         try:
+            thread.start()
             call()
         except Interrupt:
             struck = True

@@ -104,7 +104,7 @@ def _less_mean(_: nn.Module, __: Any, output: Tensor) -> Tensor:
 @pytest.mark.parametrize("how", ["hook", "forward", "class"])
 @pytest.mark.parametrize("family", ["llama", "bart"])
 def test_code_that_looks_at_the_whole_batch(family: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, before = zoo.build(family), left_off()
+    model, before, replaced = zoo.build(family), left_off(), fallbacks()
     own = type(model.lm_head).forward
     if how == "hook":
         model.lm_head.register_forward_hook(_less_mean)
@@ -117,7 +117,10 @@ def test_code_that_looks_at_the_whole_batch(family: str, how: str, monkeypatch: 
     for more in (GREEDY, BEAMS):
         given = zoo.batch(model, 6, 7) | more | {"eos_token_id": list(range(2, 14)), "max_new_tokens": 12}
         assert_same(model, given)
-    assert any(new.endswith("may look at the whole batch") for new in left_off() - before)
+    if (family, how) == ("bart", "class"):  # torch's own class, which all models have
+        assert any("LayerNorm.forward was replaced by" in new for new in fallbacks() - replaced)
+    else:
+        assert any(new.endswith("may look at the whole batch") for new in left_off() - before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -10,6 +10,7 @@ from weakref import WeakSet
 from torch import nn
 
 from fastgen import config
+from fastgen.context import at_end
 from fastgen.models import activation, bias, linear, norm, packed
 from fastgen.models.families import Family
 from fastgen.models.instance import install, modules_of, own_forwards, reason_compiled, restore
@@ -39,8 +40,8 @@ _routes: dict[int, _Route] = {}
 class routed:
     """Route modules of a model to `ops` within a `with` block, which gets how many there are.
 
-    Nested and concurrent blocks of one model share the routes, which the last one takes away. An interrupt within
-    `__exit__` may leave them there: call `restore` in a `finally`, or they stay until the model is routed again.
+    Nested and concurrent blocks of one model share the routes, which the last one takes away. What an interrupt within
+    `__exit__` leaves there goes at the end of the call that is `isolated`, or when the model is routed again.
 
     Args:
         family: says what alone reads the output of some layers, and may therefore overwrite it.
@@ -51,6 +52,7 @@ class routed:
         self._model, self._family, self._rows = model, family, rows
 
     def __enter__(self) -> int:
+        at_end(self.restore)
         try:
             return self._install()
         except BaseException:

@@ -105,19 +105,15 @@ def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> A
     if asked is None and _is_too_small(self, rows, kwargs):
         with _engine.running("generate"), restored.calling(self, kwargs):
             return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
-    routes = routed(self, family, rows)
-    try:
-        with (
-            _engine.running("generate"),
-            source.unread_padding(self, kwargs, tokens_alone=asked is not None and not asked.options.beams),
-            restored.calling(self, kwargs),
-            routes as layers,
-        ):
-            if layers:
-                _engine.hit("transformers.generate")
-            return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
-    finally:
-        routes.restore()  # where an interrupt came before the end of the block could
+    with (
+        _engine.running("generate"),
+        source.unread_padding(self, kwargs, tokens_alone=asked is not None and not asked.options.beams),
+        restored.calling(self, kwargs),
+        routed(self, family, rows) as layers,
+    ):
+        if layers:
+            _engine.hit("transformers.generate")
+        return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
 
 
 def compiled_call(original: _Original, self: Any, compile_config: Any) -> Any:
