@@ -18,7 +18,10 @@ def is_traced_by_dynamo() -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return False
-    return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+    if torch.compiler.is_compiling():
+        return True
+    callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)  # private: it may go
+    return callback is not None and callback() is not None
 
 
 def is_traced_by_torchscript() -> bool:
@@ -36,9 +39,12 @@ def skip_frames(wrapper: FunctionType) -> None:
     if torch is None:  # which a later patch will find
         return
     dynamo = torch._C._dynamo.eval_frame
-    skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
-    for function in (wrapper, is_traced_by_dynamo):
-        dynamo.set_code_exec_strategy(function.__code__, skip)
+    try:
+        skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
+        for function in (wrapper, is_traced_by_dynamo):
+            dynamo.set_code_exec_strategy(function.__code__, skip)
+    except (AttributeError, TypeError):  # private names, without which graphs break more often
+        return
 
 
 def with_globals_of(original: Callable[..., Any], wrapper: FunctionType) -> FunctionType:
