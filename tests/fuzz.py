@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar
@@ -32,6 +32,7 @@ from fastgen.patches.transformers import decide
 from fastgen.patches.transformers.compat import CACHE
 from tests import zoo
 from tests.parity import assert_same, fallbacks, hits
+from tests.surroundings import SURROUNDINGS
 
 V = zoo.VOCABULARY
 ROUNDING = 1e-6
@@ -102,7 +103,10 @@ class Listener(Witness, BaseStreamer):
 
 @dataclass
 class Call:
-    """One call of `generate`: a model, its arguments, and the sizes at which fastgen changes its ways."""
+    """One call of `generate`: a model, its arguments, and the sizes at which fastgen changes its ways.
+
+    around: names of `tests.surroundings`, each with the seed of what it chooses.
+    """
 
     family: str
     model: Any
@@ -112,6 +116,7 @@ class Call:
     torch_seed: int
     small: bool = True
     growth: int = 32
+    around: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def encoder_decoder(self) -> bool:
@@ -119,6 +124,7 @@ class Call:
 
     def __str__(self) -> str:
         sizes = f"kbest in groups: {self.small}, cache growth: {self.growth}, torch seed: {self.torch_seed}"
+        sizes += f", around: {self.around}" if self.around else ""
         return f"{self.family} ({sizes})\n  " + "\n  ".join(f"{k}={_short(v)}" for k, v in self.kwargs.items())
 
 
@@ -422,7 +428,14 @@ def draw(r: Random, families: Sequence[str] = tuple(zoo.FAMILIES), dtype: torch.
     for option in OPTIONS.values():
         if r.random() < option.chance * (0.4 if few else 1.0):
             call.kwargs |= option.draw(r, call)
+    call.around = {name: r.randrange(1 << 30) for name in SURROUNDINGS if r.random() < (0.05 if few else 0.02)}
+    if any(_has(call, name) for name in ("sequence_bias", "bad_words_ids")):
+        call.around.pop("default_dtype", None)  # transformers makes their tensors in it, and then cannot use them
     return call
+
+
+def _has(call: Call, name: str) -> bool:
+    return getattr(call.kwargs.get("generation_config"), name, call.kwargs.get(name)) is not None
 
 
 @contextmanager
@@ -444,8 +457,10 @@ def check(call: Call, tolerance: float = 1e-9) -> BaseException | None:
         tolerance = max(tolerance, 1e-3)  # stock's eager attentions compute their softmax in float32
     Witness.made.clear()
     decide.refused.clear()  # each call finds out by itself
-    with small_sizes(call), warnings.catch_warnings():
+    with small_sizes(call), warnings.catch_warnings(), ExitStack() as around:
         warnings.simplefilter("ignore")
+        for name, seed in call.around.items():
+            around.enter_context(SURROUNDINGS[name](call.model, Random(seed)))
         result = assert_same(call.model, call.kwargs, call.torch_seed, tolerance)
     half = len(Witness.made) // 2
     for ours, stock in zip(Witness.made[:half], Witness.made[half:], strict=True):
