@@ -17,6 +17,7 @@ from fastgen.models import layouts, linear, proof
 from fastgen.models.layouts import LAYOUTS
 from fastgen.models.proof import OTHERWISE, by_modules
 from fastgen.models.step import DecoderStep
+from fastgen.patches.transformers.decide import not_shared
 from fastgen.patches.transformers.report import last_call
 from tests import zoo
 from tests.parity import assert_same
@@ -47,7 +48,8 @@ def _left_off(model: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
     model.generate(**kwargs)
     call = last_call()
     assert call is not None
-    assert call.plan.fused == (not any(text.startswith(by_modules("")) for text in call.plan.left_off))
+    if call.plan.shared:
+        assert call.plan.fused == (not any(text.startswith(by_modules("")) for text in call.plan.left_off))
     return tuple(text for text in call.plan.left_off if text.startswith(by_modules("")))
 
 
@@ -182,10 +184,6 @@ DECLINED: dict[str, tuple[Callable[[], Any], str]] = {
         _with(lambda m, layer: setattr(layer.self_attn, "q_proj", _Adapted(16, 16).double())),
         "a tests._Adapted in place of a linear layer",
     ),
-    "hook": (
-        _with(lambda m, layer: layer.fc1.register_forward_hook(lambda module, args, y: y * 2.0)),
-        "a hook on a Linear",
-    ),
     "forward": (_with(_own_forward), "a forward of its own of a Linear"),
     "inputs of a subclass": (_phi3_of_its_own, "_Phi3OfItsOwn has its own prepare_inputs_for_generation"),
     "window": (lambda: zoo.build("gemma3_text"), "the text may outgrow the sliding window"),
@@ -206,10 +204,6 @@ DECLINED: dict[str, tuple[Callable[[], Any], str]] = {
         _with(lambda m, layer: setattr(layer, "self_attn", _Passing(layer.self_attn))),
         "its decoder cannot be read: '_Passing' object has no attribute 'head_dim'",
     ),
-    "hook on the body": (
-        _with(lambda m, layer: m.model.register_forward_hook(lambda module, args, y: y)),
-        "a hook on a BartModel",
-    ),
     "inputs": (
         _with(lambda m, layer: setattr(m, "prepare_inputs_for_generation", m.prepare_inputs_for_generation)),
         "BartForConditionalGeneration has its own prepare_inputs_for_generation",
@@ -223,6 +217,20 @@ def test_declined(what: str) -> None:
     build, reason = DECLINED[what]
     model = build()
     assert _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}) == (by_modules(reason),)
+
+
+@pytest.mark.parametrize("where", ["a layer", "the body"])
+def test_hooks(where: str) -> None:
+    """They find what transformers gives them, in its own cache."""
+    model = _with(lambda *_: None)()
+    hooked = model.model if where == "the body" else model.model.decoder.layers[0].fc1
+    hooked.register_forward_hook(lambda module, args, y: y if where == "the body" else y * 2.0)
+    assert _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}) == ()
+    call = last_call()
+    assert call is not None
+    assert not call.plan.shared
+    reason = f"a hook on a {type(hooked).__name__} may look at rows, or at the cache"
+    assert not_shared(reason) in call.plan.left_off
 
 
 def test_a_family_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +308,7 @@ def test_functions_of_a_module_that_somebody_replaces(monkeypatch: pytest.Monkey
     kwargs = zoo.batch(model, 3, 7) | {"max_new_tokens": 8} | FIELDS
     assert _left_off(model, kwargs) == ()
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_, **__: (q, k))
-    assert _left_off(model, kwargs) == (by_modules(OTHERWISE),)
+    assert _left_off(model, kwargs) == (by_modules("a function apply_rotary_pos_emb of its own"),)
 
 
 def test_positions_that_change_with_the_length() -> None:

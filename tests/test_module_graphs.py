@@ -18,7 +18,7 @@ from fastgen.models.proof import UNDECIDED, by_modules
 from fastgen.models.replay import not_captured
 from fastgen.patches.transformers.captured import OTHERWISE, SURE, WORTH
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.decide import MODULES_CANNOT
+from fastgen.patches.transformers.decide import MODULES_CANNOT, not_shared
 from fastgen.patches.transformers.report import CallReport, last_call
 from fastgen.patches.transformers.shared import SharedStepper
 from tests import zoo
@@ -217,7 +217,11 @@ def _left(model: Any, graphs: Graphs, reason: str, beams: int = 1, **more: Any) 
 def test_a_hook_runs_at_every_step(beams: int, graphs: Graphs) -> None:
     model, called = _build("llama"), Counter[str]()
     model.model.layers[0].register_forward_hook(lambda *_: called.update(["hook"]))
-    _left(model, graphs, "a hook on a LlamaDecoderLayer", beams)
+    assert_same(model, _call(model, beams))
+    call = last_call()
+    assert call is not None
+    assert not call.plan.graphs
+    assert not_shared("a hook on a LlamaDecoderLayer may look at rows, or at the cache") in call.plan.left_off
     called.clear()
     model.generate(**_call(model, beams))
     assert called["hook"] == 24
