@@ -328,15 +328,6 @@ def test_another_default_dtype(dtype: torch.dtype, beams: int) -> None:
         assert torch.equal(found.sequences_scores, expected.sequences_scores)
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-def test_another_default_device(beams: int) -> None:
-    model = zoo.build("bart")
-    kwargs = _inputs("bart", model) | {"num_beams": beams, "max_new_tokens": 9}
-    expected = model.generate(**kwargs)
-    with torch.device("meta"):
-        assert torch.equal(model.generate(**kwargs), expected)
-
-
 def test_one_new_token_needs_no_step() -> None:
     model = zoo.build("gpt2")
     kwargs = _inputs("gpt2", model) | {"num_beams": 3, "max_new_tokens": 1}

@@ -401,11 +401,11 @@ def _hooked(model: Any) -> str | None:
     Such hooks find what transformers gives them: a row for each beam, and its cache. Adapters for each sentence are
     chosen by hooks (PEFT's `adapter_names`), vectors are added by them, and caches are compressed.
     """
-    hooked = [module for module in modules_of(model) if module._forward_hooks or module._forward_pre_hooks]
+    hooked = [module for module in modules_of(model) if foreign_hook(module)]
     if not hooked:
         return None
     of_steps = set(_of_steps(model))
-    return next((type(module).__name__ for module in hooked if module in of_steps and foreign_hook(module)), None)
+    return next((type(module).__name__ for module in hooked if module in of_steps), None)
 
 
 def _looks_at_rows(model: Any) -> str | None:
