@@ -56,3 +56,10 @@ def at_end(callback: Callable[[], object]) -> None:
     callbacks = _callbacks.get()
     if callbacks is not None:
         callbacks.append(callback)
+
+
+def not_at_end(callback: Callable[[], object]) -> None:
+    """Undo `at_end`, as a call may be a whole corpus."""
+    callbacks = _callbacks.get()
+    if callbacks is not None and callback in callbacks:
+        callbacks.remove(callback)

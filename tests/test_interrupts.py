@@ -1,6 +1,7 @@
 """Interrupts at random instants, and calls within signal handlers: nothing is left behind, nothing waits for ever."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from transformers import LogitsProcessor
 
 import fastgen
+from fastgen import context
 from fastgen.context import assigned, isolated
 from fastgen.models import routes
 from fastgen.patches import _engine
@@ -159,6 +162,26 @@ def test_an_interrupt_while_routes_are_installed(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(interrupts.Interrupt):
         routes.routed(model).__enter__()
     assert not interrupts.left_behind(model)
+
+
+def test_routes_of_a_long_call_are_not_collected() -> None:
+    """`fairseq-generate` is one call, which routes its models for every batch."""
+    model = interrupts.build("bart")
+
+    def batches() -> int:
+        for _ in range(50):
+            with routes.routed(model):
+                pass
+        return len(context._callbacks.get() or ())
+
+    assert isolated(batches) == 0
+
+
+def test_all_context_variables_have_the_prefix() -> None:
+    folder = Path(context.__file__).parent
+    names = [name for file in folder.rglob("*.py") for name in re.findall(r'ContextVar\(f?"([^"]*)', file.read_text())]
+    assert len(names) > 10
+    assert all(name.startswith((context.PREFIX, "{PREFIX}")) for name in names), names
 
 
 _ours: ContextVar[int] = ContextVar("fastgen_of_a_test", default=0)

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch import nn
 
 from fastgen import config
-from fastgen.context import at_end
+from fastgen.context import at_end, not_at_end
 from fastgen.models import activation, bias, linear, norm, packed
 from fastgen.models.families import Family
 from fastgen.models.instance import install, modules_of, own_forwards, reason_compiled, restore
@@ -61,6 +61,7 @@ class routed:
 
     def __exit__(self, *_: object) -> None:
         self.restore()
+        not_at_end(self.restore)
 
     def _install(self) -> int:
         with _lock:

@@ -13,8 +13,10 @@ NO_MEMORY = "there was not enough memory"
 _logger = logging.getLogger("fastgen")
 
 
-def give_up() -> None:
-    """Let the next calls take less memory, as one has failed that cannot be divided."""
+def give_up(device: torch.device) -> None:
+    """Let the next calls on a CPU take less memory, as one has failed that cannot be divided."""
+    if device.type != "cpu":  # where no weights are packed
+        return
     _logger.warning("not enough memory for a call that cannot be divided; %s", packed.GIVEN_UP)
     packed.give_up()
 

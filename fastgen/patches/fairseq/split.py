@@ -30,7 +30,7 @@ def in_halves(call: Callable[[Any, Tensor | None], Found], generator: Any, sampl
         if not is_out_of_memory(error):
             raise
         if not _separable(generator, sample, sentences):
-            give_up()
+            give_up(sample["net_input"]["src_tokens"].device)
             raise
     # Out of the handler, so that nothing holds on to what the call had made.
     _logger.warning("not enough memory for a batch of %d sentences: it is generated in halves", sentences)

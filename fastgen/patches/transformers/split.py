@@ -39,7 +39,7 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs = kwargs | dict(zip(("inputs", "generation_config"), args, strict=False))
         prepared = None if len(args) > 2 else _separable(model, kwargs)
         if prepared is None:
-            give_up()
+            give_up(model.device)
             raise
     # Out of the handler, so that nothing holds on to what the call had made.
     sentences = prepared.sentences
