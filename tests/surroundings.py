@@ -26,13 +26,18 @@ def _layer(model: Any, r: Random) -> tuple[nn.Module, str, nn.Linear]:
 
 
 @contextmanager
-def default_dtype(_: Any, r: Random) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(r.choice([torch.float32, torch.float64, torch.bfloat16]))
+def setting(change: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    """Have a setting of the process a value."""
+    change(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        change(before)
+
+
+def default_dtype(_: Any, r: Random) -> AbstractContextManager[None]:
+    dtype = r.choice([torch.float32, torch.float64, torch.bfloat16])
+    return setting(torch.set_default_dtype, dtype, torch.get_default_dtype())
 
 
 @contextmanager
@@ -41,13 +46,8 @@ def default_device(_: Any, r: Random) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def deterministic(_: Any, __: Random) -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+def deterministic(_: Any, __: Random) -> AbstractContextManager[None]:
+    return setting(torch.use_deterministic_algorithms, True, False)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Settings of the process, changed between calls: default dtype and device, determinism, inference mode, autocast."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 import fastgen
 from tests import zoo
 from tests.parity import assert_same, fallbacks
+from tests.surroundings import setting as process_setting
 
 ASKED: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 8},
@@ -18,55 +19,18 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def _threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(1)
-
-
-@contextmanager
-def _precision() -> Iterator[None]:
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
 SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "none": nullcontext,
-    "float64": lambda: _default_dtype(torch.float64),
-    "bfloat16": lambda: _default_dtype(torch.bfloat16),
+    "float64": lambda: process_setting(torch.set_default_dtype, torch.float64, torch.float32),
+    "bfloat16": lambda: process_setting(torch.set_default_dtype, torch.bfloat16, torch.float32),
     "meta": lambda: torch.device("meta"),
     "cpu": lambda: torch.device("cpu"),
-    "deterministic": _deterministic,
+    "deterministic": lambda: process_setting(torch.use_deterministic_algorithms, True, False),
     "inference": torch.inference_mode,
     "gradients": torch.enable_grad,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "threads": _threads,
-    "precision": _precision,
+    "threads": lambda: process_setting(torch.set_num_threads, 2, 1),
+    "precision": lambda: process_setting(torch.set_float32_matmul_precision, "medium", "highest"),
 }
 
 ROUNDED = ("autocast", "precision")
