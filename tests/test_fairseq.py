@@ -21,6 +21,7 @@ from fairseq.data import TokenBlockDataset
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.iterative_refinement_generator import IterativeRefinementGenerator
 from fairseq.models.bart.hub_interface import BARTHubInterface
+from fairseq.models.transformer.transformer_decoder import TransformerDecoderBase
 from fairseq.modules import LayerDropModuleList
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 from fairseq.sequence_scorer import SequenceScorer
@@ -205,14 +206,41 @@ def test_prompt(name: str, options: dict[str, Any], length: int) -> None:
         _served(members, sample, given)
 
 
-def test_a_prompt_takes_one_step() -> None:
+def test_a_prompt_takes_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = zoo.build("lm"), []
+    kind: Any = type(model.decoder)
+    own = kind.forward
     prompt = torch.arange(4, 24).repeat(2, 1)
     sample = {"net_input": {"src_tokens": prompt, "src_lengths": torch.full((2,), 20)}}
-    handle = model.decoder.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(TransformerDecoderBase, "forward", forward)
     zoo.call([model], sample, {"beam_size": 4, "max_len_b": 23, "min_len": 23, "prefix_tokens": prompt})
-    handle.remove()
     assert len(calls) == 1 + 3
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_hook_finds_a_row_for_each_beam(beams: int) -> None:
+    model = copy.deepcopy(zoo.build("transformer"))
+    sample, options = zoo.batch(3, 7), {"beam_size": beams, "max_len_b": 8}
+    _served([model], sample, options)
+    rows: list[int] = []
+    vectors = torch.randn(3 * beams, generator=torch.Generator().manual_seed(1)).double()
+
+    def add(_: Any, __: Any, output: Any) -> Any:
+        rows.append(output[0].shape[1])
+        return (output[0] + vectors[: rows[-1], None], *output[1:])
+
+    model.decoder.layers[0].register_forward_hook(add)
+    before = zoo.fallbacks()
+    zoo.assert_same([model], sample, options)
+    ours, stock = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    assert ours == stock
+    reason = "a hook on a TransformerDecoderLayerBase may look at rows"
+    assert zoo.fallbacks().get(reason, 0) == before.get(reason, 0) + 1
 
 
 @pytest.mark.parametrize("beams", [1, 4])
