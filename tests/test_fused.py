@@ -163,11 +163,6 @@ def _train(model: Any, layer: Any) -> None:
     layer.self_attn.train()  # nothing in it is random
 
 
-def _own_forward(model: Any, layer: Any) -> None:
-    forward = layer.fc2.forward
-    layer.fc2.forward = lambda x: forward(x) + 1.0
-
-
 class _Phi3OfItsOwn(tf.Phi3ForCausalLM):
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return super().prepare_inputs_for_generation(*args, **kwargs)
@@ -184,7 +179,6 @@ DECLINED: dict[str, tuple[Callable[[], Any], str]] = {
         _with(lambda m, layer: setattr(layer.self_attn, "q_proj", _Adapted(16, 16).double())),
         "a tests._Adapted in place of a linear layer",
     ),
-    "forward": (_with(_own_forward), "a forward of its own of a Linear"),
     "inputs of a subclass": (_phi3_of_its_own, "_Phi3OfItsOwn has its own prepare_inputs_for_generation"),
     "window": (lambda: zoo.build("gemma3_text"), "the text may outgrow the sliding window"),
     "training": (_with(_train), "a BartAttention is in training mode"),
@@ -219,18 +213,21 @@ def test_declined(what: str) -> None:
     assert _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}) == (by_modules(reason),)
 
 
-@pytest.mark.parametrize("where", ["a layer", "the body"])
-def test_hooks(where: str) -> None:
-    """They find what transformers gives them, in its own cache."""
+@pytest.mark.parametrize("what", ["a hook on a Linear", "a hook on a BartModel", "a forward of its own of a Linear"])
+def test_what_is_put_on_modules(what: str) -> None:
+    """It finds what transformers gives it, in its own cache."""
     model = _with(lambda *_: None)()
-    hooked = model.model if where == "the body" else model.model.decoder.layers[0].fc1
-    hooked.register_forward_hook(lambda module, args, y: y if where == "the body" else y * 2.0)
+    part = model.model if "BartModel" in what else model.model.decoder.layers[0].fc1
+    if "forward" in what:
+        own = part.forward
+        part.forward = lambda x: own(x) + 1.0
+    else:
+        part.register_forward_hook(lambda module, args, y: y * 2.0 if isinstance(y, torch.Tensor) else y)
     assert _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}) == ()
     call = last_call()
     assert call is not None
     assert not call.plan.shared
-    reason = f"a hook on a {type(hooked).__name__} may look at rows, or at the cache"
-    assert not_shared(reason) in call.plan.left_off
+    assert not_shared(f"{what} may look at rows, or at the cache") in call.plan.left_off
 
 
 def test_a_family_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:

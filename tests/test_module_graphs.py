@@ -232,10 +232,6 @@ def _training(model: Any) -> None:
     model.lm_head.train()
 
 
-def _forward(model: Any) -> None:
-    model.lm_head.forward = functools.partial(nn.Linear.forward, model.lm_head)
-
-
 def _own_inputs(model: Any) -> None:
     kind = type(model)
 
@@ -250,7 +246,6 @@ def _own_inputs(model: Any) -> None:
     ("change", "reason"),
     [
         (_training, "a Linear is in training mode"),
-        (_forward, "a forward of its own of a Linear"),
         (_own_inputs, "LlamaForCausalLM has its own prepare_inputs_for_generation"),
     ],
 )

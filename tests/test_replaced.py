@@ -16,6 +16,7 @@ from transformers.models.llama import modeling_llama
 import fastgen
 from fastgen.models.replaced import replaced
 from fastgen.patches.transformers.compat import CACHE_ARGUMENTS
+from fastgen.patches.transformers.decide import not_shared
 from tests import zoo
 from tests.parity import assert_same, fallbacks, left_off
 
@@ -205,8 +206,9 @@ def test_a_hook_that_prunes_the_cache(family: str, asked: str) -> None:
     _differs(model, kwargs, register)
 
 
+@pytest.mark.parametrize("by", ["a hook", "a forward of its own"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_vectors_for_rows_that_a_hook_adds(family: str) -> None:
+def test_vectors_that_are_added_to_rows(family: str, by: str) -> None:
     """There is one for each row that transformers has, beams and all."""
     model, kwargs = _warm(family, ASKED["beams"])
     rows, width = 9, 16
@@ -220,10 +222,16 @@ def test_vectors_for_rows_that_a_hook_adds(family: str) -> None:
         return (added, *output[1:]) if isinstance(output, tuple) else added
 
     layer = model.get_submodule(layers.get(family, "decoder.block.0"))
-    before = left_off()
-    _differs(model, kwargs, lambda: layer.register_forward_hook(add))
-    reasons = [reason for reason in left_off() - before if reason.startswith("keys and values are not shared: a hook")]
-    assert reasons
+    own, before = layer.forward, left_off()
+
+    def put() -> None:
+        if by == "a hook":
+            layer.register_forward_hook(add)
+        else:
+            layer.forward = lambda *args, **kwargs: add(layer, args, own(*args, **kwargs))
+
+    _differs(model, kwargs, put)
+    assert [reason for reason in left_off() - before if reason.startswith(not_shared(by))]
 
 
 @pytest.mark.parametrize("asked", ["greedy", "beams"])

@@ -109,6 +109,19 @@ def foreign_hook(module: nn.Module) -> bool:
     return any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
 
 
+def reads_rows(module: nn.Module) -> str | None:
+    """What somebody has put on a module that may look at the rows it is given: a hook, or a forward; None for neither.
+
+    Adapters for each sentence are chosen by such code (PEFT's `adapter_names`), and vectors are added by it.
+    """
+    if foreign_hook(module):
+        return f"a hook on a {type(module).__name__}"
+    own = module.__dict__.get("forward")
+    if own is None or isinstance(own, Routed) or runs_its_class(module) or hasattr(module, "_hf_hook"):
+        return None
+    return f"a forward of its own of a {type(module).__name__}"
+
+
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 

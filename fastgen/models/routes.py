@@ -11,9 +11,9 @@ from torch import nn
 
 from fastgen import config
 from fastgen.context import at_end, not_at_end
-from fastgen.models import activation, bias, linear, norm, packed
+from fastgen.models import activation, bias, instance, linear, norm, packed
 from fastgen.models.families import Family
-from fastgen.models.instance import install, modules_of, own_forwards, reason_compiled, restore
+from fastgen.models.instance import install, own_forwards, reason_compiled, restore
 from fastgen.models.memory import memory_of
 from fastgen.models.replaced import replaced
 from fastgen.ops import linear as ops
@@ -25,9 +25,10 @@ _lock = threading.RLock()
 class _Route:
     """What a model carries now: the forward that each module had, which of them are linear layers, and its users.
 
-    compiled: why it carries nothing.
+    modules: all that the model has. compiled: why it carries nothing.
     """
 
+    modules: list[nn.Module] = field(default_factory=list)
     before: dict[nn.Module, Any] = field(default_factory=dict)
     layers: list[nn.Module] = field(default_factory=list)
     users: "WeakSet[routed]" = field(default_factory=WeakSet)
@@ -70,7 +71,7 @@ class routed:
             route.users.add(self)
             if is_first:
                 restore(route.before)  # what an interrupt has left
-                modules = modules_of(self._model)
+                modules = route.modules = instance.modules_of(self._model)
                 route.compiled = reason_compiled(self._model, modules)
                 off = route.compiled or replaced()
                 forwards = {} if off is not None else _forwards(self._model, modules, self._family, self._rows)
@@ -107,6 +108,12 @@ def withdraw(model: nn.Module) -> None:
         if route is not None:
             restore(route.before)
             route.before, route.layers = {}, []
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """A model's modules, without another look at a model that has been routed."""
+    route = _routes.get(id(model))
+    return instance.modules_of(model) if route is None else route.modules
 
 
 def why_compiled(model: nn.Module) -> str | None:

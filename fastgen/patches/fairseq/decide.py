@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models.instance import reason_compiled
-from fastgen.models.parts import foreign_hook
+from fastgen.models.parts import reads_rows
 from fastgen.models.replaced import replaced
 from fastgen.patches import _engine
 from fastgen.patches.fairseq.stepper import attention_of
@@ -79,8 +79,9 @@ def check_model(model: Any) -> None:
     for layer in decoder.layers:
         check(layer, TransformerDecoderLayerBase)
     for module in decoder.modules():
-        if module is not decoder and foreign_hook(module):  # whose own hooks fairseq does not run
-            raise Unsupported(f"a hook on a {type(module).__name__} may look at rows")
+        # The decoder's own hooks do not run, as fairseq calls its forward, which `check` has looked at.
+        if module is not decoder and (found := reads_rows(module)) is not None:
+            raise Unsupported(f"{found} may look at rows, or at the cache")
     for module in attention_of(decoder):
         if type(module) is not MultiheadAttention:
             raise Unsupported(f"attention of the kind {type(module).__name__}")

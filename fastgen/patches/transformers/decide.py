@@ -12,12 +12,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import graph, replay
 from fastgen.models.families import Family, family_of
-from fastgen.models.instance import Routed, modules_of, runs_its_class
 from fastgen.models.layouts import layout_of
-from fastgen.models.parts import NotFused, foreign_hook, is_toolkits, name_of
+from fastgen.models.parts import NotFused, is_toolkits, name_of, reads_rows
 from fastgen.models.proof import by_modules
 from fastgen.models.replaced import replaced
-from fastgen.models.routes import why_compiled
+from fastgen.models.routes import modules_of, why_compiled
 from fastgen.models.step import DecoderStep
 from fastgen.models.whole import why_not_in_c
 from fastgen.patches import _engine
@@ -278,8 +277,8 @@ def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dic
             and (reason := given.reason_not_to_copy(cache, config.max_length - input_ids.shape[1])) is not None
         ):
             return reason
-    if (name := _hooked(model)) is not None:
-        return f"a hook on a {name} may look at rows, or at the cache"
+    if (found := _reads_rows(model)) is not None:
+        return f"{found} may look at rows, or at the cache"
     longest = _longest(model, input_ids, config, kwargs)
     for part in _configs(model):
         rope: dict[str, Any] = getattr(part, "rope_parameters", None) or {}
@@ -395,17 +394,13 @@ def _has_dropout(module: nn.Module) -> bool:
     return any("drop" in name or name == "p" for name in numbers)
 
 
-def _hooked(model: Any) -> str | None:
-    """The class of a module of the decode steps with a hook that is not transformers' own.
-
-    Such hooks find what transformers gives them: a row for each beam, and its cache. Adapters for each sentence are
-    chosen by hooks (PEFT's `adapter_names`), vectors are added by them, and caches are compressed.
-    """
-    hooked = [module for module in modules_of(model) if foreign_hook(module)]
-    if not hooked:
+def _reads_rows(model: Any) -> str | None:
+    """What somebody has put on a module of the decode steps: it finds a row for each beam, and transformers' cache."""
+    found = {module: what for module in modules_of(model) if (what := reads_rows(module)) is not None}
+    if not found:
         return None
     of_steps = set(_of_steps(model))
-    return next((type(module).__name__ for module in hooked if module in of_steps), None)
+    return next((what for module, what in found.items() if module in of_steps), None)
 
 
 def _looks_at_rows(model: Any) -> str | None:
@@ -414,10 +409,9 @@ def _looks_at_rows(model: Any) -> str | None:
         kind, part = type(module), module is not model  # whose class may be a user's own
         if part and not _is_by_rows(kind):
             return f"{name_of(module)} may look at the whole batch"
-        if foreign_hook(module):
-            return f"a hook on a {kind.__name__} may look at the whole batch"
-        own = not (runs_its_class(module) or isinstance(module.forward, Routed) or hasattr(module, "_hf_hook"))
-        if own or (part and not (is_toolkits(kind.forward) or kind.__module__.startswith("peft."))):
+        if (found := reads_rows(module)) is not None:
+            return f"{found} may look at the whole batch"
+        if part and not (is_toolkits(kind.forward) or kind.__module__.startswith("peft.")):
             return f"a forward of its own of a {kind.__name__} may look at the whole batch"
     return None
 
