@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from fastgen import config
+from fastgen.context import isolated
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models import linear, routes
 from fastgen.models.early_exit import early_exit
@@ -158,7 +159,7 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
     if generates_segments(bare):
         notes = ("this is the first segment's first attempt: each of them comes to a loop by itself", *notes)
     try:
-        peaks = peak_bytes(bare, prepared, plan, arguments_of(model, generate_kwargs) | {"streamer": None})
+        peaks = isolated(peak_bytes, bare, prepared, plan, arguments_of(model, generate_kwargs) | {"streamer": None})
     except NotPredicted as reason:
         peaks, notes = (None, None), (*notes, f"peak memory is not predicted: {reason}")
     return Explanation(type(bare).__name__, plan, None, ours, stock, *peaks, linears, notes)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fastgen.context import isolated
 from fastgen.decoding.leaving import Wanted
 from fastgen.patches import _engine
 from fastgen.patches.transformers import awaited, bild_call, compat, first_tokens, scored
@@ -116,7 +117,7 @@ class _Stream:
         error = None
         while error is None and (waiting := self._window(inputs)):
             found: dict[int, Any] = {}
-            for batch, output in self.refill.run(waiting.take):
+            for batch, output in isolated(self.refill.run, waiting.take):
                 found.update(zip(batch.places, self._each(batch, output), strict=True))
             for i in range(len(waiting.sentences)):
                 yield found.pop(i)
