@@ -4,7 +4,7 @@ A forward is an attribute of the instance: no class is touched, and a model at r
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -40,6 +40,18 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def touched_among(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those that carry a hook, a forward or a compiled call of their own."""
+    return [
+        module
+        for module in modules
+        if (own := module.__dict__)["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or "forward" in own
+        or own.get("_compiled_call_impl") is not None
+    ]
+
+
 def untouched(module: nn.Module) -> bool:
     """Whether a module runs its class's own forward, without hooks. Copies of a model may carry that forward."""
     hooked = module._forward_hooks or module._forward_pre_hooks
@@ -66,35 +78,47 @@ def runs_its_class(module: nn.Module) -> bool:
     return own is None or getattr(own, "__func__", None) is type(module).forward
 
 
-def compiled_among(modules: Iterable[nn.Module]) -> nn.Module | None:
+def compiled_among(modules: Sequence[nn.Module], touched: Sequence[nn.Module] | None = None) -> nn.Module | None:
     """Return a module that `torch.compile` has been applied to in whatever way; None where there is none.
 
     Its graph would hold what is put on its parts for the time of a call, or be made anew for the next call.
+
+    touched: what `touched_among` says of the modules, where it is known.
     """
-    kinds: set[type[nn.Module]] = set()
-    for module in modules:
-        own, kind = module.__dict__, type(module)
-        if own.get("_compiled_call_impl") is not None or ("forward" in own and _runs_compiled(own["forward"])):
+    for module in touched_among(modules) if touched is None else touched:
+        own = module.__dict__
+        forward, before, behind = own.get("forward"), own["_forward_pre_hooks"], own["_forward_hooks"]
+        if own.get("_compiled_call_impl") is not None:
             return module
-        before, behind = own["_forward_pre_hooks"], own["_forward_hooks"]
+        if forward is not None and not isinstance(forward, Routed) and _runs_compiled(forward):
+            return module
         if (before or behind) and any(map(_runs_compiled, (*before.values(), *behind.values()))):
             return module
-        if kind not in kinds:
-            if kind.__name__ == "OptimizedModule" or _runs_compiled(kind.forward):
-                return module
-            kinds.add(kind)
-    return None
+    kinds = {type(module): module for module in modules}
+    return next((module for kind, module in kinds.items() if _is_compiled_class(kind)), None)
 
 
-def reason_compiled(model: nn.Module, modules: Iterable[nn.Module] | None = None) -> str | None:
+def reason_compiled(
+    model: nn.Module, modules: Sequence[nn.Module] | None = None, touched: Sequence[nn.Module] | None = None
+) -> str | None:
     """Why a model keeps to its own code, as `torch.compile` has been applied to it or to a part; None otherwise.
 
-    modules: those of the model, where they are known.
+    modules, touched: those of the model, where they are known.
     """
-    found = compiled_among(modules_of(model) if modules is None else modules)
+    found = compiled_among(modules_of(model) if modules is None else modules, touched)
     if found is None:
         return None
     return "the model is compiled" if found is model else f"a {type(found).__name__} is compiled"
+
+
+def _is_compiled_class(kind: type[nn.Module]) -> bool:
+    forward = kind.forward
+    return not _is_toolkits_plain(forward) and (kind.__name__ == "OptimizedModule" or _runs_compiled(forward))
+
+
+@functools.cache
+def _is_toolkits_plain(forward: Any) -> bool:
+    return is_toolkits(forward) and not _is_compiled(forward)
 
 
 def _runs_compiled(function: Any) -> bool:

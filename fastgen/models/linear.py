@@ -214,7 +214,8 @@ def _is_falcon(kind: type) -> bool:
 
 def _sizes(module: Any) -> tuple[int, int]:
     """Outputs and inputs of a linear layer."""
-    rows, columns = module.weight.shape
+    weight = module._parameters.get("weight")  # found sooner than as an attribute, which a parametrised layer has
+    rows, columns = (module.weight if weight is None else weight).shape
     return (columns, rows) if is_transposed(module) else (rows, columns)
 
 
@@ -258,7 +259,7 @@ def bytes_to_pack(module: nn.Module) -> int:
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a linear layer can be routed."""
-    weight = module._parameters.get("weight")
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     return (
         weight is not None
         and type(weight) is nn.Parameter
@@ -266,7 +267,7 @@ def is_plain(module: nn.Module) -> bool:
         and weight.device.type == "cpu"
         and weight.is_contiguous()
         and not weight.is_inference()
-        and (module._parameters.get("bias") is None or module.bias.shape == (_sizes(module)[0],))
+        and (bias is None or bias.shape == (_sizes(module)[0],))
         and untouched(module)
     )
 

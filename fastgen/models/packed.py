@@ -47,6 +47,10 @@ class Packed:
     uses: int = 0
     copy: ops.Packed | None = None
 
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether this is of a weight, as it is."""
+        return getattr(self.layer(), "weight", None) is weight and not self.is_stale(weight)
+
     def is_stale(self, weight: Tensor) -> bool:
         return self.address != weight.data_ptr() or self.version != weight._version
 
@@ -93,8 +97,11 @@ def _stride(rows: int, columns: int) -> int:
 def packed_of(module: nn.Module) -> Packed:
     """What is known of the copy of a layer's weight."""
     weight: Any = module.weight
-    entry = _packed.get(module) or _of_weights.get(id(weight))
-    if entry is None or getattr(entry.layer(), "weight", None) is not weight or entry.is_stale(weight):
+    known = _packed.get(module)
+    if known is not None and known.is_of(weight):
+        return known
+    entry = _of_weights.get(id(weight))
+    if entry is None or not entry.is_of(weight):
         stride = _stride(*weight.shape)
         probe = _sample(weight, stride).clone()
         entry = Packed(weakref.ref(module), weight.data_ptr(), weight._version, stride, probe)

@@ -1,12 +1,20 @@
 """The parts of a live model, and those that nobody has read: what a decode step from the weights must not overlook."""
 
-from collections.abc import Container, Generator, Iterable, Sequence
+from collections.abc import Container, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from fastgen.models.instance import TOOLKITS, Routed, compiled_among, is_toolkits, modules_of, runs_its_class
+from fastgen.models.instance import (
+    TOOLKITS,
+    Routed,
+    compiled_among,
+    is_toolkits,
+    modules_of,
+    runs_its_class,
+    touched_among,
+)
 
 
 class NotFused(Exception):
@@ -83,7 +91,7 @@ def check_unread(model: nn.Module, paths: Sequence[str], read: Container[nn.Modu
             raise NotFused(f"a part of its own, {where}")
 
 
-def check_plain(modules: Iterable[nn.Module], uncalled: Container[nn.Module] = ()) -> None:
+def check_plain(modules: Sequence[nn.Module], uncalled: Container[nn.Module] = ()) -> None:
     """Raise NotFused where more runs than the forwards of the modules' classes, or those do more than compute.
 
     uncalled: those whose `forward` is called in place of themselves, so that their hooks do not run.
@@ -91,15 +99,18 @@ def check_plain(modules: Iterable[nn.Module], uncalled: Container[nn.Module] = (
     if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
         raise NotFused("a hook on all modules")
     for module in modules:
-        kind = type(module).__name__
-        if module not in uncalled and foreign_hook(module):
-            raise NotFused(f"a hook on a {kind}")
         if module.training:
-            raise NotFused(f"a {kind} is in training mode")
-        if module not in uncalled and compiled_among((module,)) is not None:
-            raise NotFused(f"a {kind} is compiled")
+            raise NotFused(f"a {type(module).__name__} is in training mode")
+    touched = touched_among(modules)
+    for module in touched:
+        if module not in uncalled and foreign_hook(module):
+            raise NotFused(f"a hook on a {type(module).__name__}")
+    called = [module for module in modules if module not in uncalled]
+    if (compiled := compiled_among(called)) is not None:
+        raise NotFused(f"a {type(compiled).__name__} is compiled")
+    for module in touched:
         if not (runs_its_class(module) or isinstance(module.__dict__["forward"], Routed)):
-            raise NotFused(f"a forward of its own of a {kind}")
+            raise NotFused(f"a forward of its own of a {type(module).__name__}")
 
 
 def foreign_hook(module: nn.Module) -> bool:

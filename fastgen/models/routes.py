@@ -25,10 +25,11 @@ _lock = threading.RLock()
 class _Route:
     """What a model carries now: the forward that each module had, which of them are linear layers, and its users.
 
-    modules: all that the model has. compiled: why it carries nothing.
+    modules: all that the model has. touched: what `touched_among` says of them. compiled: why it carries nothing.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
+    touched: list[nn.Module] = field(default_factory=list)
     before: dict[nn.Module, Any] = field(default_factory=dict)
     layers: list[nn.Module] = field(default_factory=list)
     users: "WeakSet[routed]" = field(default_factory=WeakSet)
@@ -72,7 +73,8 @@ class routed:
             if is_first:
                 restore(route.before)  # what an interrupt has left
                 modules = route.modules = instance.modules_of(self._model)
-                route.compiled = reason_compiled(self._model, modules)
+                route.touched = instance.touched_among(modules)
+                route.compiled = reason_compiled(self._model, modules, route.touched)
                 off = route.compiled or replaced()
                 forwards = {} if off is not None else _forwards(self._model, modules, self._family, self._rows)
                 route.layers = [module for module, forward in forwards.items() if isinstance(forward, linear.Linear)]
@@ -114,6 +116,12 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     """A model's modules, without another look at a model that has been routed."""
     route = _routes.get(id(model))
     return instance.modules_of(model) if route is None else route.modules
+
+
+def touched_of(model: nn.Module) -> list[nn.Module]:
+    """Those of a model's modules that `models.instance.touched_among` names, likewise."""
+    route = _routes.get(id(model))
+    return instance.touched_among(instance.modules_of(model)) if route is None else route.touched
 
 
 def why_compiled(model: nn.Module) -> str | None:

@@ -10,9 +10,9 @@ from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 from torch import Tensor
 
 from fastgen.decoding.plan import Plan, Unsupported
-from fastgen.models.instance import reason_compiled
 from fastgen.models.parts import reads_rows
 from fastgen.models.replaced import replaced
+from fastgen.models.routes import touched_of, why_compiled
 from fastgen.patches import _engine
 from fastgen.patches.fairseq.stepper import attention_of
 
@@ -74,14 +74,15 @@ def check_model(model: Any) -> None:
     check(decoder, TransformerDecoderBase)
     if decoder.cross_self_attention:
         raise Unsupported("cross_self_attention=True")
-    if (reason := reason_compiled(model)) is not None:
+    if (reason := why_compiled(model)) is not None:
         raise Unsupported(reason)
     for layer in decoder.layers:
         check(layer, TransformerDecoderLayerBase)
-    for module in decoder.modules():
-        # The decoder's own hooks do not run, as fairseq calls its forward, which `check` has looked at.
-        if module is not decoder and (found := reads_rows(module)) is not None:
-            raise Unsupported(f"{found} may look at rows, or at the cache")
+    # The decoder's own hooks do not run, as fairseq calls its forward, which `check` has looked at.
+    put_on = {module: found for module in touched_of(model) if (found := reads_rows(module)) is not None}
+    for module in decoder.modules() if put_on else ():
+        if module is not decoder and module in put_on:
+            raise Unsupported(f"{put_on[module]} may look at rows, or at the cache")
     for module in attention_of(decoder):
         if type(module) is not MultiheadAttention:
             raise Unsupported(f"attention of the kind {type(module).__name__}")

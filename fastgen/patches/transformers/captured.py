@@ -7,7 +7,7 @@ shown that nothing of the kind is needed.
 """
 
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ from fastgen.models.attention import BeamAttention
 from fastgen.models.parts import NotFused, check_plain
 from fastgen.models.proof import UNDECIDED, agree
 from fastgen.models.replay import not_captured
+from fastgen.models.routes import modules_of
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.attention import current_step
 from fastgen.patches.transformers.cache import Room, SharedCache
@@ -52,7 +53,7 @@ def check(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
         raise NotFused("autocast chooses the types")
     if torch.is_grad_enabled():
         raise NotFused("gradients are wanted")
-    check_plain(_of_steps(model))
+    check_plain(of_steps(model))
 
 
 class _Setting:
@@ -164,7 +165,7 @@ class CapturedModules:
         Raises:
             ValueError: it did.
         """
-        held = [] if self._proven or setting.runs > 1 else [each for m in _of_steps(self.model) for each in _held(m)]
+        held = [] if self._proven or setting.runs > 1 else [each for m in of_steps(self.model) for each in _held(m)]
         before = [dict(each) for each in held]
         try:
             yield
@@ -198,10 +199,13 @@ class CapturedModules:
         return outputs.logits[:, -1].float()
 
 
-def _of_steps(model: Any) -> Iterator[nn.Module]:
-    """The modules of a model that its decode steps may run."""
-    encoder: set[nn.Module] = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
-    return (module for module in model.modules() if module not in encoder)
+def of_steps(model: Any) -> list[nn.Module]:
+    """The modules that decode steps may run: all but those of an encoder."""
+    modules = modules_of(model)
+    if not model.config.is_encoder_decoder:
+        return modules
+    encoder = set(model.get_encoder().modules())
+    return [module for module in modules if module not in encoder]
 
 
 def _held(module: nn.Module) -> tuple[dict[str, Any], ...]:
@@ -219,7 +223,7 @@ def _prepares_as_all(model: Any) -> bool:
 
 def _kinds(model: Any) -> tuple[object, ...]:
     """What a model is made of: what was found of it holds as long as this is equal."""
-    return (compat.attention_of(model.config), *map(type, _of_steps(model)))
+    return (compat.attention_of(model.config), *map(type, of_steps(model)))
 
 
 _outcomes: "WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], str | None]]" = WeakKeyDictionary()

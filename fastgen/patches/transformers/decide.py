@@ -16,7 +16,7 @@ from fastgen.models.layouts import layout_of
 from fastgen.models.parts import NotFused, is_toolkits, name_of, reads_rows
 from fastgen.models.proof import by_modules
 from fastgen.models.replaced import replaced
-from fastgen.models.routes import modules_of, why_compiled
+from fastgen.models.routes import touched_of, why_compiled
 from fastgen.models.step import DecoderStep
 from fastgen.models.whole import why_not_in_c
 from fastgen.patches import _engine
@@ -374,19 +374,10 @@ def _reason_not_to_drop(
 
 def draws(model: Any) -> str | None:
     """Why what a row draws depends on how many there are: dropout, in training mode."""
-    for module in _of_steps(model):
+    for module in captured.of_steps(model):
         if module.training and _has_dropout(module):
             return f"dropout of a {type(module).__name__} in training mode draws for the whole batch"
     return None
-
-
-def _of_steps(model: Any) -> list[nn.Module]:
-    """The modules that decode steps may run: all but those of an encoder."""
-    modules = modules_of(model)
-    if not model.config.is_encoder_decoder:
-        return modules
-    encoder = set(model.get_encoder().modules())
-    return [module for module in modules if module not in encoder]
 
 
 def _has_dropout(module: nn.Module) -> bool:
@@ -396,16 +387,16 @@ def _has_dropout(module: nn.Module) -> bool:
 
 def _reads_rows(model: Any) -> str | None:
     """What somebody has put on a module of the decode steps: it finds a row for each beam, and transformers' cache."""
-    found = {module: what for module in modules_of(model) if (what := reads_rows(module)) is not None}
+    found = {module: what for module in touched_of(model) if (what := reads_rows(module)) is not None}
     if not found:
         return None
-    of_steps = set(_of_steps(model))
+    of_steps = set(captured.of_steps(model))
     return next((what for module, what in found.items() if module in of_steps), None)
 
 
 def _looks_at_rows(model: Any) -> str | None:
     """Why the steps of a model's modules may depend on which rows there are: code that nobody knows."""
-    for module in _of_steps(model):
+    for module in captured.of_steps(model):
         kind, part = type(module), module is not model  # whose class may be a user's own
         if part and not _is_by_rows(kind):
             return f"{name_of(module)} may look at the whole batch"
