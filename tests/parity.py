@@ -29,7 +29,7 @@ def call(model: Any, kwargs: dict[str, Any], seed: int) -> Result:
         value = model.generate(**kwargs)
     except Exception as raised:
         error = raised.with_traceback(None)  # whose frames hold the model's weights
-        error.__context__ = None
+        error.__context__ = error.__cause__ = None
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state())

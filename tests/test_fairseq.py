@@ -222,8 +222,9 @@ def test_a_prompt_takes_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1 + 3
 
 
+@pytest.mark.parametrize("by", ["a hook", "a forward of its own"])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_hook_finds_a_row_for_each_beam(beams: int) -> None:
+def test_what_is_put_on_a_module_finds_a_row_for_each_beam(beams: int, by: str) -> None:
     model = copy.deepcopy(zoo.build("transformer"))
     sample, options = zoo.batch(3, 7), {"beam_size": beams, "max_len_b": 8}
     _served([model], sample, options)
@@ -231,15 +232,21 @@ def test_a_hook_finds_a_row_for_each_beam(beams: int) -> None:
     vectors = torch.randn(3 * beams, generator=torch.Generator().manual_seed(1)).double()
 
     def add(_: Any, __: Any, output: Any) -> Any:
-        rows.append(output[0].shape[1])
-        return (output[0] + vectors[: rows[-1], None], *output[1:])
+        rows.append(output.shape[1])
+        return output + vectors[: rows[-1], None]
 
-    model.decoder.layers[0].register_forward_hook(add)
+    layer = model.decoder.layers[0].fc2
+    own = layer.forward
+    if by == "a hook":
+        layer.register_forward_hook(add)
+    else:
+        layer.forward = lambda x: add(layer, (x,), own(x))
     before = zoo.fallbacks()
     zoo.assert_same([model], sample, options)
     ours, stock = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     assert ours == stock
-    reason = "a hook on a TransformerDecoderLayerBase may look at rows, or at the cache"
+    reason = f"{by} on a Linear" if by == "a hook" else f"{by} of a Linear"
+    reason += " may look at rows, or at the cache"
     assert zoo.fallbacks().get(reason, 0) == before.get(reason, 0) + 1
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.models.llama import modeling_llama
 
 import fastgen
@@ -232,6 +233,23 @@ def test_vectors_that_are_added_to_rows(family: str, by: str) -> None:
 
     _differs(model, kwargs, put)
     assert [reason for reason in left_off() - before if reason.startswith(not_shared(by))]
+
+
+def test_vectors_that_are_added_while_another_call_runs() -> None:
+    """A model is looked at anew by each call, not once for all that run at a time."""
+    model, kwargs = _warm("bart", ASKED["beams"])
+    layer, rows = model.model.decoder.layers[0], list[int]()
+
+    class Within(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            if not rows:
+                handle = layer.register_forward_hook(lambda _, __, output: rows.append(len(output)))
+                model.generate(**kwargs)
+                handle.remove()
+            return scores
+
+    model.generate(**kwargs | {"logits_processor": LogitsProcessorList([Within()])})
+    assert set(rows) == {9}
 
 
 @pytest.mark.parametrize("asked", ["greedy", "beams"])

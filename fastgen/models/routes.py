@@ -25,7 +25,8 @@ _lock = threading.RLock()
 class _Route:
     """What a model carries now: the forward that each module had, which of them are linear layers, and its users.
 
-    modules: all that the model has. touched: what `touched_among` says of them. compiled: why it carries nothing.
+    Looked at anew by each user, as the model may have changed since: its `modules`, those of them that are `touched`
+    (`models.instance.touched_among`), and why it is `compiled`, and carries nothing.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -72,9 +73,10 @@ class routed:
             route.users.add(self)
             if is_first:
                 restore(route.before)  # what an interrupt has left
-                modules = route.modules = instance.modules_of(self._model)
-                route.touched = instance.touched_among(modules)
-                route.compiled = reason_compiled(self._model, modules, route.touched)
+            modules = route.modules = instance.modules_of(self._model)
+            route.touched = instance.touched_among(modules)
+            route.compiled = reason_compiled(self._model, modules, route.touched)
+            if is_first:
                 off = route.compiled or replaced()
                 forwards = {} if off is not None else _forwards(self._model, modules, self._family, self._rows)
                 route.layers = [module for module, forward in forwards.items() if isinstance(forward, linear.Linear)]
