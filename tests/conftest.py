@@ -8,9 +8,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+
+from tests import sample
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -29,7 +32,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure() -> None:
-    """End the run if it was to be on another transformers than it is (`make test` names the oldest one supported)."""
+    """End the run if it was to be on another transformers than it is (`make test-all` names the oldest one supported)."""
     wanted = os.environ.get("EXPECT_TRANSFORMERS")
     found = _version("transformers")
     if wanted and found != wanted:
@@ -111,16 +114,42 @@ def pytest_report_header() -> str:
     return f"torch {torch.__version__}, transformers {_version('transformers')}, cuda {torch.version.cuda or 'none'}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first, so that in the end no worker waits for another's; what needs a GPU is skipped."""
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at `-m`
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the longest files first, so that no worker waits in the end; mark what the sample leaves out."""
     order = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    for item in sample.left_out(items):
+        item.add_marker(pytest.mark.slow)
+    slow = sum(item.get_closest_marker("slow") is not None for item in items)
+    _counts(config).update(tests=len(items), slow=slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def _counts(config: pytest.Config) -> dict[str, int]:
+    """Return the numbers of tests, where a worker of pytest-xdist reports them from."""
+    output: dict[str, dict[str, int]] = getattr(config, "workeroutput", vars(config))
+    return output.setdefault("fastgen_tests", {})
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node: Any) -> None:
+    """Take over the numbers that a worker has counted: the process that reports collects nothing itself."""
+    _counts(node.config).update(getattr(node, "workeroutput", {}).get("fastgen_tests", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    counts = _counts(config)
+    if counts:
+        terminalreporter.write_line(
+            f"{counts['tests'] - counts['slow']} of {counts['tests']} tests make up the sample that `make test` runs; "
+            f"`make test-all` runs the {counts['slow']} slow ones, too"
+        )
 
 
 def _version(distribution: str) -> str:
