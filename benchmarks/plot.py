@@ -168,18 +168,29 @@ def grid(data: Data) -> Any:
         lines = sorted({key[:2] for key in mine})
         sources = sorted({key[2] for key in mine})
         values = [[_ratio(mine.get((*line, source))) for source in sources] for line in lines]
-        ax.imshow(values, cmap="RdYlGn", vmin=0.5, vmax=1.5, aspect="auto")
+        image = ax.imshow(values, cmap="RdYlGn", vmin=0.5, vmax=1.5, aspect="auto")
         for y, line in enumerate(values):
             for x, value in enumerate(line):
                 cell = mine.get((*lines[y], sources[x]))
                 text = "" if cell is None else "differs" if not cell["equal"] else f"{value:.2f}"
-                ax.text(x, y, text, ha="center", va="center", fontsize=8)
+                colour = _readable_on(image.to_rgba(value)) if text and cell["equal"] else "black"  # no colour: white
+                ax.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
         ax.set_xticks(range(len(sources)), sources)
         ax.set_yticks(range(len(lines)), [f"{b} x {m}" for b, m in lines])
         ax.set_xlabel("source length")
         ax.set_title(model, fontsize=10)
     axes[0].set_ylabel("batch x beams")
     return figure
+
+
+def _readable_on(colour: tuple[float, ...]) -> str:
+    """Return black or white, whichever has the higher contrast on a colour (red, green, blue from 0 to 1) in sRGB.
+
+    Source: relative luminance and contrast ratio of WCAG 2.2.
+    """
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour[:3]]
+    luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return "black" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "white"
 
 
 def _ratio(cell: dict[str, Any] | None) -> float:
