@@ -5,15 +5,12 @@ made here, from the records that the code itself reads. A test compares, so that
 """
 
 import argparse
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import fastgen
+from benchmarks import tables as results
+from benchmarks.tables import table
 from fastgen.cli import COMMANDS
 from fastgen.config import VARIABLES
 from fastgen.models.families import FAMILIES
@@ -22,16 +19,6 @@ from fastgen.patches import fairseq, transformers
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
-RESULTS = ROOT / "benchmarks" / "results"
-MEGA = 2**20
-NOT_YET = "There are no results yet."
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [tuple(head), *(tuple(cell.replace("|", r"\|").replace("\n", " ") for cell in row) for row in rows)]
-    lines.insert(1, ("---",) * len(lines[0]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def families() -> str:
@@ -51,8 +38,9 @@ def families() -> str:
 def patches() -> str:
     """What is patched in the toolkits."""
     records = (*transformers.PATCHES, *fairseq.PATCHES)
-    rows = ((f"`{p.name}`", p.help, f"`{p.target.replace(':', '.')}`") for p in records)
-    return table(("patch", "what it does", "in the place of"), rows)
+    # Two lines where narrow: a module, and what is in it.
+    rows = ((f"`{p.name}`", f"{p.help}<br>`{p.target.replace(':', '` `')}`") for p in records)
+    return table(("patch", "what it does, and in the place of what"), rows)
 
 
 def variables() -> str:
@@ -123,188 +111,82 @@ def _help(action: argparse.Action) -> str:
     return (action.help or "") % {**vars(action), "default": default, "prog": "fastgen"}
 
 
-def speed() -> str:
-    """Whole calls against the toolkit's own, of all results files."""
-    head = ("case", "where", "toolkit", "fastgen", "times as fast", "results")
-    rows: list[tuple[str, ...]] = []
-    for name, data in _results("generate", "best_batch", "text", "fairseq", "command"):
-        result = data["result"]
-        ratio = f"{result['ratio']:.2f} [{result['low']:.2f}, {result['high']:.2f}]"
-        seconds = (f"{result[side]:.3g} s" for side in ("baseline_seconds", "candidate_seconds"))
-        shown = (*seconds, ratio) if result["equal"] else ("", "", "outputs differ")
-        rows.append((data["help"], _where(data), *shown, f"`{name}`"))
-    return table(head, rows)
-
-
-def peers() -> str:
-    """Whole calls beside another system's with the same weights, of all results files."""
-    head = ("case", "where", "peer", "toolkit", "fastgen", "peer's", "over the toolkit", "over the peer", "same texts")
-    names = {"ctranslate2": "CTranslate2", "compiled": "static cache, compiled"}
-    rows: list[tuple[str, ...]] = []
-    for _, data in _results("peer"):
-        result, peer = data["result"], data["arguments"]["peer"]
-        if not result["equal"]:
-            rows.append((data["case"], _where(data), names[peer], *[""] * 5, "outputs differ"))
-            continue
-        seconds = (f"{result['systems'][name]:.3g} s" for name in ("stock", "fastgen", peer))
-        over = (_ratio(result["over"][name] | {"equal": True}) for name in ("stock", peer))
-        same = result.get("same_texts", {}).get(peer)
-        texts = "all tokens" if same is None else f"{same} of {result['sentences']}"
-        rows.append((data["case"], _where(data), names[peer], *seconds, *over, texts))
-    return table(head, rows)
-
-
-def never_worse() -> str:
-    """The range of ratios of the grid, of all results files."""
-    lines: list[str] = []
-    for name, data in _results("grid"):
-        if data["case"] != "never_worse":
-            continue
-        cells = data["result"]["cells"].values()
-        ratios = [cell["ratio"] for cell in cells if cell["equal"]]
-        lines.append(
-            f"- {_where(data)}: {len(ratios)} of {len(cells)} calls with equal output, between {min(ratios):.2f} and "
-            f"{max(ratios):.2f} times as fast (`{name}`)"
-        )
-    return "\n".join(lines)
-
-
-def few_tokens() -> str:
-    """Ratios of calls for few new tokens, of all results files."""
-    found: dict[tuple[str, str], dict[int, str]] = {}  # by what is a row, and the number of new tokens
-    for _, data in _results("grid"):
-        for cell in data["result"]["cells"].values() if data["case"] == "few_tokens" else ():
-            row = found.setdefault((f"{cell['batch']} x {cell['beams']}", _where(data)), {})
-            row[cell["new_tokens"]] = _ratio(cell)
-    counts = sorted({count for row in found.values() for count in row})
-    rows = [(*row, *(ratios.get(count, "") for count in counts)) for row, ratios in found.items()]
-    return table(("sentences x beams", "where", *(f"{n} new" for n in counts)), rows) if rows else NOT_YET
-
-
-def memory() -> str:
-    """Measured bytes of keys and values, of all results files."""
-    rows = [
-        (
-            model,
-            _where(data),
-            f"{sides['stock']['measured'] / MEGA:.0f} MiB",
-            f"{sides['fastgen']['measured'] / MEGA:.0f} MiB",
-            f"`{name}`",
-        )
-        for name, data in _results("memory")
-        for model, sides in data["result"]["models"].items()
-    ]
-    return table(("model", "where", "toolkit", "fastgen", "results"), rows)
-
-
-def families_speed() -> str:
-    """Ratios of every family's calls, of all results files."""
-    return _ratios("families", "family")
-
-
-def encoders_speed() -> str:
-    """Ratios of encoders' calls by how long the sentences of a batch are, of all results files."""
-    return _ratios("forwards", "encoder", lambda name: "loss" not in name)
-
-
-def loss_speed() -> str:
-    """Ratios of language models' losses, of all results files."""
-    return _ratios("forwards", "model", lambda name: "loss" in name)
-
-
-def _ratios(kind: str, title: str, shown: Callable[[str], bool] = lambda name: True) -> str:
-    """A row of ratios for every model of results of a kind, with a column for each call."""
-    rows: list[tuple[str, ...]] = []
-    calls: tuple[str, ...] = ()
-    for _, data in _results(kind):
-        for name, of_model in data["result"].items():
-            if shown(name):
-                calls = tuple(of_model)
-                rows.append((f"`{name}`", _where(data), *(_ratio(found) for found in of_model.values())))
-    return table((title, "where", *calls), rows) if rows else NOT_YET
-
-
-def _ratio(found: dict[str, Any]) -> str:
-    if not found["equal"]:
-        return "outputs differ"
-    aside = "" if found.get("hits", True) else " aside"
-    return f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]{aside}"
-
-
-def paper() -> str:
-    """The papers' tables and figures, as measured on each hardware."""
-    parts: list[str] = []
-    for file in sorted(RESULTS.glob("*/paper/*.json")):
-        data = json.loads(file.read_text("utf-8"))
-        result = data["result"]
-        what = data["what"][0].upper() + data["what"][1:]
-        here = f"Here: {_where(data)}; {result['shape']}. The paper's: {data['paper_hardware']}."
-        parts.append(f"## {data['title']}\n\n{what}. {here}")
-        differ = "The outputs differed: no speed is given."
-        parts.append(table(result["columns"], result["rows"]) if result["equal"] else differ)
-        if result["curve"] is not None:
-            parts.append(f"![{data['title']}](plots/{file.parts[-3]}-{data['case']}.svg)")
-    return "\n\n".join(parts) or NOT_YET
-
-
-def _results(*kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for file in sorted(RESULTS.glob("*/*.json")):
-        data = json.loads(file.read_text("utf-8"))
-        if data["kind"] in kinds:
-            yield str(file.relative_to(RESULTS)), data
-
-
-def _where(data: dict[str, Any]) -> str:
-    place = data["environment"]
-    return place["gpu"] or f"{place['cpu']}, {place['threads']} threads"
-
-
 def api() -> str:
-    """What mkdocstrings is to show: public names, and all modules of a package that does not say which those are."""
-    names = [name for name in fastgen.__all__ if not name.startswith("_")]
-    blocks = [
-        "## fastgen\n\n" + "\n\n".join(f"::: fastgen.{name}" for name in names),
-        "## What they return and raise\n\n" + "\n\n".join(f"::: {path}" for path in RETURNED),
-    ]
-    for part in ("constraints", "unilm", "corpus", "ray"):
-        if find_spec(f"fastgen.{part}"):
-            public = getattr(import_module(f"fastgen.{part}"), "__all__", None)
-            shown = [f"::: fastgen.{part}.{name}" for name in public] if public else [WHOLE.format(part=part)]
-            blocks.append("\n\n".join([f"## fastgen.{part}", *shown]))
+    """What mkdocstrings is to show, in the groups of API."""
+    blocks: list[str] = []
+    for title, text, names in API:
+        blocks += [f"## {title}", text, *(f"::: fastgen.{name}" for name in names)]
     return "\n\n".join(blocks)
 
 
-WHOLE = "::: fastgen.{part}\n    options:\n      show_submodules: true"
-
-RETURNED = (
-    "fastgen.patches._status.Status",
-    "fastgen.patches._status.Row",
-    "fastgen.patches._status.ToolkitRow",
-    "fastgen.patches.transformers.explain.Explanation",
-    "fastgen.patches.transformers.explain.Linears",
-    "fastgen.patches.transformers.score.TextScore",
-    "fastgen.decoding.plan.Plan",
-    "fastgen.patches._patch.FallbackError",
-    "fastgen.patches._patch.PatchError",
-    "fastgen.patches.transformers.parity.ParityError",
-    "fastgen.patches.transformers.parity.ParityWarning",
-)
+API = (
+    (
+        "What has run, and what would run",
+        "Call `status` after your calls and `explain` before one.",
+        (
+            "status", "explain", "patches._status.Status", "patches._status.Row", "patches._status.ToolkitRow",
+            "patches.transformers.explain.Explanation", "patches.transformers.explain.Linears", "decoding.plan.Plan",
+        ),
+    ),
+    (
+        "On and off",
+        "`import fastgen` switches it on. `disabled` runs the toolkit's own code in one block.",
+        ("disabled", "enable", "disable"),
+    ),
+    (
+        "Many sentences",
+        "`generate_stream` makes batches of like lengths and keeps the order ([guide](stream.md)).",
+        ("generate_stream",),
+    ),
+    (
+        "Scores of texts",
+        "`score` gives log-probabilities and perplexity ([guide](supported.md#scoring)).",
+        ("score", "patches.transformers.score.TextScore"),
+    ),
+    ("Memory", "`release` gives back what is kept between calls.", ("release",)),
+    (
+        "A small and a large model",
+        "`bild` is for fairseq; in transformers pass `assistant_model` to `generate` ([guide](bild.md)).",
+        ("bild",),
+    ),
+    (
+        "Constraints",
+        "Pass these to `generate` as `constraints` ([guide](restored.md)).",
+        ("constraints.Constraint", "constraints.PhrasalConstraint", "constraints.DisjunctiveConstraint"),
+    ),
+    (
+        "UniLM",
+        "Load and convert UniLM and MiniLM checkpoints ([guide](unilm.md)).",
+        ("unilm.load", "unilm.UniLMConfig", "unilm.UniLMForConditionalGeneration"),
+    ),
+    (
+        "Corpora",
+        "These modules are what `fastgen generate` is made of ([guide](corpus.md)).",
+        ("corpus\n    options:\n      show_submodules: true",),
+    ),
+    (
+        "Ray",
+        "`Generator` maps over Ray Data, `Server` and `app` serve with Ray Serve ([guide](cluster.md)).",
+        ("ray.Generator", "ray.Server", "ray.app"),
+    ),
+    (
+        "Warnings and errors",
+        "Wrong arguments raise `ValueError` or `TypeError`; these are the rest.",
+        (
+            "FastgenWarning", "patches._patch.FallbackError", "patches._patch.PatchError",
+            "patches.transformers.parity.ParityError", "patches.transformers.parity.ParityWarning",
+        ),
+    ),
+)  # fmt: skip
+"""The sections of the API's page: title, sentence, names below `fastgen`."""
 
 TABLES: dict[str, Callable[[], str]] = {
     "api": api,
     "commands": commands,
-    "encoders-speed": encoders_speed,
     "families": families,
-    "few-tokens": few_tokens,
-    "families-speed": families_speed,
-    "loss-speed": loss_speed,
-    "memory": memory,
-    "never-worse": never_worse,
-    "paper": paper,
     "patches": patches,
-    "peers": peers,
-    "speed": speed,
     "variables": variables,
+    **results.TABLES,
 }
 
 

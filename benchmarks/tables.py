@@ -1,0 +1,245 @@
+"""The tables of the documentation that are made from benchmarks/results, in Markdown.
+
+`make tables` writes them into docs/, by docs/hooks/tables.py.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+MEGA = 2**20
+SPACE = "\N{NO-BREAK SPACE}"
+DIFFER = "outputs differ"
+MACHINES = {"cpu-zen5": f"Zen{SPACE}5", "cpu": f"Zen{SPACE}4", "cpu-avx2": f"Zen{SPACE}3", "cpu-intel": "Intel"}
+"""What the tables call the machine of a folder of results; others go by the folder's name."""
+WHOLE_CALLS = ("generate", "best_batch", "text", "fairseq", "command")
+NOT_YET, NONE = "There are no results yet.", "–"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [tuple(head), *(tuple(cell.replace("|", r"\|").replace("\n", " ") for cell in row) for row in rows)]
+    lines.insert(1, ("---",) * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def machines() -> str:
+    """The processors and GPUs that results were measured on, and with which versions."""
+    found: dict[tuple[str, ...], dict[str, set[str]]] = {}
+    for name, data in _results():
+        folder, place = name.partition("/")[0], data["environment"]
+        device = place["gpu"] or f"{place['cpu'].partition(' (')[0]}, {place['threads']} threads"
+        versions = found.setdefault((_where(name), device, f"`{folder}/`"), {"transformers": set(), "torch": set()})
+        for package, seen in versions.items():
+            seen.add(place[package].partition("+")[0])
+    rows = [(*row, *(", ".join(sorted(seen)) for seen in versions.values())) for row, versions in found.items()]
+    return table(("in the tables", "machine", "results", "transformers", "PyTorch"), rows)
+
+
+def headline() -> str:
+    """How many times as fast four whole calls are, by processor."""
+    cases = {
+        "gpt2": "GPT-2 124M, prompts of 512 tokens",
+        "bart_large": "BART-large, sources of 512 tokens",
+        "t5_base": "T5-base, sources of 256 tokens",
+        "fairseq_big": "fairseq's big transformer, 16 sentences",
+    }
+    found = {name: data["result"] for name, data in _results(*WHOLE_CALLS)}
+    places = _places(found)
+    rows = ((text, *(_times(found.get(f"{place}/{case}.json")) for place in places)) for case, text in cases.items())
+    return table(("shape, random weights", *map(_where, places)), rows)
+
+
+def speed() -> str:
+    """Whole calls of transformers against its own code, of all results files."""
+    return _speed("generate", "best_batch", "text")
+
+
+def fairseq_speed() -> str:
+    """Whole calls of fairseq against its own code, of all results files."""
+    return _speed("fairseq", "command")
+
+
+def _speed(*kinds: str) -> str:
+    """A row for each case, a column for each machine: times as fast, and seconds of both."""
+    found = dict(_results(*kinds))
+    places = _places(found)
+    cases: dict[str, str] = {}
+    for name, data in found.items():
+        cases.setdefault(name.partition("/")[2], data["help"])
+    rows = [
+        (f"{text} (`{case.removesuffix('.json')}`)", *(_cell(found.get(f"{place}/{case}")) for place in places))
+        for case, text in cases.items()
+    ]
+    return table(("case", *map(_where, places)), rows)
+
+
+def _cell(data: dict[str, Any] | None) -> str:
+    if data is None:
+        return NONE
+    result = data["result"]
+    if not result["equal"]:
+        return DIFFER
+    seconds = f"{result['baseline_seconds']:.3g} → {result['candidate_seconds']:.3g} s".replace(" ", SPACE)
+    return f"**{result['ratio']:.2f}** {_interval(result)}<br>{seconds}"
+
+
+def peers() -> str:
+    """Whole calls beside another system's with the same weights, of all results files."""
+    head = ("case", "machine", "peer", "seconds", "over transformers", "over the peer", "same texts")
+    names = {"ctranslate2": "CTranslate2", "compiled": "compiled"}
+    rows: list[tuple[str, ...]] = []
+    for file, data in _results("peer"):
+        result, peer = data["result"], data["arguments"]["peer"]
+        first = (f"`{data['case'].removeprefix('trained_')}`", _where(file), names[peer])
+        if not result["equal"]:
+            rows.append((*first, *[""] * 3, DIFFER))
+            continue
+        seconds = ", ".join(f"{result['systems'][name]:.3g}" for name in ("stock", peer, "fastgen"))
+        over = (_ratio(result["over"][name] | {"equal": True}) for name in ("stock", peer))
+        same = result.get("same_texts", {}).get(peer)
+        texts = "all tokens" if same is None else f"{same} of {result['sentences']}"
+        rows.append((*first, seconds, *over, texts))
+    return table(head, rows)
+
+
+def never_worse() -> str:
+    """The range of ratios of the grid, of all results files."""
+    rows: list[tuple[str, ...]] = []
+    for name, data in _results("grid"):
+        if data["case"] != "never_worse":
+            continue
+        cells = data["result"]["cells"].values()
+        ratios = [cell["ratio"] for cell in cells if cell["equal"]]
+        rows.append((_where(name), f"{len(ratios)} of {len(cells)}", f"{min(ratios):.2f}", f"{max(ratios):.2f}"))
+    return table(("machine", "calls with equal output", "lowest ratio", "highest ratio"), rows)
+
+
+def few_tokens() -> str:
+    """Ratios of calls for few new tokens, of all results files."""
+    found: dict[tuple[str, str], dict[int, str]] = {}  # by what is a row, and the number of new tokens
+    for name, data in _results("grid"):
+        for cell in data["result"]["cells"].values() if data["case"] == "few_tokens" else ():
+            row = found.setdefault((_where(name), f"{cell['batch']} x {cell['beams']}"), {})
+            row[cell["new_tokens"]] = _ratio(cell)
+    counts = sorted({count for row in found.values() for count in row})
+    rows = [(*row, *(ratios.get(count, NONE) for count in counts)) for row, ratios in found.items()]
+    return table(("machine", "sentences x beams", *(f"{n} new" for n in counts)), rows) if rows else NOT_YET
+
+
+def memory() -> str:
+    """Measured bytes of keys and values, of all results files."""
+    rows = [
+        (
+            f"`{model}`",
+            _where(name),
+            f"{sides['stock']['measured'] / MEGA:.0f} MiB",
+            f"{sides['fastgen']['measured'] / MEGA:.0f} MiB",
+        )
+        for name, data in _results("memory")
+        for model, sides in data["result"]["models"].items()
+    ]
+    return table(("shape", "machine", "transformers", "fastgen"), rows)
+
+
+def families_speed() -> str:
+    """Ratios of every family's calls, of all results files."""
+    return _ratios("families", "family")
+
+
+def encoders_speed() -> str:
+    """Ratios of encoders' calls by how long the sentences of a batch are, of all results files."""
+    return _ratios("forwards", "encoder", lambda name: "loss" not in name)
+
+
+def loss_speed() -> str:
+    """Ratios of language models' losses, of all results files."""
+    return _ratios("forwards", "model", lambda name: "loss" in name)
+
+
+def _ratios(kind: str, title: str, shown: Callable[[str], bool] = lambda name: True) -> str:
+    """For each machine, a row of ratios for every model of results of a kind, with a column for each call."""
+    parts: list[str] = []
+    for file, data in _results(kind):
+        models = {name: calls for name, calls in data["result"].items() if shown(name)}
+        rows = ((f"`{name}`", *map(_ratio, calls.values())) for name, calls in models.items())
+        if models:
+            parts += [f"On {_where(file)}:", table((title, *next(iter(models.values()))), rows)]
+    return "\n\n".join(parts) or NOT_YET
+
+
+def _ratio(found: dict[str, Any]) -> str:
+    if not found["equal"]:
+        return DIFFER
+    return f"{found['ratio']:.2f} {_interval(found)}{'' if found.get('hits', True) else ' aside'}"
+
+
+def _times(result: dict[str, Any] | None) -> str:
+    return NONE if result is None else f"{result['ratio']:.1f}" if result["equal"] else DIFFER
+
+
+def _interval(found: dict[str, Any]) -> str:
+    """A 95% interval, which no line break divides."""
+    return f"[{found['low']:.2f},{SPACE}{found['high']:.2f}]"
+
+
+def paper() -> str:
+    """The papers' tables and figures, as measured on each hardware."""
+    parts: list[str] = []
+    for file in sorted(RESULTS.glob("*/paper/*.json")):
+        data = json.loads(file.read_text("utf-8"))
+        result = data["result"]
+        what = data["what"][0].upper() + data["what"][1:]
+        here = f"Here: {_device(data)}; {result['shape']}. The paper's: {data['paper_hardware']}."
+        parts.append(f"## {data['title']}\n\n{what}. {here}")
+        differ = "The outputs differed: no speed is given."
+        parts.append(table(result["columns"], result["rows"]) if result["equal"] else differ)
+        if result["curve"] is not None:
+            parts.append(f"![{data['title']}](plots/{file.parts[-3]}-{data['case']}.svg)")
+    return "\n\n".join(parts) or NOT_YET
+
+
+def _results(*kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the results files of some kinds, or of all, with their paths in benchmarks/results, by machine."""
+    files = [str(file.relative_to(RESULTS)) for file in sorted(RESULTS.glob("*/*.json"))]
+    for place in _places(files):
+        for file in files:
+            if file.startswith(f"{place}/"):
+                data = json.loads((RESULTS / file).read_text("utf-8"))
+                if not kinds or data["kind"] in kinds:
+                    yield file, data
+
+
+def _places(files: Iterable[str]) -> list[str]:
+    """The folders of results files: those of MACHINES in its order, then the others."""
+    folders = {file.partition("/")[0] for file in files}
+    return [*(name for name in MACHINES if name in folders), *sorted(folders - set(MACHINES))]
+
+
+def _where(file: str) -> str:
+    """The machine of a results file, or of its folder."""
+    folder = file.partition("/")[0]
+    return MACHINES.get(folder, folder)
+
+
+def _device(data: dict[str, Any]) -> str:
+    place = data["environment"]
+    return place["gpu"] or f"{place['cpu']}, {place['threads']} threads"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "encoders-speed": encoders_speed,
+    "fairseq-speed": fairseq_speed,
+    "families-speed": families_speed,
+    "few-tokens": few_tokens,
+    "headline": headline,
+    "loss-speed": loss_speed,
+    "machines": machines,
+    "memory": memory,
+    "never-worse": never_worse,
+    "paper": paper,
+    "peers": peers,
+    "speed": speed,
+}
