@@ -37,7 +37,7 @@ def hook(name: str) -> ModuleType:
 tables = hook("tables")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: str(page.relative_to(ROOT)))
 def test_tables_are_those_of_the_records(page: Path) -> None:
     text = page.read_text("utf-8")
     assert tables.filled(text) == text, f"{page.name}: `make tables`"
@@ -60,16 +60,13 @@ def test_a_table_that_is_out_of_date_is_made_anew() -> None:
 
 def test_every_variable_command_and_public_name_is_documented() -> None:
     switches, commands, api = ((DOCS / f"{name}.md").read_text("utf-8") for name in ("switches", "commands", "api"))
-    readme = (ROOT / "README.md").read_text("utf-8")
     for variable in VARIABLES:
         assert f"| `{variable.name}` |" in switches
     for command in COMMANDS:
         assert f"\n## `fastgen {command}`\n" in commands
-        assert re.search(rf"`(fastgen )?{command}\b", readme), f"README.md does not name fastgen {command}"
     for name in fastgen.__all__:
         if not name.startswith("_"):
             assert f"\n::: fastgen.{name}\n" in api
-            assert re.search(rf"\bfastgen\.{name}\b", readme), f"README.md does not name fastgen.{name}"
             assert inspect.getdoc(getattr(fastgen, name))
 
 

@@ -200,8 +200,8 @@ def filled(page: str) -> str:
 
 
 def main() -> None:
-    """Write all tables of docs/."""
-    for file in sorted((ROOT / "docs").glob("*.md")):
+    """Write all tables of docs/ and README.md."""
+    for file in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]):
         text = file.read_text("utf-8")
         if (new := filled(text)) != text:
             file.write_text(new, encoding="utf-8")
