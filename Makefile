@@ -91,10 +91,12 @@ gpu: cuda  ## all that a GPU machine is for: its tests, the operations, whole ca
 	run $(PY) -m benchmarks.paper --device cuda --dtype bfloat16; \
 	exit $$status
 
-check: $(READY)  ## ruff (format, lint) and pyright
+check: $(READY)  ## ruff (format, lint), pyright, and the workflows of .github
 	$(RUN) -m ruff format --check
 	$(RUN) -m ruff check
 	$(RUN) -m pyright --pythonpath $(PY)
+	$(RUN) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	"$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/zizmor" --offline --quiet .github/workflows
 
 docs: $(READY)  ## build the documentation's site into site/, without a network; a broken link ends it
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict  # with --quiet, --strict would see no warning
@@ -137,7 +139,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt hatch_build.py $(wildcard fastgen
 	    $(PY) -m pip install --quiet --no-deps $(TORCH_PIN)+cpu \
 	    || $(PY) -m pip install --no-deps --index-url https://download.pytorch.org/whl/cpu $(TORCH_PIN)+cpu; \
 	  else $(PY) -m pip install --no-deps $(TORCH_PIN); fi
-	$(PY) -m pip install --quiet -c constraints.txt hatchling editables antlr4-python3-runtime rouge-score
+	$(PY) -m pip install --quiet -c constraints.txt hatchling hatch-fancy-pypi-readme editables antlr4-python3-runtime rouge-score
 	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	$(PY) -m pip install --quiet --no-deps $(FAIRSEQ)
 	touch $@

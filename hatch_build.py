@@ -1,11 +1,14 @@
-"""Compiles the operations in C when fastgen is installed or a wheel of it is built; without a compiler it goes on."""
+"""Compile the operations in C when fastgen is installed or a wheel of it is built; without a compiler, go on."""
 
 import importlib.util
 import sysconfig
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+LIBRARIES = "fastgen/ops/native/lib"
 
 
 class NativeOperations(BuildHookInterface[Any]):
@@ -16,9 +19,20 @@ class NativeOperations(BuildHookInterface[Any]):
         assert spec.loader is not None
         native = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(native)
-        reason = native.build()
+        if version == "editable":
+            reason = native.build()
+        else:
+            # Away from the sources: a wheel holds what was compiled for it, and a checkout keeps its own libraries.
+            self.made = TemporaryDirectory()
+            folder = Path(self.made.name, "lib")
+            reason = native.build(folder)
+            build_data["force_include"][str(folder)] = LIBRARIES
         if reason is not None:
-            self.app.display_warning(f"fastgen is installed without its operations in C: {reason}")
+            self.app.display_warning(f"fastgen is built without its operations in C: {reason}")
             return
         build_data["pure_python"] = False
         build_data["tag"] = "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if version != "editable":
+            self.made.cleanup()

@@ -27,7 +27,8 @@ REQUIREMENTS = {
 }
 """Requirement that installs a module, by import name. The versions are those of pyproject.toml.
 
-Messages name these and not an extra of this package: the package index has another project by the name of `fastgen`.
+Messages name these and not an extra of this package, which is not on the package index yet: `fastgen` there is
+another project.
 """
 
 

@@ -5,7 +5,7 @@ import inspect
 import re
 import shutil
 import subprocess
-from importlib import metadata
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -20,7 +20,7 @@ from tests.processes import python
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")]
 FRONT += sorted((ROOT / "examples").rglob("README.md"))
 
 
@@ -78,7 +78,7 @@ def test_supported_versions_are_those_of_the_guards() -> None:
     assert f"| {oldest[1]} and {tables.transformers.TOOLKIT.tested}, at every run" in rows["transformers"]
     assert SpecifierSet(tables.transformers.TOOLKIT.versions).contains(oldest[1])
     assert f" {tables.fairseq.TOOLKIT.tested} " in rows["fairseq"]
-    requires = metadata.metadata("fastgen")["Requires-Python"]
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["requires-python"]
     assert f"| {requires.removeprefix('>=')} and newer |" in rows["Python"]
 
 

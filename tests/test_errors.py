@@ -14,7 +14,7 @@ from fastgen.patches import fairseq
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-FOREIGN = re.compile(r"pip install [^\n]*\bfastgen\b|\bfastgen\[[a-z]")
+FOREIGN = re.compile(r"pip install [^\n]*\bfastgen\b(?!-nlp)|\bfastgen\[[a-z]")
 """Text that makes pip fetch the project that is called fastgen on the package index, which is another one."""
 
 
