@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure() -> None:
-    """End the run if it was to be on another transformers than it is (`make test-all` names the oldest one supported)."""
+    """End the run if it is not on the transformers that it was to be on (`make test-all` names the oldest one)."""
     wanted = os.environ.get("EXPECT_TRANSFORMERS")
     found = _version("transformers")
     if wanted and found != wanted:

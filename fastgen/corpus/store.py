@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -26,11 +27,16 @@ def alone() -> Store:
 
 
 def held() -> tuple[Store, int]:
-    """A store that this process holds for others of this machine, and the port where they find it."""
+    """Return a store that this process holds for others of this machine, and the port where they find it.
+
+    It gets a socket that listens on the loopback interface: one of its own would listen on all interfaces.
+    """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store, store.port
+    listening = socket.create_server(("127.0.0.1", 0))
+    port: int = listening.getsockname()[1]
+    server = listening.detach()  # the store closes it
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server), port
 
 
 def joined(port: int) -> Store:
