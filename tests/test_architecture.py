@@ -15,7 +15,7 @@ PACKAGE = ROOT / "fastgen"
 
 # A part may import itself and those before it. What is not listed may be imported by all, and imports no part.
 ORDER = ("ops", "models", "decoding", "patches", "__init__", "unilm", "corpus", "ray", "cli", "__main__")
-FREE = ("config", "constraints", "context", "errors", "_version")
+FREE = ("config", "constraints", "context", "errors", "number", "_version")
 TOOLKITS = ("transformers", "fairseq", "accelerate", "peft")
 TOOLKIT_FOLDERS = ("patches", "unilm", "corpus", "ray", "cli")
 

@@ -282,7 +282,7 @@ def test_what_is_wrong_is_said_before_anything_is_done(
     assert "config.json is missing" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run_align(folder, tmp_path / "new", "--epochs", 0)
-    assert "must be above 0, got 0" in capsys.readouterr().err
+    assert "must be above 0, not 0" in capsys.readouterr().err
 
 
 def test_other_tokenizers_and_a_missing_package_are_said(

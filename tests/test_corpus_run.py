@@ -163,7 +163,7 @@ def test_what_was_done_about_problems_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["block", "processes"])
 def test_sizes_are_positive(text: Path, tmp_path: Path, name: str) -> None:
-    with pytest.raises(CommandError, match=f"--{name} must be above 0, got 0"):
+    with pytest.raises(CommandError, match=f"--{name} 0: must be at least 1, not 0"):
         job.run(job_of(MODEL, text, tmp_path / "out", **{name: 0}))
 
 

@@ -471,9 +471,13 @@ def test_decode_hypothesis(corpus: Path) -> None:
     assert len(without) < len(with_them)
 
 
-def test_a_number_of_workers_below_zero(corpus: Path) -> None:
-    command = ("fairseq-generate", str(corpus / "data"), "--path", "model.pt", "--postprocess-workers", "-1")
-    assert "must be at least 0, got -1" in run(*command, status=2).stderr
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [("--postprocess-workers", "-1", "must be at least 0, not -1"), ("--beam", "0", "must be at least 1, not 0")],
+)
+def test_a_number_that_is_too_small(corpus: Path, option: str, value: str, said: str) -> None:
+    command = ("fairseq-generate", str(corpus / "data"), "--path", "model.pt", option, value)
+    assert f"argument {option}: {said}" in run(*command, status=2).stderr
 
 
 def test_a_run_that_fails_leaves_no_whole_file(tmp_path: Path) -> None:

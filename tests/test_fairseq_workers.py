@@ -626,4 +626,4 @@ def test_what_is_asked_for_and_cannot_be(corpus: Path) -> None:
     )  # fmt: skip
     said = run(*command, "--generate-workers", "2", "--sampling", "--beam", "2", "--nbest", "2", status=1).stderr
     assert "--generate-workers 2 is not possible: Sampling may depend on the batches before" in said
-    assert "must be at least 1, got 0" in run(*command, "--generate-workers", "0", status=2).stderr
+    assert "must be at least 1, not 0" in run(*command, "--generate-workers", "0", status=2).stderr

@@ -17,10 +17,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastgen.cli.bild.pair import check_parent, positive, read_lines
+from fastgen.cli.bild.pair import check_parent, read_lines
 from fastgen.config import settings
 from fastgen.corpus import models
 from fastgen.errors import CommandError, needs
+from fastgen.number import COUNT, POSITIVE
 
 if TYPE_CHECKING:
     from fastgen.cli.cell import Cell
@@ -31,25 +32,24 @@ HEAD = f"{'beams':>5}{'batch':>7}{'tokens/s':>12}{'fastgen':>10}{'times as fast'
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    number = positive(int)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the model and its tokenizer")
     parser.add_argument("--input", type=Path, metavar="FILE",
                         help="UTF-8 text, one source or prompt per line (default: random tokens)")  # fmt: skip
-    parser.add_argument("--lines", type=number, metavar="N",
+    parser.add_argument("--lines", type=COUNT, metavar="N",
                         help="sources of each round (default: as many as the largest batch has)")  # fmt: skip
-    parser.add_argument("--source-tokens", type=number, default=32, metavar="N",
+    parser.add_argument("--source-tokens", type=COUNT, default=32, metavar="N",
                         help="length of a random source (%(default)s)")  # fmt: skip
-    parser.add_argument("--num-beams", type=number, nargs="+", default=[1, 4], metavar="N", help="(1 4)")
-    parser.add_argument("--batch-size", type=number, nargs="+", default=[1, 8], metavar="N", help="(1 8)")
-    parser.add_argument("--max-new-tokens", type=number, default=32, metavar="N",
+    parser.add_argument("--num-beams", type=COUNT, nargs="+", default=[1, 4], metavar="N", help="(1 4)")
+    parser.add_argument("--batch-size", type=COUNT, nargs="+", default=[1, 8], metavar="N", help="(1 8)")
+    parser.add_argument("--max-new-tokens", type=COUNT, default=32, metavar="N",
                         help="longest output; from random tokens each output is so long (%(default)s)")  # fmt: skip
     parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"],
                         help="(%(default)s)")  # fmt: skip
     parser.add_argument("--device", help="default: cuda where there is one")
-    parser.add_argument("--threads", type=number, metavar="N", help="torch's CPU threads")
-    parser.add_argument("--rounds", type=number, default=5, metavar="N", help="of each cell, at most (%(default)s)")
-    parser.add_argument("--minutes", type=positive(float), default=10.0, metavar="X",
+    parser.add_argument("--threads", type=COUNT, metavar="N", help="torch's CPU threads")
+    parser.add_argument("--rounds", type=COUNT, default=5, metavar="N", help="of each cell, at most (%(default)s)")
+    parser.add_argument("--minutes", type=POSITIVE, default=10.0, metavar="X",
                         help="time for the whole table: fewer rounds, then fewer cells (%(default)g)")  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="for bench.json and bench.svg")
 

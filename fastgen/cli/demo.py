@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import fastgen
 from fastgen.cli.counts import counts
 from fastgen.errors import CommandError, needs
+from fastgen.number import COUNT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,22 +33,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--examples", type=Path, default=folder, metavar="DIR", help="folder of model/, test.en, test.es"
     )
-    parser.add_argument("--sentences", type=_positive, default=200, metavar="N", help="sentences to translate (200)")
-    parser.add_argument("--tokens", type=_positive, default=16, metavar="N", help="new tokens in part 2 (16)")
+    parser.add_argument("--sentences", type=COUNT, default=200, metavar="N", help="sentences to translate (200)")
+    parser.add_argument("--tokens", type=COUNT, default=16, metavar="N", help="new tokens in part 2 (16)")
     parser.add_argument(
-        "--rounds", type=_positive, default=5, metavar="N", help="rounds of part 1 (5); part 2 has at most 2"
+        "--rounds", type=COUNT, default=5, metavar="N", help="rounds of part 1 (5); part 2 has at most 2"
     )
     parser.add_argument(
         "--quick", action="store_true", help="8 sentences, one round, a toy in part 2: a test, no measurement"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

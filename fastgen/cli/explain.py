@@ -21,11 +21,11 @@ from typing import Any
 
 import fastgen
 from fastgen.cli import generation
-from fastgen.cli.bild.pair import positive
 from fastgen.cli.parser import CommandParser
 from fastgen.corpus import models
 from fastgen.decoding import bild_options
 from fastgen.errors import CommandError
+from fastgen.number import COUNT
 
 HELP = "say what a generate call of a model would run, and its memory, without running it"
 
@@ -38,13 +38,12 @@ PYTHON_ONLY = dict.fromkeys(
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     models.need("transformers")
-    number = positive(int)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "fastgen explain MODEL [option ...]"
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="folder of the model; no tokenizer is needed")
-    add("--batch-size", type=number, default=1, metavar="N", help="sentences in the batch (%(default)s)")
-    add("--source-tokens", type=number, default=32, metavar="N",
+    add("--batch-size", type=COUNT, default=1, metavar="N", help="sentences in the batch (%(default)s)")
+    add("--source-tokens", type=COUNT, default=32, metavar="N",
         help="tokens in each source or prompt (%(default)s)")  # fmt: skip
     add("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"],
         help="type of the weights (%(default)s)")  # fmt: skip

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fastgen.cli import fastseq, generation, on_ray, scoring
-from fastgen.cli.bild.pair import positive
 from fastgen.cli.parser import CommandParser
 from fastgen.corpus import compression, formats, models, writers
 from fastgen.corpus.assembly import in_progress
@@ -25,6 +24,7 @@ from fastgen.corpus.texts import Options
 from fastgen.corpus.writers import File
 from fastgen.decoding import bild_options
 from fastgen.errors import CommandError
+from fastgen.number import COUNT
 
 HELP = "generate from every text of a file, into a file"
 
@@ -63,7 +63,7 @@ def _input(parser: argparse.ArgumentParser) -> None:
         help="whether a table's first row names the columns (default: unless --column is a number)")  # fmt: skip
     add("--no-quotes", dest="quotes", action="store_false",
         help="in TSV a quote is a letter like others; tabs and line breaks of outputs become spaces")  # fmt: skip
-    add("--limit", "--n-obs", type=positive(int), metavar="N", help="the first N records alone")
+    add("--limit", "--n-obs", type=COUNT, metavar="N", help="the first N records alone")
 
 
 def _output(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +83,7 @@ def _texts(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--prefix", metavar="TEXT", help="before each source (default: what --task says, or nothing)")
     add("--task", metavar="NAME", help="take prefix and options of this name from the model's task_specific_params")
-    add("--max-source-tokens", "--max-tokenizer-length", type=positive(int), metavar="N",
+    add("--max-source-tokens", "--max-tokenizer-length", type=COUNT, metavar="N",
         help="longer sources are problems (default: what the tokenizer says)")  # fmt: skip
     add("--truncate", "--truncation", action=argparse.BooleanOptionalAction, default=False,
         help="cut longer sources instead")  # fmt: skip
@@ -103,8 +103,8 @@ def _model(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=_DTYPES, default="float32", help="type in which it generates (%(default)s)")
     add("--fp16", dest="dtype", action="store_const", const="float16", help="--dtype float16")
     add("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one)")
-    add("--threads", type=positive(int), metavar="N", help="torch's CPU threads")
-    add("--batch-tokens", type=positive(int), default=Options.batch_tokens, metavar="N",
+    add("--threads", type=COUNT, metavar="N", help="torch's CPU threads")
+    add("--batch-tokens", type=COUNT, default=Options.batch_tokens, metavar="N",
         help="source tokens of a batch, padding counted (%(default)s)")  # fmt: skip
     add("--seed", type=int, default=0, help="of what is drawn; a block's draws depend on it and its number alone")
 
@@ -127,8 +127,8 @@ def _big_little(parser: argparse.ArgumentParser) -> None:
 def _run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     add = group.add_argument
-    add("--block", type=positive(int), default=BLOCK, metavar="N", help="records written together (%(default)s)")
-    add("--processes", type=positive(int), default=1, metavar="N", help="on this machine (%(default)s)")
+    add("--block", type=COUNT, default=BLOCK, metavar="N", help="records written together (%(default)s)")
+    add("--processes", type=COUNT, default=1, metavar="N", help="on this machine (%(default)s)")
     add("--restart", action="store_true", help="forget what an earlier run has left beside the output")
     add("--summary", type=Path, metavar="FILE", help="write what the run has done, as JSON")
     add("--quiet", action="store_true", help="show no progress")

@@ -12,6 +12,7 @@ from typing import Any
 
 from fastgen.corpus.models import first_line
 from fastgen.errors import CommandError
+from fastgen.number import COUNT, POSITIVE, Number
 
 ALIASES = {
     "num_return_sequences": ("--n-best",), "max_length": ("--max-gen-length",), "min_length": ("--min-gen-length",),
@@ -41,8 +42,15 @@ RESTORED = {
 }
 """Those that transformers no longer documents."""
 
-COUNTS = ("num_beams", "num_return_sequences")
-"""Those that transformers accepts below 1, though it cannot decode with them."""
+_NOT_NEGATIVE, _SHARE = Number(least=0), Number(float, least=0, most=1)
+RANGES = {
+    **dict.fromkeys(("num_beams", "num_return_sequences", "num_beam_groups", "max_length", "max_new_tokens"), COUNT),
+    **dict.fromkeys(("min_length", "min_new_tokens", "top_k"), _NOT_NEGATIVE),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), _NOT_NEGATIVE),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "max_time"), POSITIVE),
+    **dict.fromkeys(("top_p", "min_p"), _SHARE),
+}
+"""Numbers that transformers refuses when it generates, or accepts and cannot decode with."""
 
 _DOCUMENTED = re.compile(r"^ {8}(\w+):? *\(([^\n]*)\):\n((?: {12}.*\n|\n)+)", re.M)
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -143,9 +151,10 @@ def given(args: argparse.Namespace, elsewhere: Mapping[str, str] = ELSEWHERE) ->
     flags = {name: known[name].value(value) for name, value in said.items() if value is not None}
     file = args.generation_config
     found = ({} if file is None else of_file(file, known, elsewhere)) | flags
-    for name in COUNTS:
-        if found.get(name, 1) < 1:
-            raise CommandError(f"{known[name].flag} {found[name]}: must be above 0")
+    ranges = RANGES | ({"temperature": POSITIVE} if found.get("do_sample") else {})
+    for name in ranges.keys() & found.keys():
+        if (problem := ranges[name].problem(found[name])) is not None:
+            raise CommandError(f"{known[name].flag} {found[name]}: {problem}")
     return found
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 
-from fastgen.cli.bild.pair import positive
 from fastgen.corpus import models
 from fastgen.corpus.readers import STDIN
 from fastgen.corpus.texts import Options
 from fastgen.errors import CommandError
+from fastgen.number import COUNT, POSITIVE
 
 _OF_ONE_MACHINE = (
     "block", "field_prefix", "header", "limit", "overwrite", "prefix_column", "processes", "quotes", "reference",
@@ -24,19 +24,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--engine", choices=("local", "ray"), default="local", help="what runs the models (%(default)s)")
     add("--address", metavar="ADDRESS", help="of the cluster, as ray.init takes it (default: RAY_ADDRESS, or one here)")
-    add("--workers", type=positive(int), nargs="+", default=[1], metavar="N",
+    add("--workers", type=COUNT, nargs="+", default=[1], metavar="N",
         help="actors, each with a model: how many, or at least and at most (1)")  # fmt: skip
-    add(
-        "--worker-cpus", type=positive(float), default=1.0, metavar="N", help="processors that each takes (%(default)g)"
-    )
+    add("--worker-cpus", type=POSITIVE, default=1.0, metavar="N", help="processors that each takes (%(default)g)")
     add(
         "--worker-gpus",
-        type=positive(float),
+        type=POSITIVE,
         metavar="N",
         help="GPUs that each takes, parts of one too (default: none)",
     )
-    add("--rows", type=positive(int), default=256, metavar="N", help="that an actor is given at a time (%(default)s)")
-    add("--rows-per-file", type=positive(int), default=50_000, metavar="N", help="of the output (%(default)s)")
+    add("--rows", type=COUNT, default=256, metavar="N", help="that an actor is given at a time (%(default)s)")
+    add("--rows-per-file", type=COUNT, default=50_000, metavar="N", help="of the output (%(default)s)")
 
 
 def check_unused(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

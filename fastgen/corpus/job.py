@@ -18,6 +18,7 @@ from fastgen.corpus.summary import Summary, summarise
 from fastgen.corpus.texts import Options
 from fastgen.corpus.worker import Worker
 from fastgen.errors import CommandError
+from fastgen.number import COUNT
 
 BLOCK = 1024
 
@@ -79,8 +80,8 @@ def run(job: Job) -> Summary | None:
 
 def _check(job: Job, place: workers.Place | None) -> None:
     for name, value in (("block", job.block), ("processes", job.processes)):
-        if value < 1:
-            raise CommandError(f"--{name} must be above 0, got {value}")
+        if (problem := COUNT.problem(value)) is not None:
+            raise CommandError(f"--{name} {value}: {problem}")
     if place is not None and job.processes > 1:
         raise CommandError(f"--processes {job.processes}: RANK is set, so that processes are started by somebody else")
     if job.processes == 1 and place is None:

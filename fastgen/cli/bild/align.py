@@ -19,6 +19,7 @@ from fastgen.cli.bild import outputs, pair
 from fastgen.corpus import models
 from fastgen.corpus.identity import digest
 from fastgen.errors import CommandError
+from fastgen.number import COUNT, POSITIVE, Number
 
 if TYPE_CHECKING:
     from fastgen.cli.bild.finetune import Example, Recipe
@@ -33,24 +34,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     pair.arguments(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="new folder of the aligned model")
     parser.add_argument("--restart", action="store_true", help="forget the large model's outputs of an earlier run")
-    parser.add_argument("--batch-tokens", type=pair.positive(int), default=4096, metavar="N",
+    parser.add_argument("--batch-tokens", type=COUNT, default=4096, metavar="N",
                         help="source tokens of a batch in which the large model generates (%(default)s)")  # fmt: skip
-    parser.add_argument("--epochs", type=pair.positive(float), default=3.0, metavar="N",
+    parser.add_argument("--epochs", type=POSITIVE, default=3.0, metavar="N",
                         help="passes over the outputs (%(default)g)")  # fmt: skip
-    parser.add_argument("--max-steps", type=pair.positive(int), metavar="N", help="updates, in place of --epochs")
-    parser.add_argument("--learning-rate", type=pair.positive(float), default=1e-4, metavar="X",
+    parser.add_argument("--max-steps", type=COUNT, metavar="N", help="updates, in place of --epochs")
+    parser.add_argument("--learning-rate", type=POSITIVE, default=1e-4, metavar="X",
                         help="at the start; it falls to zero in a line (%(default)g)")  # fmt: skip
-    parser.add_argument("--batch-size", type=pair.positive(int), default=32, metavar="N",
+    parser.add_argument("--batch-size", type=COUNT, default=32, metavar="N",
                         help="lines of an update (%(default)s)")  # fmt: skip
-    parser.add_argument("--label-smoothing", type=_share, default=0.0, metavar="X", help="(%(default)g)")
+    parser.add_argument(
+        "--label-smoothing", type=Number(float, least=0, below=1), default=0.0, metavar="X", help="(%(default)g)"
+    )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of dropout and order (%(default)s)")
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0.0 <= value < 1.0:
-        raise argparse.ArgumentTypeError(f"must be from 0 to below 1, got {text}")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

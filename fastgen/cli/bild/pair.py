@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fastgen.corpus import models
 from fastgen.decoding import bild_options
 from fastgen.errors import CommandError
+from fastgen.number import COUNT
 
 MAX_NEW_TOKENS = 128
 _UNLIMITED = 10**6  # a tokenizer's model_max_length above this stands for none
@@ -24,26 +24,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="UTF-8 text, one source per line")
     parser.add_argument("--append-eos", action="store_true",
                         help="end each source with the end token, where the tokenizer does not")  # fmt: skip
-    parser.add_argument("--max-source-tokens", type=positive(int), metavar="N",
+    parser.add_argument("--max-source-tokens", type=COUNT, metavar="N",
                         help="cut longer sources (default: what the tokenizer says)")  # fmt: skip
-    parser.add_argument("--max-new-tokens", type=positive(int), default=MAX_NEW_TOKENS, metavar="N",
+    parser.add_argument("--max-new-tokens", type=COUNT, default=MAX_NEW_TOKENS, metavar="N",
                         help="longest output (%(default)s)")  # fmt: skip
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"],
                         help="type in which the models generate (%(default)s)")  # fmt: skip
-    parser.add_argument("--threads", type=positive(int), metavar="N", help="torch's CPU threads")
-
-
-def positive(kind: type) -> Callable[[str], Any]:
-    """A type for argparse: a number above zero."""
-
-    def number(text: str) -> Any:
-        value = kind(text)
-        if not (value > 0 and math.isfinite(value)):
-            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-        return value
-
-    return number
+    parser.add_argument("--threads", type=COUNT, metavar="N", help="torch's CPU threads")
 
 
 def device_of(args: argparse.Namespace) -> str:

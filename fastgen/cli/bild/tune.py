@@ -20,6 +20,7 @@ from fastgen.cli.bild import pair
 from fastgen.config import settings
 from fastgen.corpus import models
 from fastgen.errors import CommandError, needs
+from fastgen.number import COUNT, POSITIVE, Number
 
 if TYPE_CHECKING:
     from fastgen.cli.bild.sweep import Arm, Batch, Point
@@ -40,31 +41,24 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="CONFIG.json|FOLDER",
                         help="generation config to write; in a folder, its generation_config.json")  # fmt: skip
     parser.add_argument("--metric", choices=list(quality.METRICS), default="bleu", help="(%(default)s)")
-    parser.add_argument("--max-loss", type=_not_negative, default=0.0, metavar="X",
+    parser.add_argument("--max-loss", type=Number(float, least=0), default=0.0, metavar="X",
                         help="points of the metric that may be lost (%(default)g)")  # fmt: skip
-    parser.add_argument("--fallback", type=_share, nargs="+", default=list(FALLBACKS), metavar="X", help="to try")
-    parser.add_argument("--rollback", type=pair.positive(float), nargs="*", default=list(ROLLBACKS), metavar="X",
+    parser.add_argument(
+        "--fallback",
+        type=Number(float, least=0, most=1),
+        nargs="+",
+        default=list(FALLBACKS),
+        metavar="X",
+        help="to try",
+    )
+    parser.add_argument("--rollback", type=POSITIVE, nargs="*", default=list(ROLLBACKS), metavar="X",
                         help="to try, beside lossless")  # fmt: skip
-    parser.add_argument("--max-draft", type=pair.positive(int), default=10, metavar="N", help="(%(default)s)")
-    parser.add_argument("--batch-size", type=pair.positive(int), default=1, metavar="N", help="(%(default)s)")
-    parser.add_argument("--lines", type=pair.positive(int), default=200, metavar="N",
+    parser.add_argument("--max-draft", type=COUNT, default=10, metavar="N", help="(%(default)s)")
+    parser.add_argument("--batch-size", type=COUNT, default=1, metavar="N", help="(%(default)s)")
+    parser.add_argument("--lines", type=COUNT, default=200, metavar="N",
                         help="of the files, from the first on (%(default)s)")  # fmt: skip
-    parser.add_argument("--rounds", type=pair.positive(int), default=3, metavar="N",
+    parser.add_argument("--rounds", type=COUNT, default=3, metavar="N",
                         help="times that everything is generated (%(default)s)")  # fmt: skip
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0.0 <= value <= 1.0:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 1, got {text}")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not value >= 0.0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,12 +1,12 @@
 """The options that fastgen adds to fairseq's generating commands, and where their values are kept."""
 
 import argparse
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from fastgen.decoding.bild_options import FALLBACK, MAX_DRAFT, ROLLBACK
+from fastgen.number import COUNT, Number
 from fastgen.patches import _engine
 
 
@@ -54,9 +54,12 @@ def get_generation_parser(
     """`options.get_generation_parser`, with options of ours, which are at their defaults until it parses."""
     vars(given).update(vars(Options()))
     parser: argparse.ArgumentParser = original(interactive, *args, **kwargs)
+    beam = next((action for action in parser._actions if action.dest == "beam"), None)
+    if beam is not None:  # fairseq accepts 0, and fails at the first batch
+        beam.type = COUNT
     group = parser.add_argument_group("fastgen")
     group.add_argument(
-        "--postprocess-workers", type=_count, action=_Keep, default=argparse.SUPPRESS, metavar="N",
+        "--postprocess-workers", type=Number(least=0), action=_Keep, default=argparse.SUPPRESS, metavar="N",
         help="undo word pieces, detokenize and score in the background: 0 not at all, 1 in a thread, more in as many "
         "processes (default: 1)",
     )  # fmt: skip
@@ -66,7 +69,7 @@ def get_generation_parser(
     )  # fmt: skip
     if _engine.is_applied(f"fairseq.{'interactive' if interactive else 'generate'}_command"):
         group.add_argument(
-            "--generate-workers", type=_positive, action=_Keep, default=argparse.SUPPRESS, metavar="N",
+            "--generate-workers", type=COUNT, action=_Keep, default=argparse.SUPPRESS, metavar="N",
             help="translate on a CPU in N processes of one thread each; 1: in this one, with all threads (default: as "
             "many as threads, where there are 8 batches for each, in a buffer if there are buffers, and memory)",
         )  # fmt: skip
@@ -104,16 +107,3 @@ def _add_bild(parser: argparse.ArgumentParser) -> None:
         "--bild-adaptive-draft", action=_KeepSwitch, default=argparse.SUPPRESS,
         help="draft only where that is faster, by the clock (default: with --bild-lossless)",
     )  # fmt: skip
-
-
-def _count(text: str, least: int = 0) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-    return value
-
-
-_positive = functools.partial(_count, least=1)
