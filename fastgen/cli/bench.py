@@ -33,7 +33,7 @@ HEAD = f"{'beams':>5}{'batch':>7}{'tokens/s':>12}{'fastgen':>10}{'times as fast'
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the model and its tokenizer")
+    parser.add_argument("model", type=Path, metavar="MODEL", help=models.HELP)
     parser.add_argument("--input", type=Path, metavar="FILE",
                         help="UTF-8 text, one source or prompt per line (default: random tokens)")  # fmt: skip
     parser.add_argument("--lines", type=COUNT, metavar="N",
@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
         if args.output.is_file():
             raise CommandError(f"--output {args.output} is a file, and not a folder")
     lines = None if args.input is None else [line for line in read_lines(args.input) if line.strip()]
-    models.check_folder(args.model)
     models.need("transformers", "numpy")
+    models.folder_of(args.model)
     from transformers.utils import logging
 
     from fastgen.cli.measure import environment

@@ -41,7 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "fastgen explain MODEL [option ...]"
     add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="folder of the model; no tokenizer is needed")
+    add("model", type=Path, metavar="MODEL", help="folder of the model, or its id on the hub; no tokenizer is needed")
     add("--batch-size", type=COUNT, default=1, metavar="N", help="sentences in the batch (%(default)s)")
     add("--source-tokens", type=COUNT, default=32, metavar="N",
         help="tokens in each source or prompt (%(default)s)")  # fmt: skip
@@ -56,7 +56,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the explanation; return 1 if transformers' own decode loop would run."""
-    models.check_folder(args.model)
+    models.folder_of(args.model)
     options = generation.given(args, PYTHON_ONLY)
     from transformers.utils import logging
 

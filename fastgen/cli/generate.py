@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     models.need("transformers")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "fastgen generate MODEL --input FILE ... [--output FILE] [option ...]"
-    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the model and its tokenizer")
+    parser.add_argument("model", type=Path, metavar="MODEL", help=models.HELP)
     _input(parser)
     _output(parser)
     _texts(parser)
@@ -114,7 +114,7 @@ def _big_little(parser: argparse.ArgumentParser) -> None:
         "a small model that drafts", "See docs/bild.md; lossless unless a threshold is given."
     )
     add = group.add_argument
-    add("--assistant-model", type=Path, metavar="FOLDER", help="folder of the small model and its tokenizer")
+    add("--assistant-model", type=Path, metavar="MODEL", help=models.HELP)
     add("--fallback-threshold", type=float, metavar="P", help="it stops where it is less sure than this")
     add("--rollback-threshold", type=float, metavar="COST", help="what costs the large model more does not stand")
     add("--max-draft", type=int, metavar="N", help="tokens that it drafts in a row at most")
@@ -185,8 +185,8 @@ def _options(args: argparse.Namespace) -> Options:
     Raises:
         CommandError: what can be told to be wrong before the model is loaded.
     """
-    models.check_folder(args.model)
-    config, stored = _json_of(args.model / "config.json"), _json_of(args.model / "generation_config.json")
+    folder = models.folder_of(args.model)
+    config, stored = _json_of(folder / "config.json"), _json_of(folder / "generation_config.json")
     task = fastseq.task(args.model, config, args.task, set(generation.settings()))
     asked = task.generation | generation.given(args)
     targets = _targets(args, asked)
@@ -195,13 +195,16 @@ def _options(args: argparse.Namespace) -> Options:
     asked |= _drafts(args, asked, given, stored)
     if "max_new_tokens" not in {**_said(stored), **asked} and not models.load_config(args.model).is_encoder_decoder:
         raise CommandError("--max-new-tokens is needed: a decoder's prompt would count in --max-length")
+    local = args.engine == "local"  # else each machine finds the model by itself
+    assistant = args.assistant_model
     return Options(
-        args.model, asked, device=args.device, dtype=args.dtype, threads=args.threads, batch_tokens=args.batch_tokens,
-        max_source_tokens=args.max_source_tokens, truncate=args.truncate, append_eos=args.append_eos,
-        prefix=task.prefix if args.prefix is None else args.prefix, forced_bos_token=args.forced_bos_token,
-        source_lang=args.source_lang, target_lang=args.target_lang, targets=targets, scores=args.scores, seed=args.seed,
-        special_tokens=args.include_special_tokens, clean_up=args.clean_up_tokenization_spaces,
-        assistant=args.assistant_model,
+        folder if local else args.model, asked, device=args.device, dtype=args.dtype, threads=args.threads,
+        batch_tokens=args.batch_tokens, max_source_tokens=args.max_source_tokens, truncate=args.truncate,
+        append_eos=args.append_eos, prefix=task.prefix if args.prefix is None else args.prefix,
+        forced_bos_token=args.forced_bos_token, source_lang=args.source_lang, target_lang=args.target_lang,
+        targets=targets, scores=args.scores, seed=args.seed, special_tokens=args.include_special_tokens,
+        clean_up=args.clean_up_tokenization_spaces,
+        assistant=models.folder_of(assistant) if local and assistant else assistant,
     )  # fmt: skip
 
 
@@ -231,7 +234,7 @@ def _drafts(
     if args.assistant_model is None and layers is None and not given:
         return {}
     if args.assistant_model is not None:
-        models.check_folder(args.assistant_model)
+        models.folder_of(args.assistant_model)
     if not {*given, *_said(stored)} & set(bild_options.NAMES):
         given = {"lossless": True}
     if args.scores:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 _MISSING = "not there"
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def digest(path: Path) -> str:
     """What tells a file, or the files of a model's folder, from any other.
 
-    Tokenizers have files of many names: all of a folder count, but for hidden ones, a README, and other folders.
+    Tokenizers have files of many names: all of a folder count, but for hidden ones, a README, and other folders. A
+    snapshot in the hub's cache is told by its commit, as files come to it when somebody needs them.
     """
+    if path.parent.name == "snapshots" and _COMMIT.fullmatch(path.name):
+        return path.name[:16]
     whole = hashlib.sha256()
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if _counts(f))
     for file in files:

@@ -14,7 +14,7 @@ from fastgen.corpus import assembly
 from fastgen.corpus.assembly import Assembly
 from fastgen.corpus.identity import digest
 from fastgen.corpus.journal import Journal, Part
-from fastgen.corpus.models import check_folder
+from fastgen.corpus.models import folder_of
 from fastgen.corpus.summary import Report, Summary, summarise, versions
 from fastgen.errors import CommandError
 
@@ -26,7 +26,6 @@ _NO_MATTER = ("threads",)  # options that change the speed, and rounding, alone
 
 def header_of(job: Job) -> dict[str, Any]:
     """All that an output's bytes depend on, JSON-ready."""
-    check_folder(job.options.model)
     options = {
         option.name: _told(getattr(job.options, option.name))
         for option in fields(job.options)
@@ -40,7 +39,7 @@ def header_of(job: Job) -> dict[str, Any]:
 
 
 def _told(value: Any) -> Any:
-    return digest(value) if isinstance(value, Path) else value
+    return digest(folder_of(value)) if isinstance(value, Path) else value
 
 
 def _device(job: Job) -> str:

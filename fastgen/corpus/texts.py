@@ -31,7 +31,7 @@ class Options:
     """What an output depends on, beside its text.
 
     Attributes:
-        model: folder of the model and its tokenizer.
+        model: folder of the model and its tokenizer, or their id on the hub.
         generation: arguments of `generate`, JSON-ready.
         dtype: the weights' type, as torch names it.
         batch_tokens: tokens of a batch, padding counted.
@@ -44,7 +44,7 @@ class Options:
         scores: whether outputs have them.
         seed: of what is drawn where `generation` samples; each block draws from a state of its own.
         special_tokens: leave special tokens in the output. clean_up: take spaces before punctuation out of it.
-        assistant: folder of a small model that drafts; `generation` has the options.
+        assistant: folder or id of a small model that drafts; `generation` has the options.
     """
 
     model: Path
@@ -126,12 +126,12 @@ class TextGenerator:
             it ends all.
 
     Raises:
-        CommandError: the folder holds no model that can be read, or an option does not fit it.
+        CommandError: there is no such model, or it cannot be read, or an option does not fit it.
     """
 
     def __init__(self, options: Options, serves: bool = False) -> None:
-        models.check_folder(options.model)
         models.need("transformers")
+        models.folder_of(options.model)
         self.options, self.serves = options, serves
         device = models.usable_device(options.device, options.threads)
         self.tokenizer = models.load_tokenizer(options.model)
@@ -201,13 +201,12 @@ class TextGenerator:
         elif options.targets not in (None, "token"):
             raise CommandError(f"targets={options.targets!r} must be 'language' or 'token'")
 
-    def _assistant(self, folder: Path, device: str) -> dict[str, Any]:
+    def _assistant(self, model: Path, device: str) -> dict[str, Any]:
         """What `generate` gets for a small model; the tokenizers are compared here, and it does not need them."""
         from fastgen.patches.transformers.bild_call import options_of
 
-        models.check_folder(folder)
-        small = {"assistant_model": models.load_model(folder, device, self.options.dtype)}
-        tokenizers = {"tokenizer": self.tokenizer, "assistant_tokenizer": models.load_tokenizer(folder)}
+        small = {"assistant_model": models.load_model(model, device, self.options.dtype)}
+        tokenizers = {"tokenizer": self.tokenizer, "assistant_tokenizer": models.load_tokenizer(model)}
         try:
             options_of(self.model, {**self.generation, **small, **tokenizers})
         except (TypeError, ValueError) as error:

@@ -140,11 +140,9 @@ def run(
 
 
 def _with_folders(options: Options) -> Options:
-    """The options with folders as other processes find them, in which there is a model."""
-    folders = {name: folder.absolute() for name in ("model", "assistant") if (folder := getattr(options, name))}
-    for folder in folders.values():
-        models.check_folder(folder)
-    return replace(options, **folders)
+    """The options with models as other processes find them."""
+    named = {name: model for name in ("model", "assistant") if (model := getattr(options, name))}
+    return replace(options, **{name: models.shared_name(model) for name, model in named.items()})
 
 
 def _recorded(options: Options) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Generator:
     ``scores`` of all texts.
 
     Args:
-        model: folder of the model and its tokenizer, as the actor's machine sees it.
+        model: folder of the model and its tokenizer, as the actor's machine sees it, or their id on the hub.
         column: of the texts. A null is an empty text.
         target_column: of the names of what each output begins with; `targets` among the options says what they name.
         on_error: what becomes of a text that cannot be generated: "fail" raises, "skip" leaves its row out, "empty"
@@ -37,7 +37,7 @@ class Generator:
         options: as in `fastgen.corpus.texts.Options`.
 
     Raises:
-        CommandError: the folder holds no model that can be read; with on_error="fail", what a text's problem is.
+        CommandError: there is no such model, or it cannot be read; with on_error="fail", what a text's problem is.
         ValueError: no such on_error, no such column, or one of the batch's columns has the name of one of ours; a
             target_column without `targets`, or the other way about.
         TypeError: no such option, or the column holds no texts.

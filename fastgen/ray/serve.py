@@ -26,8 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = Settings(**{name: value for name, value in args.items() if value is not None})
         models.need("ray", "starlette")
-        models.check_folder(settings.model)
-        connection = start(settings.model_copy(update={"model": settings.model.absolute()}), **where)
+        connection = start(settings.model_copy(update={"model": models.shared_name(settings.model)}), **where)
     except (CommandError, ValidationError) as error:
         print(f"python -m fastgen.ray.serve: {error}", file=sys.stderr)
         return 2

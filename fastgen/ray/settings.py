@@ -19,7 +19,9 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: Path = Field(description="folder of the model and its tokenizer, as every machine sees it")
+    model: Path = Field(
+        description="folder of the model and its tokenizer, as every machine sees it, or their id on the hub"
+    )
     name: str = Field("", description="the model's name in answers (default: the folder's)")
     generation: Json[dict[str, Any]] | dict[str, Any] = Field(
         default_factory=dict, description="arguments of generate, as JSON; a request may change some of them"

@@ -55,17 +55,17 @@ def run(args: argparse.Namespace) -> int:
     if output.exists():
         raise CommandError(f"--output {output} exists: name a new folder")
     pair.check_parent(output)
-    for folder in (args.large, args.small):
-        models.check_folder(folder)
+    for model in (args.large, args.small):
+        models.folder_of(model)
     lines = [line for line in pair.read_lines(args.input) if line.strip()]
     models.need("transformers", "accelerate")
     device = pair.device_of(args)
-    tokenizers = tuple(models.load_tokenizer(folder) for folder in (args.large, args.small))
+    tokenizers = tuple(map(models.load_tokenizer, (args.large, args.small)))
     sources = pair.encode(tokenizers[0], lines, args.append_eos, args.max_source_tokens)
     small = pair.load_model(args.small, "cpu", "float32")
     _check_writable(small, args.small)
     header = {
-        "large": digest(args.large), "input": digest(args.input), "lines": len(lines),
+        "large": digest(models.folder_of(args.large)), "input": digest(args.input), "lines": len(lines),
         "append_eos": args.append_eos, "max_source_tokens": args.max_source_tokens,
         "max_new_tokens": args.max_new_tokens, "dtype": args.dtype,
     }  # fmt: skip
@@ -135,11 +135,9 @@ def _train(small: Any, data: list[Example], recipe: Recipe, device: str) -> list
 
 def _save(small: Any, tokenizer: Any, record: dict[str, Any], source: Path, output: Path) -> None:
     """Write the model in the type of its source, all at once."""
-    from transformers import AutoConfig
-
     scratch = output.with_name(f"{output.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
-    stored = AutoConfig.from_pretrained(source, local_files_only=True).dtype
+    stored = models.load_config(source).dtype
     small.to(stored or small.dtype).save_pretrained(scratch)
     tokenizer.save_pretrained(scratch)
     (scratch / RECORD).write_text(json.dumps(record, indent=1) + "\n", "utf-8")

@@ -19,8 +19,8 @@ _UNLIMITED = 10**6  # a tokenizer's model_max_length above this stands for none
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What both tools ask for."""
-    parser.add_argument("large", type=Path, metavar="LARGE", help="folder of the large model and its tokenizer")
-    parser.add_argument("small", type=Path, metavar="SMALL", help="folder of the small model and its tokenizer")
+    parser.add_argument("large", type=Path, metavar="LARGE", help=models.HELP)
+    parser.add_argument("small", type=Path, metavar="SMALL", help=models.HELP)
     parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="UTF-8 text, one source per line")
     parser.add_argument("--append-eos", action="store_true",
                         help="end each source with the end token, where the tokenizer does not")  # fmt: skip
@@ -45,9 +45,9 @@ def check_parent(output: Path) -> None:
         raise CommandError(f"--output {output}: there is no folder {output.absolute().parent}")
 
 
-def load_model(folder: Path, device: str, dtype: str) -> Any:
-    """The model of a folder, ready to generate, without what an earlier tuning stored with it."""
-    model = models.load_model(folder, device, dtype)
+def load_model(name: Path, device: str, dtype: str) -> Any:
+    """A model, ready to generate, without what an earlier tuning stored with it."""
+    model = models.load_model(name, device, dtype)
     for name in (*bild_options.NAMES, "assistant_early_exit"):
         vars(model.generation_config).pop(name, None)
     model.generation_config.assistant_early_exit = None

@@ -69,16 +69,16 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--output {args.output} is a file, and neither a folder nor CONFIG.json")
     if config_file.is_dir():
         raise CommandError(f"--output {config_file} is a folder, and not a file")
-    for folder in (args.large, args.small):
-        models.check_folder(folder)
+    for model in (args.large, args.small):
+        models.folder_of(model)
     lines, references = _texts(args)
     models.need("transformers")
     if not settings().enabled:
         raise CommandError("FASTGEN=0 switches off what is to be measured")
     metric = quality.METRICS[args.metric]()
     device = pair.device_of(args)
-    tokenizers = tuple(models.load_tokenizer(folder) for folder in (args.large, args.small))
-    large, small = (pair.load_model(folder, device, args.dtype) for folder in (args.large, args.small))
+    tokenizers = tuple(map(models.load_tokenizer, (args.large, args.small)))
+    large, small = (pair.load_model(model, device, args.dtype) for model in (args.large, args.small))
     pair.check_pair(large, small, tokenizers)
     sources = pair.encode(tokenizers[0], lines, args.append_eos, args.max_source_tokens)
 
