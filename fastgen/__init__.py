@@ -118,6 +118,7 @@ def score(
     texts: Iterable[Any],
     sources: Iterable[Any] | None = None,
     *,
+    tokenizer: Any = None,
     max_length: int | None = None,
     stride: int | None = None,
     max_tokens: int = 4096,
@@ -130,8 +131,10 @@ def score(
 
     Args:
         model: a transformers model of a family that `generate` is accelerated for, in evaluation mode.
-        texts: the token ids of each, without padding.
-        sources: of encoder-decoder models, the ids of each text's source.
+        texts: the token ids of each, without padding; or strings, which need a `tokenizer`.
+        sources: of encoder-decoder models, each text's source, likewise.
+        tokenizer: makes token ids of strings, special tokens included, as ``tokenizer(text)`` and for the texts of
+            encoder-decoder models ``tokenizer(text_target=text)`` do.
         max_length: tokens of a window at most; None for what the model has positions for.
         stride: how many tokens a window lies behind the one before; None for half of `max_length`.
         max_tokens: tokens of a batch, padding counted.
@@ -140,11 +143,12 @@ def score(
         `fastgen.patches.transformers.score.TextScore`, one for each text: `log_probs` (L,), `tokens`, `total`.
 
     Raises:
+        TypeError: texts are strings and there is no `tokenizer`, or they are one string and not several.
         ValueError: an option or a text is not one that there can be, or the model is of another family.
     """
     from fastgen.patches.transformers.score import score as score_texts
 
-    return score_texts(model, texts, sources, max_length, stride, max_tokens)
+    return score_texts(model, texts, sources, tokenizer, max_length, stride, max_tokens)
 
 
 if settings().enabled:

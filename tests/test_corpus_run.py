@@ -973,7 +973,7 @@ def test_standard_input_that_is_waited_for(end: str, tmp_path: Path) -> None:
     ):  # fmt: skip
         stdin, stdout = cast(Any, process.stdin), cast(Any, process.stdout)
         try:
-            stdin.write(b"Returns the list.\n" + (b"\n" if end == "bad record" else b"A list.\n") + b"x\n" * 8)
+            stdin.write(b"Returns the list.\n" + (b"\xff\n" if end == "bad record" else b"A list.\n") + b"x\n" * 8)
             stdin.flush()
             stdout.readline()  # so that it is under way
             if end == "interrupt":
@@ -984,7 +984,7 @@ def test_standard_input_that_is_waited_for(end: str, tmp_path: Path) -> None:
     message = (tmp_path / "said").read_text()
     assert status == (2 if end == "bad record" else 130), message
     assert "Fatal Python error" not in message
-    assert ("record 2: there is no text" if end == "bad record" else "fastgen generate: interrupted") in message
+    assert ("record 2: not UTF-8" if end == "bad record" else "fastgen generate: interrupted") in message
     assert "Traceback" not in message
 
 

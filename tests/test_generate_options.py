@@ -199,12 +199,115 @@ def test_lower_layers_draft(text: Path, tmp_path: Path, caplog: pytest.LogCaptur
 def test_another_on_error_goes_on_with_lines_of_text(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "in.txt").write_text("a\nb\n\nc\n")
+    """Also behind a blank line, which no --on-error handles."""
+    (tmp_path / "in.txt").write_bytes(b"a\n\n\xff\nc\n")
     words = command(folders / "model", tmp_path / "in.txt", tmp_path / "out.txt", *NEW, "--block", "2")
     assert main(words) == 2
-    assert "record 3: there is no text. The blocks before it are safe" in capsys.readouterr().err
+    assert "record 3: not UTF-8: invalid start byte at byte 0. The blocks before" in capsys.readouterr().err
     assert main([*words, "--on-error", "empty"]) == 0
-    assert len((tmp_path / "out.txt").read_text().split("\n")) == 5
+    assert [bool(line) for line in (tmp_path / "out.txt").read_text().split("\n")] == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("on_error", ["fail", "skip", "empty"])
+def test_a_blank_line_is_a_blank_line_of_the_output(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], on_error: str
+) -> None:
+    (tmp_path / "in.txt").write_text("One.\n\n \t\nTwo\n")
+    words = [*NEW, "--on-error", on_error, "--summary", tmp_path / "summary.json"]
+    one, two = (texts[0] for texts in by_transformers(folders / "model", ["One.", "Two"], max_new_tokens=8))
+    assert main(command(folders / "model", tmp_path / "in.txt", tmp_path / "out.txt", *words)) == 0
+    assert (tmp_path / "out.txt").read_text() == f"{one_line(one)}\n\n\n{one_line(two)}\n"
+    assert "2 of 4 records are blank lines, and so are their outputs" in capsys.readouterr().err
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["blank"], summary["problems"]) == (2, [])
+    assert main(command(folders / "model", tmp_path / "in.txt", tmp_path / "out.jsonl", *words)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").open()]
+    assert [row["output"] for row in rows] == [one, "", "", two]
+    assert not any(row.get("problem") for row in rows)
+
+
+def test_a_blank_field_of_a_table_is_a_problem(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": " "}\n')
+    words = command(folders / "model", tmp_path / "in.jsonl", tmp_path / "out.txt", *NEW, "--column", "text")
+    assert main(words) == 2
+    assert "record 2: there is no text" in capsys.readouterr().err
+
+
+# ---- the limit of outputs
+
+
+def limits_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
+    """Note the width of the source and the `max_new_tokens` of each call."""
+    noted: list[tuple[int, Any]] = []
+    generate = tf.MarianMTModel.generate
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        noted.append((kwargs["input_ids"].shape[1] if "input_ids" in kwargs else 0, kwargs.get("max_new_tokens")))
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(tf.MarianMTModel, "generate", noting)
+    return noted
+
+
+def endless(folder: Path, place: Path, **stored: Any) -> Path:
+    """A model that ends no output by itself, with a generation config."""
+    model = marian(0)
+    model.generation_config.update(**stored)
+    model.final_logits_bias[0, 1] = -1e4  # of its end token
+    model.save_pretrained(place)
+    tokenizer_of().save_pretrained(place)
+    return place
+
+
+def test_without_a_limit_it_goes_by_the_source(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 tokens for each of the batch's longest source and 200 more, and no more than the model has positions for."""
+    model = endless(folders, tmp_path / "model")
+    (tmp_path / "in.txt").write_text("seven..\n" + "x" * 60 + "\n")
+    noted = limits_of(monkeypatch)
+    words = [*("--summary", tmp_path / "summary.json"), "--batch-tokens", 64]
+    assert main(command(model, tmp_path / "in.txt", tmp_path / "out.txt", *words)) == 0
+    assert noted[-2:] == [(61, 255), (8, 216)]
+    said = (
+        "2 of 2 outputs hit the limit (200 tokens and 2 for each of a batch's longest source; --max-new-tokens N sets"
+    )
+    assert said in capsys.readouterr().err
+    assert json.loads((tmp_path / "summary.json").read_text())["at_limit"] == 2
+    assert main(command(model, tmp_path / "in.txt", tmp_path / "two.txt", *NEW)) == 0
+    assert "2 of 2 outputs hit the limit (--max-new-tokens 8)\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stored", "words", "tokens", "said"),
+    [
+        ({"max_length": 9}, [], 8, "max_length=9 of the model's generation config; --max-new-tokens N sets another"),
+        ({"max_new_tokens": 7}, [], 7, "max_new_tokens=7 of the model's generation config; --max-new"),
+        ({"max_length": 9, "forced_eos_token_id": 1}, [], 7, "max_length=9 of the model's"),
+        ({"max_length": 9}, ["--max-length", 6], 5, "--max-length 6"),
+    ],
+)  # fmt: skip
+def test_a_limit_that_somebody_has_set_holds(
+    folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], stored: dict[str, Any],
+    words: list[object], tokens: int, said: str,
+) -> None:  # fmt: skip
+    model = endless(folders, tmp_path / "model", **stored)
+    summary = tmp_path / "summary.json"
+    assert main(command(model, text, tmp_path / "out.txt", *words, "--summary", summary)) == 0
+    assert f"{len(LINES)} of {len(LINES)} outputs hit the limit ({said}" in capsys.readouterr().err
+    assert json.loads(summary.read_text())["tokens"] <= tokens * len(LINES)
+
+
+def test_a_limit_of_20_is_one_that_nobody_has_set(folders: Path, text: Path, tmp_path: Path) -> None:
+    model = endless(folders, tmp_path / "model", max_length=20)
+    assert TextGenerator(Options(model)).limit.of(10) == 220
+
+
+def test_outputs_that_end_by_themselves_hit_no_limit(folders: Path) -> None:
+    generator = TextGenerator(Options(folders / "model", {"max_new_tokens": 4, "forced_bos_token_id": 1}))
+    assert [one.at_limit for one in generator(["a"]) if isinstance(one, Output)] == [False]
 
 
 def test_what_a_tokenizer_puts_behind_a_text_is_not_cut_off(folders: Path) -> None:
@@ -299,7 +402,47 @@ def test_metrics_are_those_of_the_libraries(
         assert f"bleu {found['bleu']:.2f} (nrefs:1" in capsys.readouterr().out
     (tmp_path / "ref.txt").write_text("one\n")
     assert main(command(folders / "model", text, tmp_path / "new.txt", *NEW, "--reference", references)) == 2
-    assert "has 1 lines for 5 records" in capsys.readouterr().err
+    assert "has 1 references for 5 records" in capsys.readouterr().err
+
+
+def test_references_of_a_column(folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "refs.txt").write_text("".join(f"{line}, yes\n" for line in LINES))
+    (tmp_path / "refs.csv").write_text("id,ref\n" + "".join(f'{i},"{line}, yes"\n' for i, line in enumerate(LINES)))
+    (tmp_path / "refs.data").write_bytes((tmp_path / "refs.csv").read_bytes())
+    scores: list[str] = []
+    for words in (
+        ["refs.txt"],
+        ["refs.csv", "--reference-column", "ref"],
+        ["refs.data", "--reference-format", "csv", "--reference-column", "ref"],
+    ):
+        reference = ["--reference", tmp_path / str(words[0]), *words[1:], "--metric", "chrf", "--overwrite"]
+        assert main(command(folders / "model", text, tmp_path / "out.txt", *NEW, *reference)) == 0
+        scores.append(capsys.readouterr().out)
+    assert scores[0].startswith("chrf ")
+    assert len(set(scores)) == 1
+    for words, said in (
+        ([], "--reference-column is needed: "),
+        (["--reference-column", "no"], "has no column 'no'; there are id, ref"),
+        (["--reference-column", "ref", "--reference-format", "text"], "--reference-column ref: lines of text have no"),
+    ):
+        reference = ["--reference", tmp_path / "refs.csv", *words]
+        assert main(command(folders / "model", text, tmp_path / "new.txt", *NEW, *reference)) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_too_few_references_for_standard_input_keep_the_output(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.txt").write_text("One.\nTwo\n")
+    (tmp_path / "refs.txt").write_text("One.\n")
+    with (tmp_path / "in.txt").open() as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        words = [*NEW, "--reference", tmp_path / "refs.txt"]
+        assert main(command(folders / "model", Path("-"), tmp_path / "out.txt", *words)) == 1
+    said = capsys.readouterr()
+    assert "has 1 references for 2 records of the input; " in said.err
+    assert said.out == ""
+    assert len((tmp_path / "out.txt").read_text().splitlines()) == 2
 
 
 # ---- options
@@ -454,8 +597,8 @@ def test_what_was_not_accelerated_is_said(
 
     monkeypatch.setattr("fastgen.patches.transformers.generate.decide", refused)
     assert main(command(folders / "model", text, tmp_path / "a.txt", *NEW, "--num-beams", 2)) == 0
-    said = capsys.readouterr().err.splitlines()[1:]
-    assert said == ["not accelerated, calls of transformers.beam_search: 1 (no reason)"]
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "not accelerated, calls of transformers.beam_search: 1 (no reason)"
 
 
 def test_what_a_model_cannot_have_is_said_once(folders: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -476,10 +619,12 @@ def test_too_many_references_are_said_first(
     folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fastgen.corpus.models.load_model", None)
-    (tmp_path / "references").write_text("one\n" * (len(LINES) + 2))
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": line}) + "\n\n" for line in LINES))
+    (tmp_path / "references").write_text("one\n" * (len(LINES) + 1))
     words = ["--reference", tmp_path / "references"]
-    assert main(command(folders / "model", text, tmp_path / "out.txt", *NEW, *words)) == 2
-    assert f"has {len(LINES) + 2} lines for {len(LINES)} records" in capsys.readouterr().err
+    for file, column in ((text, []), (tmp_path / "in.jsonl", ["--column", "text"])):
+        assert main(command(folders / "model", file, tmp_path / "out.txt", *NEW, *words, *column)) == 2
+        assert f"has {len(LINES) + 1} references for {len(LINES)} records" in capsys.readouterr().err
     words = ["--summary", tmp_path / "nowhere" / "summary.json"]
     assert main(command(folders / "model", text, tmp_path / "out.txt", *NEW, *words)) == 2
     assert "there is no folder" in capsys.readouterr().err

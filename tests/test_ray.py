@@ -132,6 +132,18 @@ def test_map_batches(cluster: Cluster, outputs: list[Output]) -> None:
     assert [i for i in range(24) if found[i]["problem"]] == [20]
 
 
+def test_blank_lines_are_no_problems() -> None:
+    report = json.dumps([["at_limit", "--max-new-tokens 3", 1]])
+    columns: dict[str, Any] = {"number": [1, 2], "problem": ["there is no text", None], "tokens": [0, 3]}
+    table, summary = pa.table({**columns, "_fastgen_report": [report, None]}), engine.Summary("", "", {})
+    found = engine._counted(table, summary, "fail", of_lines=True, to_lines=False)
+    assert found["problem"].to_pylist() == [None, None]
+    assert (summary.rows, summary.blank, summary.problems) == (2, 1, 0)
+    assert summary.at_limit == {"--max-new-tokens 3": 1}
+    with pytest.raises(CommandError, match="row 1: there is no text"):
+        engine._counted(table, engine.Summary("", "", {}), "fail", of_lines=False, to_lines=False)
+
+
 def test_formats_and_problems(cluster: Cluster, tmp_path: Path) -> None:
     first = ["ĠLa", "ĠEl"] * 4
     table = pa.table({"id": list(range(8)), "source": [*TEXTS[:3], None, *TEXTS[4:8]], "first": first})

@@ -32,6 +32,36 @@ class _Largest(TorchDispatchMode):
         return result
 
 
+class Bytes:
+    """A tokenizer: a token for each byte, behind a first one and, of targets, before a last one."""
+
+    def __call__(self, text: str | None = None, text_target: str | None = None) -> dict[str, list[int]]:
+        ids = [4 + byte % 90 for byte in (text or text_target or "").encode()]
+        return {"input_ids": [2, *ids] if text_target is None else [*ids, 3]}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bart"])
+def test_strings_and_a_tokenizer(family: str) -> None:
+    model, texts, tokenizer = zoo.build(family), ["one text", "another"], Bytes()
+    sources = ["a source", "two"] if family == "bart" else None
+    argument = "text_target" if sources else "text"
+    ids = [tokenizer(**{argument: text})["input_ids"] for text in texts]
+    source_ids = None if sources is None else [tokenizer(text)["input_ids"] for text in sources]
+    expected = fastgen.score(model, ids, source_ids)
+    for found, wanted in zip(fastgen.score(model, texts, sources, tokenizer=tokenizer), expected, strict=True):
+        assert torch.equal(found.log_probs.nan_to_num(), wanted.log_probs.nan_to_num())
+
+
+def test_strings_without_a_tokenizer_say_what_to_pass() -> None:
+    model, bart = zoo.build("gpt2"), zoo.build("bart")
+    with pytest.raises(TypeError, match=r"^texts\[1\] is a string, 'b'; pass tokenizer=..., or token ids such as"):
+        fastgen.score(model, [[5, 6], "b"])
+    with pytest.raises(TypeError, match=r"^sources\[0\] is a string, 'a'; pass tokenizer="):
+        fastgen.score(bart, [[5, 6]], ["a"])
+    with pytest.raises(TypeError, match=r"^texts is a string, 'text'; it must be a list of texts"):
+        fastgen.score(model, "text", tokenizer=Bytes())
+
+
 def test_scores_where_fastgen_is_off() -> None:
     model = zoo.build("gpt2")
     texts = [zoo.batch(model, 1, 7, "none")["input_ids"][0]]

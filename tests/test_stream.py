@@ -59,6 +59,13 @@ def test_reads_no_further_than_the_window() -> None:
     assert read == list(range(6))
 
 
+def test_a_limit_by_the_longest_sentence_of_a_batch() -> None:
+    model, sentences = zoo.build("bart"), [[5] * length for length in (3, 9, 4, 8)]
+    given: dict[str, Any] = {"num_beams": 2, "eos_token_id": None, "forced_eos_token_id": None}
+    found = fastgen.generate_stream(model, sentences, max_tokens=18, max_new_tokens=lambda length: length + 1, **given)
+    assert [one.shape[1] - 1 for one in found] == [5, 10, 5, 10]
+
+
 def test_batches_are_full_and_no_larger(monkeypatch: pytest.MonkeyPatch) -> None:
     model, shapes = zoo.build("bart"), list[tuple[int, ...]]()
     generate = model.generate

@@ -75,7 +75,8 @@ def _output(parser: argparse.ArgumentParser) -> None:
     add("--field-prefix", default="", metavar="TEXT", help="before the names of the fields that are added")
     add("--overwrite", action="store_true", help="write over an output that is there")
     add("--on-error", choices=("fail", "skip", "empty"), default="fail",
-        help="a record without an output ends the run, is left out, or has an empty one (%(default)s)")  # fmt: skip
+        help="a record without an output ends the run, is left out, or has an empty one (%(default)s); a blank line of "
+        "plain text is none of them: its output is blank")  # fmt: skip
 
 
 def _texts(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     if summary is not None and not args.quiet:
         _tell(summary)
     if summary is not None and metrics is not None and output is not None:
-        metrics.tell(sink, output, summary.records)
+        return 0 if metrics.tell(sink, output, summary.records) else 1
     return 0
 
 
@@ -167,6 +168,13 @@ def _tell(summary: Summary) -> None:
     """Say on standard error what was done, and what fastgen did not accelerate."""
     rate = f"{summary.records_per_second:.1f} a second" if summary.made else "all by an earlier run"
     print(f"{summary.records} records, {summary.tokens} tokens, {summary.seconds:.1f} s ({rate})", file=sys.stderr)
+    if summary.blank:
+        print(
+            f"{summary.blank} of {summary.records} records are blank lines, and so are their outputs", file=sys.stderr
+        )
+    if summary.at_limit:
+        which = f" ({summary.limit})" if summary.limit else ""
+        print(f"{summary.at_limit} of {summary.records} outputs hit the limit{which}", file=sys.stderr)
     for patch, reasons in summary.fallbacks.items():
         for reason, calls in reasons.items():
             print(f"not accelerated, calls of {patch}: {calls} ({reason})", file=sys.stderr)

@@ -13,7 +13,7 @@ from fastgen.number import COUNT, POSITIVE
 
 _OF_ONE_MACHINE = (
     "block", "field_prefix", "header", "limit", "overwrite", "prefix_column", "processes", "quotes", "reference",
-    "restart", "score_path", "summary",
+    "reference_column", "reference_format", "restart", "score_path", "summary",
 )  # fmt: skip
 """Options that a cluster has not, or has otherwise."""
 _OF_A_CLUSTER = ("address", "rows", "rows_per_file", "worker_cpus", "worker_gpus", "workers")
@@ -68,7 +68,8 @@ def run(args: argparse.Namespace, options: Options, parser: argparse.ArgumentPar
         )  # fmt: skip
     except ValueError as error:
         raise CommandError(str(error)) from error
-    print(json.dumps({name: getattr(summary, name) for name in ("rows", "problems", "tokens", "seconds", "fallbacks")}))
+    names = ("rows", "problems", "blank", "tokens", "seconds", "at_limit", "fallbacks")
+    print(json.dumps({name: getattr(summary, name) for name in names}))
     return 0
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
-from operator import length_hint
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastgen.cli.quality import METRICS, Metric
+from fastgen.corpus import formats
 from fastgen.corpus.readers import Files
+from fastgen.corpus.texts import Blank
 from fastgen.corpus.writers import File
 from fastgen.errors import CommandError
 
@@ -17,7 +19,9 @@ from fastgen.errors import CommandError
 def arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("quality")
     add = group.add_argument
-    add("--reference", "--reference-path", type=Path, metavar="FILE", help="UTF-8 text, a line for each record")
+    add("--reference", "--reference-path", metavar="FILE", help="of each record; in any format that --input has")
+    add("--reference-format", choices=formats.NAMES, help="default: by the ending of the name, else text")
+    add("--reference-column", metavar="NAME", help="which holds the references: its name, or its number from 1")
     add("--metric", nargs="+", choices=list(METRICS), help="(bleu)")
     add("--score-path", type=Path, metavar="FILE", help="write the metrics as JSON, too")
 
@@ -28,27 +32,23 @@ class Scoring:
 
     metrics: dict[str, Metric]
     references: list[str]
-    file: Path
+    file: str
     written: Path | None
 
     def check(self, source: Files) -> None:
-        """Raise CommandError where it is known by now that there are not as many references as records."""
-        if source.format in ("text", "parquet") and not source.once:
-            records = length_hint(source)
-            if abs(records - len(self.references)) > (source.format == "text"):  # whose last line may not be ended
-                raise CommandError(
-                    f"--reference {self.file} has {len(self.references)} lines for {records} records of the input"
-                )
+        """Raise CommandError if there are not as many references as records, where these can be read twice."""
+        if not source.once and (records := sum(1 for _ in source.records())) != len(self.references):
+            raise CommandError(self._differ(records))
 
-    def tell(self, sink: File, output: Path, records: int) -> None:
+    def tell(self, sink: File, output: Path, records: int) -> bool:
         """Print the metrics of an output; a record without text counts as an empty one.
 
-        Raises:
-            CommandError: there are not as many references as records.
+        Returns:
+            False if there are not as many references as records; nothing is computed then.
         """
         if len(self.references) != records:
-            raise CommandError(f"--reference {self.file} has {len(self.references)} lines for {records} records; "
-                               f"{output} is complete")  # fmt: skip
+            print(f"{self._differ(records)}; {output} is complete, and no metric is computed", file=sys.stderr)
+            return False
         texts = [""] * records
         for number, text in sink.best(output):
             texts[number - 1] = text
@@ -61,6 +61,10 @@ class Scoring:
                 self.written.write_text(json.dumps(scores | {"signatures": signatures}, indent=2) + "\n", "utf-8")
             except OSError as error:
                 raise CommandError(f"--score-path {self.written}: {error.strerror}; {output} is complete") from error
+        return True
+
+    def _differ(self, records: int) -> str:
+        return f"--reference {self.file} has {len(self.references)} references for {records} records of the input"
 
 
 def prepared(args: argparse.Namespace, output: Path | None) -> Scoring | None:
@@ -70,16 +74,20 @@ def prepared(args: argparse.Namespace, output: Path | None) -> Scoring | None:
         CommandError: a library or the references are missing, or there will be no file to score.
     """
     if args.reference is None:
-        for option in ("metric", "score_path"):
+        for option in ("metric", "score_path", "reference_format", "reference_column"):
             if getattr(args, option) is not None:
                 raise CommandError(f"--{option.replace('_', '-')} needs --reference FILE")
         return None
     if output is None:
         raise CommandError("--reference: standard output is not read again; name a file by --output")
     metrics = {name: METRICS[name]() for name in args.metric or ["bleu"]}
+    options = ("--reference-column", "--reference-format")
+    found = Files((args.reference,), args.reference_format, args.reference_column, limit=args.limit, options=options)
+    if found.format == "tsv":
+        found = replace(found, quotes=args.quotes)
     references: list[str] = []
-    for record in Files((str(args.reference),), "text", limit=args.limit).records():
-        if record.problem is not None:
-            raise CommandError(f"--reference {args.reference}, line {record.number}: {record.problem.reason}")
+    for record in found.records():
+        if record.problem is not None and not isinstance(record.problem, Blank):
+            raise CommandError(f"--reference {args.reference}, record {record.number}: {record.problem.reason}")
         references.append(record.text)
     return Scoring(metrics, references, args.reference, args.score_path)

@@ -37,7 +37,8 @@ class Entry:
 
     Attributes:
         block: its number. offset, bytes: where it lies in the body.
-        records, tokens: how many were read and written.
+        records, tokens: how many were read and written. blank: records that are blank lines. at_limit: outputs that
+            ended because they may not be longer.
         digest: of its records.
         problems: number of the record and reason, of each that has no output.
         on_error: what was done about them; None where there are none.
@@ -51,6 +52,8 @@ class Entry:
     digest: str
     problems: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     on_error: str | None = None
+    blank: int = 0
+    at_limit: int = 0
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,7 @@ class Journal:
             records=sum(entry.records for entry in entries), tokens=sum(entry.tokens for entry in entries),
             digest="", problems=[problem for entry in entries for problem in entry.problems],
             on_error=next((entry.on_error for entry in entries if entry.on_error is not None), None),
+            blank=sum(entry.blank for entry in entries), at_limit=sum(entry.at_limit for entry in entries),
         )  # fmt: skip
         self._say({"whole": part.name, "together": asdict(together)})
 

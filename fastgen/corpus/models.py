@@ -68,7 +68,7 @@ def folder_of(model: str | Path) -> Path:
 def _snapshot(name: str) -> Path:
     """Return the folder of a model in the hub's cache, the same one whenever this process asks."""
     from huggingface_hub import is_offline_mode, snapshot_download
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     folder = Path(str(cached_file(name, "config.json"))).parent
     if not is_offline_mode():

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 from fastgen.corpus import compression, formats
 from fastgen.corpus.formats import Layout, Row
 from fastgen.corpus.records import Record
-from fastgen.corpus.texts import Problem
+from fastgen.corpus.texts import NO_TEXT, Blank, Problem
 from fastgen.errors import CommandError
 
 STDIN = "-"
@@ -38,6 +38,7 @@ class Files:
         header: whether a table's first row has its names; None: unless the column is a number.
         quotes: whether a quote in a table may stand around a field.
         limit: the first so many records alone.
+        options: what the command calls `column` and `format`, for messages.
 
     Raises:
         CommandError: no format is known, two files differ in theirs, or a format has no column.
@@ -51,6 +52,7 @@ class Files:
     quotes: bool = True
     limit: int | None = None
     target_column: str | None = None
+    options: tuple[str, str] = ("--column", "--input-format")
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -62,10 +64,10 @@ class Files:
             raise CommandError(f"--input: files of {' and '.join(sorted(kinds))}; --input-format says which they are")
         object.__setattr__(self, "format", kinds.pop())
         if self.format in formats.BY_COLUMN and self.column is None:
-            raise CommandError(f"--column is needed: {self._columns_said()}")
+            raise CommandError(f"{self.options[0]} is needed: {self._columns_said()}")
         if self.format == "text" and (self.column or self.prefix_column):
-            raise CommandError(f"--column {self.column or self.prefix_column}: lines of text have no columns; "
-                               "--input-format says what else the file is")  # fmt: skip
+            raise CommandError(f"{self.options[0]} {self.column or self.prefix_column}: lines of text have no columns; "
+                               f"{self.options[1]} says what else the file is")  # fmt: skip
         if self.format == "text" and self.target_column:
             raise CommandError(f"lines of text have no column {self.target_column!r}; "
                                "--input-format says what else the file is")  # fmt: skip
@@ -149,9 +151,11 @@ class Files:
             problem = next(filter(None, map(_problem_of, self.layout.names, held.values())), None)
         if problem is not None:
             return Record(number, "", fields=fields, problem=Problem(problem))
+        if self.format == "text" and not held["text"].strip():
+            return Record(number, held["text"], problem=Blank(NO_TEXT))
         record = Record(number, fields=fields, **held)
         if record.prefix and not record.text.strip():
-            return replace(record, text="", problem=Problem("there is no text"))
+            return replace(record, text="", problem=Problem(NO_TEXT))
         return record
 
     def _length(self, name: str) -> int:

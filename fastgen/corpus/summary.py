@@ -27,6 +27,7 @@ class Report:
         reading, writing: seconds of them in which nothing was generated.
         memory: the most that it has held, in bytes; device_memory: of its GPU.
         fallbacks, left_off: of `fastgen.status()`, by patch and reason.
+        limit: where the limit of outputs comes from.
     """
 
     records: int = 0
@@ -39,6 +40,7 @@ class Report:
     device_memory: int = 0
     fallbacks: Counts = field(default_factory=Counts)
     left_off: Counts = field(default_factory=Counts)
+    limit: str = ""
 
     def note_process(self, before: tuple[Counts, Counts]) -> None:
         """Take memory as it is now, and what was counted since."""
@@ -56,6 +58,9 @@ class Summary:
 
     Attributes:
         records, tokens: of the whole output. problems: number and reason of each record without an output.
+        blank: records that are blank lines, whose outputs are such too.
+        at_limit: outputs that ended because they may not be longer. limit: where that limit comes from; empty where
+            this run has made none.
         made: records that this run has made; the others were there.
         seconds: of this run, `loading` the model counted.
         records_per_second, tokens_per_second: of what this run has made, from when the model was there.
@@ -70,6 +75,9 @@ class Summary:
     records: int
     tokens: int
     problems: list[tuple[int, str]]
+    blank: int
+    at_limit: int
+    limit: str
     made: int
     seconds: float
     loading: float
@@ -104,6 +112,9 @@ def summarise(entries: Sequence[Entry], reports: Sequence[Report], lost: list[st
         records=sum(entry.records for entry in entries),
         tokens=sum(entry.tokens for entry in entries),
         problems=[problem for entry in entries for problem in entry.problems],
+        blank=sum(entry.blank for entry in entries),
+        at_limit=sum(entry.at_limit for entry in entries),
+        limit=next((report.limit for report in reports if report.limit), ""),
         made=records,
         seconds=round(seconds, 3),
         loading=round(max((report.loading for report in reports), default=0.0), 3),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import fastgen
 from fastgen.corpus import models
 from fastgen.corpus.languages import Names, Unknown
+from fastgen.corpus.limits import limit_of
 from fastgen.decoding.leaving import Wanted
 from fastgen.errors import CommandError
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _logger = logging.getLogger("fastgen")
+NO_TEXT = "there is no text"
 _UNLIMITED = 10**6  # a tokenizer's model_max_length above this stands for none
 
 
@@ -75,6 +77,10 @@ class Problem:
     reason: str
 
 
+class Blank(Problem):
+    """What a blank line of plain text is: no error, as its output is a blank line too."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A text as a model takes it.
@@ -93,19 +99,22 @@ class Source:
 class Output:
     """What was written for a text: its sequences, the best first, and their tokens together, special ones aside.
 
-    scores: of each sequence, where they were asked for; see `generate_stream`.
+    scores: of each sequence, where they were asked for; see `generate_stream`. at_limit: whether the best one ended
+    because it may not be longer.
     """
 
     texts: list[str]
     tokens: int
     scores: list[float] | None = None
+    at_limit: bool = False
 
 
 class Sequences(NamedTuple):
-    """ids (N, L) int64, behind the start or the prompt; scores (N,), where they were asked for."""
+    """ids (N, L) int64, behind the start or the prompt; scores (N,), where asked for; at_limit: whether the best is."""
 
     ids: Tensor
     scores: Tensor | None
+    at_limit: bool = False
 
 
 def _is_of_the_machine(error: Exception, alone: bool) -> bool:
@@ -141,6 +150,7 @@ class TextGenerator:
         self._set_first_tokens()
         if options.assistant is not None:
             self.generation |= self._assistant(options.assistant, device)
+        self.limit = limit_of(self.model, self.generation)
         self._say_what_transformers_would_guess()
         self._stream([])  # what is wrong with the options is said now
         self._end = self.tokenizer.eos_token_id
@@ -216,17 +226,21 @@ class TextGenerator:
     def _say_what_transformers_would_guess(self) -> None:
         """What transformers would warn of at every call, though it does the same."""
         config = self.model.generation_config
-        if self.generation.get("max_new_tokens") is not None:
+        if self.generation.get("max_new_tokens") is not None or self.limit.tokens is None:
             config.max_length = None
-        ends = self.generation.get("eos_token_id", config.eos_token_id)
+        ends = self._said("eos_token_id")
         if config.pad_token_id is None and "pad_token_id" not in self.generation and ends is not None:
             self.generation["pad_token_id"] = ends[0] if isinstance(ends, list) else ends
+
+    def _said(self, name: str) -> Any:
+        """An argument of `generate`, as given or of the model's generation config."""
+        return self.generation.get(name, getattr(self.model.generation_config, name, None))
 
     def _source(self, text: str, ids: list[int], limit: int | None) -> Source | Problem:
         if self.options.append_eos and ids[-1:] != [self._end]:
             ids = [*ids, self._end]
         if not text.strip() or not ids:
-            return Problem("there is no text")
+            return Problem(NO_TEXT)
         if limit is None or len(ids) <= limit:
             return Source(ids)
         if not self.options.truncate:
@@ -257,14 +271,24 @@ class TextGenerator:
         return [self._generated([source], _at(wanted, [i]))[0] for i, source in enumerate(sources)]
 
     def _sequences(self, sources: list[Source], wanted: Wanted | None) -> Iterator[Sequences]:
+        import torch
+
         start = 1 if self.model.config.is_encoder_decoder else 0
+        ends = self._said("eos_token_id")
+        ends = torch.tensor([] if ends is None else ends, dtype=torch.int64, device="cpu").flatten()
+        forced = self._said("forced_eos_token_id") is not None  # as the last token that there may be
+        limits = {self.limit.of(len(source)) for source in sources}
         for source, found in zip(sources, self._stream(sources, wanted), strict=True):
             ids, scores = found if self.options.scores else (found, None)
-            yield Sequences(ids[:, start or len(source) :], scores)
+            ids = ids[:, start or len(source) :]
+            ended = torch.isin(ids[0], ends).nonzero()
+            yield Sequences(ids, scores, not len(ended) or (forced and int(ended[0]) + 1 in limits))
 
     def _stream(self, sources: list[Source], wanted: Wanted | None = None) -> Iterator[Any]:
         first = [source.first for source in sources if source.first is not None]
-        own = {"forced_bos_token_id": first} if first else {}
+        own: dict[str, Any] = {"forced_bos_token_id": first} if first else {}
+        if self.model.config.is_encoder_decoder and self.limit.tokens is None:
+            own |= {"max_new_tokens": self.limit.of} if self.generation.get("max_new_tokens") is None else {}
         try:
             return fastgen.generate_stream(
                 self.model, [source.ids for source in sources], max_tokens=self.options.batch_tokens,
@@ -283,7 +307,7 @@ class TextGenerator:
         special = torch.tensor(self.tokenizer.all_special_ids, dtype=torch.int64, device=sequences.ids.device)
         tokens = int((~torch.isin(sequences.ids, special)).sum())
         scores = None if sequences.scores is None else sequences.scores.tolist()
-        return Output([text.strip() for text in texts], tokens, scores)
+        return Output([text.strip() for text in texts], tokens, scores, sequences.at_limit)
 
 
 def _beginning(source: Source | Problem, first: int | Problem) -> Source | Problem:

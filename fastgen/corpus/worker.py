@@ -15,7 +15,7 @@ from fastgen.corpus.journal import Entry
 from fastgen.corpus.progress import Meter, Problems
 from fastgen.corpus.records import Record
 from fastgen.corpus.summary import Report, counts
-from fastgen.corpus.texts import Output, Problem, Source, TextGenerator
+from fastgen.corpus.texts import Blank, Output, Problem, Source, TextGenerator
 from fastgen.errors import CommandError
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Worker:
         """
         begin = time.perf_counter()
         self.generator = TextGenerator(self.job.options)
+        self.report.limit = self.generator.limit.said
         self._warm_up()
         self.report.loading, before = time.perf_counter() - begin, counts()
         begin, waits = time.perf_counter(), pipeline.Waits()
@@ -118,19 +119,24 @@ class Worker:
     def _check(self, block: Block, found: Sequence[object]) -> None:
         if self.job.on_error == "fail":
             for record, one in zip(block.records, found, strict=True):
-                if isinstance(one, Problem):
+                if isinstance(one, Problem) and not isinstance(one, Blank):
                     raise BadRecord(record.number, one.reason)
 
     def _write(self, item: tuple[Block, Sequence[Any]]) -> None:
         block, found = item
         with self._tokenizer:
             results = self.generator.decode(found)
+        blank = sum(isinstance(one, Blank) for one in results)
+        results = [Output([""], 0) if isinstance(one, Blank) else one for one in results]
         problems = _problems(block, results)
         skips = self.job.on_error == "skip"
         shown = [None if skips and isinstance(one, Problem) else one for one in results]
-        tokens = sum(one.tokens for one in results if isinstance(one, Output))
+        outputs = [one for one in results if isinstance(one, Output)]
+        tokens, at_limit = sum(one.tokens for one in outputs), sum(one.at_limit for one in outputs)
         handled = self.job.on_error if problems else None
-        entry = Entry(block.number, 0, 0, len(block.records), tokens, block.digest, problems, handled)
+        entry = Entry(
+            block.number, 0, 0, len(block.records), tokens, block.digest, problems, handled, blank, at_limit
+        )  # fmt: skip
         self.journal.append(self.job.sink.block(block.records, shown), entry)
         self.problems.tell(problems)
         self.report.records += entry.records

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import fastgen
 from fastgen.corpus import models
-from fastgen.corpus.texts import Options
+from fastgen.corpus.texts import NO_TEXT, Options
 from fastgen.errors import CommandError
 from fastgen.ray.cluster import Connection, connect
 from fastgen.ray.folder import Folder
@@ -40,7 +40,8 @@ class Summary:
     Attributes:
         options: as they were used; folders are absolute.
         rows: of the input; those that `on_error="skip"` left out are counted.
-        problems: rows without an output.
+        problems: rows without an output. blank: blank lines, whose outputs are such too.
+        at_limit: outputs that ended because they may not be longer, by where that limit comes from.
         examples: number and problem of the first few.
         tokens: that were generated.
         hits, fallbacks: calls that ran fastgen's code, by patch, and the toolkit's own, by reason, on all machines.
@@ -51,10 +52,12 @@ class Summary:
     options: dict[str, Any]
     rows: int = 0
     problems: int = 0
+    blank: int = 0
     tokens: int = 0
     seconds: float = 0.0
     parts: list[str] = field(default_factory=list)
     examples: list[tuple[int, str]] = field(default_factory=list)
+    at_limit: dict[str, int] = field(default_factory=dict)
     hits: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
     fastgen: str = fastgen.__version__
@@ -128,7 +131,7 @@ def run(
             )  # fmt: skip
             held: list[pa.Table] = []
             for table in made.iter_batches(batch_size=rows, batch_format="pyarrow"):
-                held.append(_counted(table, summary, on_error, folder.kind == "txt"))
+                held.append(_counted(table, summary, on_error, tables.kind == "txt", folder.kind == "txt"))
                 if sum(map(len, held)) >= rows_per_file:
                     folder.write(_joined(held))
                     held = []
@@ -205,6 +208,7 @@ class _Reporting(Generator):
 
         torch.manual_seed(self.generator.options.seed + batch["number"][0].as_py())
         made, now = super().__call__(batch), _counts()
+        now["at_limit", self.generator.limit.said] = self.at_limit
         report = [[what, which, count] for (what, which), count in (now - self.before).items()]
         self.before = now
         rows = [json.dumps(report), *[None] * (len(made) - 1)][: len(made)]
@@ -220,10 +224,10 @@ def _counts() -> Counter[tuple[str, str]]:
     return counts
 
 
-def _counted(table: pa.Table, summary: Summary, on_error: OnError, lines: bool) -> pa.Table:
+def _counted(table: pa.Table, summary: Summary, on_error: OnError, of_lines: bool, to_lines: bool) -> pa.Table:
     """The rows of a block, as `on_error` says; the summary counts them.
 
-    lines: they become lines of text, of which none may be missing.
+    of_lines: they come from lines of text, which may be blank. to_lines: they become such, and none may be missing.
 
     Raises:
         CommandError: a row has a problem, and on_error="fail".
@@ -235,7 +239,13 @@ def _counted(table: pa.Table, summary: Summary, on_error: OnError, lines: bool) 
     first = summary.rows + 1
     if numbers != list(range(first, first + len(numbers))):
         raise RuntimeError(f"rows {first} to {first + len(numbers) - 1} were to come, not {numbers}")
-    for number, problem in zip(numbers, table["problem"].to_pylist(), strict=True):
+    problems: list[str | None] = table["problem"].to_pylist()
+    if of_lines and NO_TEXT in problems:
+        summary.blank += problems.count(NO_TEXT)
+        problems = [None if problem == NO_TEXT else problem for problem in problems]
+        place = table.column_names.index("problem")
+        table = table.set_column(place, "problem", pa.array(problems, pa.string()))
+    for number, problem in zip(numbers, problems, strict=True):
         if problem is None:
             continue
         if on_error == "fail":
@@ -245,12 +255,12 @@ def _counted(table: pa.Table, summary: Summary, on_error: OnError, lines: bool) 
             summary.examples.append((number, problem))
     for report in filter(None, table[_REPORT].to_pylist()):
         for what, which, count in json.loads(report):
-            counts = summary.hits if what == "hits" else summary.fallbacks
+            counts: dict[str, int] = getattr(summary, what)
             counts[which] = counts.get(which, 0) + count
     summary.rows += len(numbers)
     summary.tokens += sum(table["tokens"].to_pylist())
-    if on_error == "skip" and not lines:
-        table = table.filter(pa.array([problem is None for problem in table["problem"].to_pylist()]))
+    if on_error == "skip" and not to_lines:
+        table = table.filter(pa.array([problem is None for problem in problems]))
     return table.drop_columns([_REPORT])
 
 

@@ -53,6 +53,7 @@ class Generator:
             raise ValueError(f"target_column={target_column!r} and targets={targets!r}: they go together")
         self.columns = (column,) if target_column is None else (column, target_column)
         self.on_error = on_error
+        self.at_limit = 0  # outputs that ended because they may not be longer
         self.generator = TextGenerator(Options(Path(model), **options))
 
     def __call__(self, batch: Any) -> Any:
@@ -60,6 +61,7 @@ class Generator:
         names = [str(name) for name in (batch.column_names if _is_table(batch) else batch)]
         check_columns(names, self.columns)
         found = self.generator(*(self._texts(name, batch[name]) for name in self.columns))
+        self.at_limit += sum(isinstance(one, Output) and one.at_limit for one in found)
         problems = [one for one in found if isinstance(one, Problem)]
         if problems and self.on_error == "fail":
             raise CommandError(f"{len(problems)} of {len(found)} texts have no output, the first: {problems[0].reason}")

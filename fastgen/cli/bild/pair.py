@@ -45,9 +45,9 @@ def check_parent(output: Path) -> None:
         raise CommandError(f"--output {output}: there is no folder {output.absolute().parent}")
 
 
-def load_model(name: Path, device: str, dtype: str) -> Any:
+def load_model(source: Path, device: str, dtype: str) -> Any:
     """A model, ready to generate, without what an earlier tuning stored with it."""
-    model = models.load_model(name, device, dtype)
+    model = models.load_model(source, device, dtype)
     for name in (*bild_options.NAMES, "assistant_early_exit"):
         vars(model.generation_config).pop(name, None)
     model.generation_config.assistant_early_exit = None

@@ -55,12 +55,12 @@ class _Window(NamedTuple):
 
 
 def score(
-    model: Any, texts: Iterable[Any], sources: Iterable[Any] | None, max_length: int | None, stride: int | None,
-    max_tokens: int,
+    model: Any, texts: Iterable[Any], sources: Iterable[Any] | None, tokenizer: Any, max_length: int | None,
+    stride: int | None, max_tokens: int,
 ) -> list[TextScore]:  # fmt: skip
     """See `fastgen.score`."""
-    ids = [_ids(text) for text in texts]
-    given = None if sources is None else [_ids(source) for source in sources]
+    ids = list(_rows("texts", texts, tokenizer, "text" if sources is None else "text_target"))
+    given = None if sources is None else list(_rows("sources", sources, tokenizer, "text"))
     _check(model, ids, given, max_length, stride, max_tokens)
     longest = max_length or getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if stride is not None and longest is not None and stride >= longest:
@@ -88,6 +88,26 @@ def score(
 def _accelerated(model: Any, run: Callable[[], None]) -> None:
     with _engine.running("score"), routed(model, family_of(model.config.model_type)):
         run()
+
+
+def _rows(name: str, texts: Iterable[Any], tokenizer: Any, argument: str) -> Iterator[Tensor]:
+    """Yield the token ids of each text.
+
+    Args:
+        name: what the caller calls the texts. argument: of the tokenizer, which it gives a string by.
+    """
+    if isinstance(texts, str):
+        raise TypeError(f"{name} is a string, {texts[:40]!r}; it must be a list of texts")
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            yield _ids(text)
+        elif tokenizer is None:
+            raise TypeError(
+                f"{name}[{number}] is a string, {text[:40]!r}; pass tokenizer=..., or token ids such as "
+                "tokenizer(text)['input_ids']"
+            )
+        else:
+            yield _ids(tokenizer(**{argument: text})["input_ids"])
 
 
 def _ids(text: Any) -> Tensor:

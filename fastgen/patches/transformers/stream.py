@@ -52,6 +52,8 @@ def generate_stream(
             `docs/stream.md` says where none can leave so.
         generate_kwargs: what `generate` takes beside the inputs and their mask. `forced_bos_token_id` may be any
             iterable of a token for each sentence, which is read in step with `inputs`; a list of one is for all.
+            `max_new_tokens` may be a function of the tokens of a batch's longest sentence; what a sentence gives then
+            depends on its neighbours, where it comes to that limit.
 
     Yields:
         (N, L) int64 on the CPU, N = num_return_sequences: a sentence's sequences, the shorter ones padded. A
@@ -79,6 +81,10 @@ class _Stream:
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         self.model, self.max_tokens, self.window, self.kwargs = model, max_tokens, window, kwargs
         self.wanted, self.begun = wanted, 0  # sentences of the windows before this one
+        limit = kwargs.get("max_new_tokens")
+        self.limit = limit if callable(limit) else None
+        if self.limit is not None:
+            kwargs["max_new_tokens"] = self.limit(1)  # each batch says its own
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self.first = first_tokens.beside(said(model, kwargs, _FIRST), vocabulary)
@@ -156,6 +162,8 @@ class _Stream:
         device = self.model.device
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
         kwargs = self.kwargs
+        if self.limit is not None:
+            kwargs = kwargs | {"max_new_tokens": self.limit(batch.width)}
         if batch.first:
             kwargs = kwargs | {_FIRST: batch.first if len(set(batch.first)) > 1 else batch.first[0]}
         with self._awaited(batch):
