@@ -30,6 +30,7 @@ from fastgen.corpus.claims import Claims
 from fastgen.corpus.identity import digest
 from fastgen.corpus.journal import Entry, Journal, Part
 from fastgen.corpus.lead import header_of
+from fastgen.corpus.limits import Limit
 from fastgen.corpus.records import Record
 from fastgen.corpus.summary import Report, summarise
 from fastgen.corpus.texts import Output, Problem, TextGenerator
@@ -693,7 +694,7 @@ class Fake:
     """Generates from nothing."""
 
     def __init__(self, options: object) -> None:
-        self.options = options
+        self.options, self.limit = options, Limit("nothing", 1)
 
     def encode(self, texts: Sequence[str], targets: Sequence[str]) -> list[list[int]]:
         return [[1] for _ in texts]
