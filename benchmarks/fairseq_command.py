@@ -26,7 +26,7 @@ from fastgen.decoding.margin import NEAR_TIE
 if TYPE_CHECKING:
     from benchmarks.runners import Session
 
-STOCK = {"FASTGEN_SKIP": "fairseq.generate,fairseq.attention,fairseq.generate_command"}
+STOCK = {"FASTGEN": "compat"}
 STRICT = {"FASTGEN_STRICT": "1"}
 _PRECISION = {torch.float32: (), torch.float16: ("--fp16",), torch.bfloat16: ("--bf16",)}
 _SIZES = {"embed-dim": 128, "ffn-embed-dim": 256, "attention-heads": 4, "layers": 3}

@@ -1,7 +1,7 @@
 """fastgen: `import fastgen`, and `generate` gives the same output sooner.
 
-Importing it declares what can be patched and, unless ``FASTGEN=0``, patches the toolkits that are or will be imported.
-It imports no toolkit and not torch.
+Importing it patches the toolkits that are or will be imported, unless the variable ``FASTGEN`` says otherwise. It
+imports no toolkit and not torch.
 
     status()            the calls so far: accelerated, partly or not, why, and what would help
     explain(model, **)  what a `model.generate(**)` would run, and its memory, without running it
@@ -17,12 +17,13 @@ import atexit
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from fastgen._version import __version__
 from fastgen.config import settings
-from fastgen.errors import FastgenWarning
-from fastgen.patches import disable, disabled, enable, release, status
+from fastgen.errors import FastgenWarning, SetupError
+from fastgen.patches import disable, disabled, enable, release, start, status
 
 __all__ = [
     "FastgenWarning",
@@ -151,7 +152,17 @@ def score(
     return score_texts(model, texts, sources, tokenizer, max_length, stride, max_tokens)
 
 
-if settings().enabled:
-    enable()
-if settings().report:
-    atexit.register(lambda: print(f"\n{status()}", file=sys.stderr))
+def _is_command() -> bool:
+    """Whether this process runs a command of fastgen's: each asks itself whether it can start, and says why not."""
+    place = len(sys.orig_argv) - len(sys.argv)  # of the script, or of the module behind `python -m`
+    program = sys.orig_argv[place].removeprefix("-m") if 0 <= place < len(sys.orig_argv) else ""
+    return Path(program).stem in ("fastgen", "fastgen-generate", "fastgen-interactive")
+
+
+try:
+    start()
+    if settings().report:
+        atexit.register(lambda: print(f"\n{status()}", file=sys.stderr))
+except SetupError:
+    if not _is_command():
+        raise

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
 
+from fastgen.errors import VariableError
+
+Mode = Literal["1", "0", "compat"]
 Ops = Literal["auto", "reference", "native", "triton"]
 Linear = Literal["auto", "off", "plain", "packed"]
 Step = Literal["auto", "module"]
@@ -39,16 +42,22 @@ class Variable:
         """Return the variable's value in ``environ``, or its default.
 
         Raises:
-            ValueError: not an allowed value; the message holds name, value and what is allowed.
+            VariableError: not an allowed value; the message holds name, value and what is allowed.
         """
         value = environ.get(self.name, "").strip() or self.default
         if self.allowed and value not in self.allowed:
-            raise ValueError(f"{self.name}={value!r}: allowed are {', '.join(map(repr, self.allowed))}")
+            problem = f"the value must be one of {', '.join(self.allowed)}"
+            raise VariableError(self.name, value, problem, f"unset it for the default, {self.default}")
         return value
 
 
 VARIABLES = (
-    Variable("FASTGEN", "1", ("1", "0"), "0: `import fastgen` patches nothing; fastgen.enable() still can"),
+    Variable(
+        "FASTGEN",
+        "1",
+        get_args(Mode),
+        "0: `import fastgen` patches nothing; compat: only what toolkits fail without; fastgen.enable() patches all",
+    ),
     Variable("FASTGEN_SKIP", "", (), "comma-separated patches, or their dotted prefixes, that are left out"),
     Variable("FASTGEN_OPS", "auto", get_args(Ops), "which implementation of the tensor operations runs"),
     Variable("FASTGEN_STRICT", "0", ("0", "1"), "1: a fallback or a failed patch raises"),
@@ -72,7 +81,7 @@ VARIABLES = (
 class Settings:
     """What the environment asks for; see `VARIABLES`."""
 
-    enabled: bool
+    mode: Mode
     skip: tuple[str, ...]
     ops: Ops
     strict: bool
@@ -85,13 +94,18 @@ class Settings:
     fairseq_allow: tuple[str, ...]
     cache_dir: Path
 
+    @property
+    def enabled(self) -> bool:
+        """Whether fastgen is to accelerate anything."""
+        return self.mode == "1"
+
 
 @functools.cache
 def settings() -> Settings:
     """Return the settings of this process; the environment is read at the first call.
 
     Raises:
-        ValueError: a variable holds a value that is not allowed.
+        VariableError: a variable holds a value that is not allowed.
     """
     return read(os.environ)
 
@@ -106,12 +120,12 @@ def read(environ: Mapping[str, str]) -> Settings:
     """Return the settings that ``environ`` asks for.
 
     Raises:
-        ValueError: a variable holds a value that is not allowed.
+        VariableError: a variable holds a value that is not allowed.
     """
     value = {variable.name: variable.read(environ) for variable in VARIABLES}
     folder = value["FASTGEN_CACHE_DIR"]
     return Settings(
-        enabled=value["FASTGEN"] == "1",
+        mode=cast(Mode, value["FASTGEN"]),
         skip=_names(value["FASTGEN_SKIP"]),
         ops=cast(Ops, value["FASTGEN_OPS"]),
         strict=value["FASTGEN_STRICT"] == "1",
@@ -122,12 +136,20 @@ def read(environ: Mapping[str, str]) -> Settings:
         refill=cast(Refill, value["FASTGEN_REFILL"]),
         report=value["FASTGEN_REPORT"] == "1",
         fairseq_allow=_names(value["FASTGEN_FAIRSEQ_ALLOW"]),
-        cache_dir=Path(folder).expanduser().absolute() if folder else _user_cache(environ) / "fastgen",
+        cache_dir=_folder("FASTGEN_CACHE_DIR", folder) if folder else _user_cache(environ) / "fastgen",
     )
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name for part in text.split(",") if (name := part.strip()))
+
+
+def _folder(name: str, text: str) -> Path:
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:
+        problem = f"there is no home folder for {Path(text).parts[0]}"
+        raise VariableError(name, text, problem, "name another folder, or unset it") from error
 
 
 def _user_cache(environ: Mapping[str, str]) -> Path:

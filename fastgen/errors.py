@@ -1,8 +1,41 @@
 """What the command prints without a traceback, what is warned of, and how messages name missing packages."""
 
+from typing import Self
+
 
 class CommandError(Exception):
     """Something the user has to put right; the message says what and how."""
+
+
+class SetupError(Exception):
+    """fastgen cannot start with this environment; the message says what to change."""
+
+
+class VariableError(SetupError, ValueError):
+    """An environment variable of fastgen's holds a value that it cannot have.
+
+    Attributes:
+        name, value: the variable, and what it holds.
+        problem: what is wrong with the value.
+        remedy: what to do.
+    """
+
+    def __init__(self, name: str, value: str, problem: str, remedy: str) -> None:
+        self.name, self.value, self.problem, self.remedy = name, value, problem, remedy
+        super().__init__(f"{self.found}; {remedy}")
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str, str, str]]:
+        return type(self), (self.name, self.value, self.problem, self.remedy)
+
+    @property
+    def found(self) -> str:
+        """The message without the remedy, on one line."""
+        value = self.value if self.value.isprintable() else repr(self.value)
+        return f"{self.name}={value}: {self.problem}"
+
+
+class MissingPackageError(SetupError, ModuleNotFoundError):
+    """A package that fastgen cannot do without is not installed."""
 
 
 class FastgenWarning(UserWarning):
@@ -23,6 +56,7 @@ REQUIREMENTS = {
     "tqdm": "tqdm",
     "transformers": "transformers>=5.17",
     "triton": "triton>=3.7",
+    "wrapt": "wrapt>=1.16",
     "zstandard": "zstandard>=0.23",
 }
 """Requirement that installs a module, by import name. The versions are those of pyproject.toml.

@@ -150,6 +150,31 @@ def test_switched_off() -> None:
     assert texts(found, "note", "variables")[0].startswith("FASTGEN=0 (")
 
 
+def test_variables_that_hold_what_they_cannot() -> None:
+    wrong = {"FASTGEN": "maybe", "FASTGEN_SKIP": "transformers.bem_search", "FASTGEN_CACHE_DIR": "~nobody-here/x"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fastgen", "doctor", "--json"],
+        capture_output=True, text=True, cwd=ROOT, env=os.environ | wrong, timeout=300, check=False,
+    )  # fmt: skip
+    found = findings(done)
+    troubles = [f for f in found["variables"] if f["level"] == "trouble"]
+    assert {f["text"].partition(":")[0] for f in troubles} == {f"{name}={value}" for name, value in wrong.items()}
+    assert {f["advice"] for f in troubles} == {
+        "unset it for the default, 1", "did you mean transformers.beam_search?", "name another folder, or unset it",
+    }  # fmt: skip
+    assert len(texts(found, "trouble")) == 3
+    assert f"transformers: {PATCHED} patches applied" in texts(found, "ok", "patches")
+
+
+def test_compat() -> None:
+    found = findings(doctor("--json", FASTGEN="compat"))
+    off = next(f for f in found["patches"] if f["level"] == "trouble")
+    assert off["text"] == f"transformers: {PATCHED - 1} patches off: FASTGEN=compat"
+    assert off["advice"] == "unset FASTGEN"
+    assert "transformers.first_tokens: applied" in texts(found, "ok", "patches")
+    assert texts(found, "note", "variables")[0].startswith("FASTGEN=compat (")
+
+
 def test_variables_and_folders(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "cache"

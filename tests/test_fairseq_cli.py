@@ -30,7 +30,7 @@ from fastgen.cli.run import run_target
 from fastgen.patches.fairseq.bild_command import Pair
 from fastgen.patches.fairseq.mend import UntrustedCheckpointError
 from fastgen.patches.fairseq.options import given
-from tests.fairseq_commands import GENERATE, STOCK, assert_alike, preprocess, run, train
+from tests.fairseq_commands import GENERATE, STOCK, assert_alike, known_to_fairseq, preprocess, run, train
 from tests.together import start_soon
 
 
@@ -63,8 +63,11 @@ def small(corpus: Path) -> Path:
 def test_generate(corpus: Path, options: tuple[str, ...]) -> None:
     command = ("fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"))
     ours = run(*command, *GENERATE, *options, FASTGEN_STRICT="1")
-    stock = run(*command, *GENERATE, *options, **STOCK)
+    stock = run(*command, *GENERATE, *options, **STOCK, FASTGEN_REPORT="1")
     assert_alike(ours.stdout, stock.stdout)
+    assert "disabled but for what mends toolkits" in stock.stderr
+    assert re.search(r"^fairseq .*: 7 patches run, 7 are off$", stock.stderr, re.M)
+    assert "no calls of generate so far" in stock.stderr
 
 
 LOSSLESS = ("--bild-lossless", "--no-bild-adaptive-draft", "--bild-fallback", "0.01", "--bild-max-draft", "4")
@@ -444,7 +447,7 @@ def test_batches_that_refill_print_the_same(
         generate.main(given)
     assert max(together) > 1
     ours = (tmp_path / "generate-test.txt").read_text("utf-8")
-    stock = run("fairseq-generate", *arguments, **STOCK)
+    stock = run("fairseq-generate", *known_to_fairseq(arguments), **STOCK)
     assert_alike(ours, stock.stdout)
     assert _alignments(ours) == _alignments(stock.stdout)
     count = re.compile(r"Translated [\d,]+ sentences \([\d,]+ tokens\)")

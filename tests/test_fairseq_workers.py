@@ -36,9 +36,7 @@ from fairseq_cli import generate
 from fastgen.patches.fairseq import bild, workers
 from fastgen.patches.fairseq.workers import Workers
 from tests import fairseq_zoo as zoo
-from tests.fairseq_commands import GENERATE, STOCK, assert_alike, preprocess, run, train
-
-PLAIN = {"FASTGEN_SKIP": f"{STOCK['FASTGEN_SKIP']},fairseq.generate_command,fairseq.interactive_command"}
+from tests.fairseq_commands import GENERATE, STOCK, assert_alike, known_to_fairseq, preprocess, run, train
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are forked on Linux alone")
 
@@ -549,7 +547,7 @@ def test_the_command_prints_the_same(
     assert len(counted) == 2
     assert all(counts["hit", "fairseq.generate"] for counts in counted)
     assert _row("fairseq.generate").hits > hits
-    found = run("fairseq-generate", *arguments, afresh="--num-workers 1" in options, **PLAIN)
+    found = run("fairseq-generate", *known_to_fairseq(arguments), afresh="--num-workers 1" in options, **STOCK)
     stock = found.stdout
     text = (tmp_path / "generate-test.txt").read_text("utf-8")
     assert_alike(text, stock)
@@ -576,7 +574,7 @@ def test_interactive_prints_the_same(corpus: Path, tmp_path: Path, where: str) -
         *{"typed": [], "file": ["--input", str(file)], "constraints": ["--constraints"]}[where],
     )  # fmt: skip
     ours = run(*command, "--generate-workers", "2", text=text, FASTGEN_STRICT="1")
-    stock = run(*command, text=text, **PLAIN)
+    stock = run(*command, text=text, **STOCK)
     assert_alike(ours.stdout, stock.stdout)
     assert sum(line.startswith("S-") for line in ours.stdout.splitlines()) == 16
 

@@ -11,6 +11,9 @@ import pytest
 from fastgen.cli import hook, main, run
 from fastgen.patches.fairseq import TOOLKIT as FAIRSEQ
 
+# As pip writes it: its folder comes first where modules are looked for.
+COMMAND = "import sys; from fastgen.cli import main; sys.exit(main())"
+SHORT = "import sys; from fastgen.cli.run import generate; sys.exit(generate())"
 PROGRAM = """
 import sys
 print(__name__, sys.argv[1:], "fastgen" in sys.modules)
@@ -18,9 +21,9 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def _python(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=os.environ | environment, check=False
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, env=os.environ | environment, check=False
     )
 
 
@@ -38,6 +41,131 @@ def test_module(tmp_path: Path) -> None:
         "-m", "fastgen", "run", "-m", "program", "0", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
     )
     assert (found.returncode, found.stdout) == (0, "__main__ ['0'] True\n"), found.stderr
+
+
+def _command(folder: Path, *words: str, name: str = "fastgen", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of fastgen's as installed, in a folder."""
+    script = folder / "bin" / name
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(SHORT if name == "fastgen-generate" else COMMAND)
+    variables = os.environ | {"PYTHONPATH": str(Path(hook.__file__).parents[2])} | environment
+    return subprocess.run(
+        [sys.executable, str(script), *words], capture_output=True, text=True, env=variables, cwd=folder, check=False
+    )
+
+
+PROGRAMS = {
+    "boom.py": "def f():\n    1 / 0\n\nf()\n",
+    "wrong.py": "def f(:\n",
+    "package/__init__.py": "",
+    "package/needs.py": "import no_such_thing\n",
+    "package/fails.py": "raise SystemExit(7)\n",
+}
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("programs")
+    for name, text in PROGRAMS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-m", "no_such_module"], "there is no module named 'no_such_module' here"),
+        (["-m", "package.none"], "there is no module named 'package.none' here"),
+        (["-m", ".relative"], "there is no module named '.relative' here"),
+        (["-m", "package"], "package is a package without a module __main__, and cannot be run"),
+        (["none.py"], "there is no console script named 'none.py' here, and no such file"),
+        (["-m", "fairseq_cli.none"], "there is no module named 'fairseq_cli.none' here"),
+    ],
+)
+def test_what_there_is_not_to_run(programs: Path, words: list[str], message: str) -> None:
+    done = _command(programs, "run", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    line = done.stderr.splitlines()[-1].partition(": pip install")[0]
+    assert line == f"fastgen run: {message}"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["boom.py"], ["-m", "boom"], ["wrong.py"], ["-m", "package.needs"]])
+def test_an_exception_is_shown_as_python_shows_it(programs: Path, words: list[str]) -> None:
+    ours, plain = _command(programs, "run", *words), _python(*words, cwd=programs)
+    assert ours.returncode == plain.returncode == 1
+    shown = [line for line in plain.stderr.splitlines() if "runpy" not in line]
+    assert ours.stderr.splitlines() == shown
+
+
+def test_an_exit_status_is_the_programs_own(programs: Path) -> None:
+    done = _command(programs, "run", "-m", "package.fails")
+    assert (done.returncode, done.stderr) == (7, "")
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="whoever is root may read everything")
+def test_a_file_that_cannot_be_read(programs: Path) -> None:
+    (programs / "closed.py").write_text("")
+    (programs / "closed.py").chmod(0)
+    done = _command(programs, "run", "closed.py")
+    assert (done.returncode, done.stderr) == (2, "fastgen run: closed.py cannot be read: Permission denied\n")
+
+
+MAYBE = "FASTGEN=maybe: the value must be one of 1, 0, compat; unset it for the default, 1"
+
+
+@pytest.mark.parametrize("command", ["status", "explain", "run", "install-hook", "fastgen-generate", "python -m"])
+def test_a_bad_variable_is_one_line_in_every_command(tmp_path: Path, command: str) -> None:
+    words = {"explain": ["explain", "model"], "run": ["run", "x.py"], "fastgen-generate": ["data"]}
+    name = command if command == "fastgen-generate" else "fastgen"
+    if command == "python -m":
+        done = _python("-m", "fastgen", "status", FASTGEN="maybe")
+    else:
+        done = _command(tmp_path, *words.get(command, [command]), name=name, FASTGEN="maybe")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{name}: {MAYBE}\n")
+
+
+def test_help_is_given_with_a_bad_variable(tmp_path: Path) -> None:
+    done = _command(tmp_path, "--help", FASTGEN_SKIP="nothing")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_script_gets_an_exception_for_a_bad_variable(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("try:\n    import fastgen\nexcept ValueError as error:\n    print(error)\n")
+    done = _python(str(tmp_path / "script.py"), FASTGEN="maybe")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{MAYBE}\n", "")
+
+
+@pytest.mark.parametrize("variables", [{"FASTGEN": "maybe"}, {"FASTGEN_SKIP": "nothing"}, {}])
+def test_with_the_hook_programs_run_whatever_keeps_fastgen_from_starting(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    (tmp_path / "fairseq").mkdir()
+    (tmp_path / "fairseq/__init__.py").write_text("__version__ = '0.12.2'\n")
+    (tmp_path / "fairseq/sequence_scorer.py").write_text("class SequenceScorer:\n    def generate(self): ...\n")
+    missing = "" if variables else "sys.modules['wrapt'] = None; "
+    code = f"import sys; {missing}import fastgen_hook; from fairseq.sequence_scorer import SequenceScorer as scorer; "
+    done = _python(
+        "-c", f"{code}print(scorer.generate.__qualname__, hasattr(scorer.generate, '__wrapped__'))",
+        PYTHONPATH=f"{tmp_path}:{Path(hook.__file__).parents[2]}", **variables,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "SequenceScorer.generate False\n"), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("fastgen: not active, since importing it failed: ")
+    assert next(iter(variables), "needs wrapt: pip install") in line
+
+
+def test_a_missing_package_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['wrapt'] = None\n")
+    path = f"{tmp_path}:{Path(hook.__file__).parents[2]}"
+    for command in ("status", "doctor"):
+        done = _command(tmp_path, command, PYTHONPATH=path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == 'fastgen: needs wrapt: pip install "wrapt>=1.16"\n'
+    done = _python("-c", "import fastgen", PYTHONPATH=path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith('MissingPackageError: needs wrapt: pip install "wrapt>=1.16"')
 
 
 def test_console_script() -> None:

@@ -1,12 +1,19 @@
 """Every FASTGEN_* variable: what it accepts, what it says to the rest, and what it does to patches."""
 
+import json
 import os
+import pickle
+import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from fastgen import config
+from fastgen.errors import VariableError
+from fastgen.patches import fairseq, transformers
 from tests.fake_toolkit import Sandbox
+from tests.processes import python
 
 
 @pytest.fixture
@@ -17,7 +24,7 @@ def sandbox(tmp_path: Path) -> Sandbox:
 def test_defaults() -> None:
     settings = config.read({"HOME": "/home/somebody"})
     assert settings == config.Settings(
-        enabled=True,
+        mode="1",
         skip=(),
         ops="auto",
         strict=False,
@@ -54,7 +61,7 @@ def test_values() -> None:
     )
     cache_dir = Path.cwd() / "some" / "where"
     assert settings == config.Settings(
-        False, ("a", "b.c"), "triton", True, True, "packed", "module", "off", "on", True, ("a.B", "c.D"), cache_dir
+        "0", ("a", "b.c"), "triton", True, True, "packed", "module", "off", "on", True, ("a.B", "c.D"), cache_dir
     )
 
 
@@ -65,10 +72,9 @@ def test_every_allowed_value_is_accepted_and_no_other(variable: config.Variable)
         assert variable.read({variable.name: value}) == value
     for value in ("2", "true", "AUTO", "-1", "no,", "10"):
         with pytest.raises(
-            ValueError, match=f"^{variable.name}='{value}': allowed are '{variable.allowed[0]}'"
-        ) as caught:
+            VariableError, match=f"^{variable.name}={value}: the value must be one of {', '.join(variable.allowed)}; "
+        ):
             config.read({variable.name: value})
-        assert all(repr(allowed) in str(caught.value) for allowed in variable.allowed)
 
 
 def test_the_environment_is_read_once_and_again_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,15 +166,101 @@ def test_skip_of_what_is_not_there_is_an_error(sandbox: Sandbox, value: str) -> 
     done = sandbox.process("import fastgen", FASTGEN_SKIP=value)
     assert done.returncode == 1
     unknown = value.split(",")[-1]
-    last_line = done.stderr.splitlines()[-1]
-    assert last_line.startswith(f"ValueError: FASTGEN_SKIP: no patch is named '{unknown}'; there are toolkit.greet, ")
+    expected = f"fastgen.errors.VariableError: FASTGEN_SKIP={value}: no patch is named '{unknown}'; "
+    assert done.stderr.splitlines()[-1].startswith(expected)
 
 
 def test_bad_value_stops_the_import(sandbox: Sandbox) -> None:
     done = sandbox.process("import fastgen", FASTGEN_OPS="tritom")
     assert done.returncode == 1
-    expected = "ValueError: FASTGEN_OPS='tritom': allowed are 'auto', 'reference', 'native', 'triton'"
-    assert done.stderr.splitlines()[-1] == expected
+    expected = "FASTGEN_OPS=tritom: the value must be one of auto, reference, native, triton; unset it for the default"
+    assert done.stderr.splitlines()[-1] == f"fastgen.errors.VariableError: {expected}, auto"
+
+
+def test_errors_are_value_errors_on_one_line_that_can_be_sent_to_another_process() -> None:
+    with pytest.raises(VariableError) as caught:
+        config.read({"FASTGEN": "a\nb"})
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(error, ValueError)
+    assert str(error) == str(caught.value)
+    assert str(error) == r"FASTGEN='a\nb': the value must be one of 1, 0, compat; unset it for the default, 1"
+    assert error.name == "FASTGEN"
+
+
+def test_a_folder_below_a_home_that_is_not_there() -> None:
+    with pytest.raises(VariableError, match=r"^FASTGEN_CACHE_DIR=~nobody-here/x: there is no home folder for ~nobody-"):
+        config.read({"FASTGEN_CACHE_DIR": "~nobody-here/x"})
+
+
+MENDS = """
+    from fastgen.patches._engine import Patch, Toolkit
+    TOOLKIT = Toolkit("toolkit", "toolkit", ">=1", "1.5", canary="canary:parts")
+    PATCHES = (
+        Patch("toolkit.add", TOOLKIT, "toolkit.gen:Model.add", "ours:add", ("a", "b"), "a test", mends=True),
+        Patch("toolkit.greet", TOOLKIT, "toolkit.gen:greet", "ours:greet", ("name",), "a test", covers="greetings"),
+    )
+"""
+
+
+def test_compat_is_what_is_left_in_disabled(sandbox: Sandbox) -> None:
+    sandbox.write("declaration.py", MENDS)
+    sandbox.run(
+        """
+        import fastgen
+        from toolkit import gen
+        def rows():
+            return {row.name: (row.state, row.reason) for row in fastgen.status().rows}
+        assert (gen.Model.add(1, 2), gen.greet("you")) == (["ours", 3], "hello you")
+        assert rows() == {"toolkit.add": ("applied", ""), "toolkit.greet": ("off", "FASTGEN=compat")}
+        status = fastgen.status()
+        assert status.compat and not status.enabled
+        assert str(status).splitlines()[0].endswith(", disabled but for what mends toolkits")
+        fastgen.disable()
+        assert (gen.Model.add(1, 2), gen.greet("you")) == (3, "hello you")
+        assert set(rows().values()) == {("off", "disabled")} and not fastgen.status().compat
+        fastgen.enable()
+        assert (gen.Model.add(1, 2), gen.greet("you")) == (["ours", 3], ["ours", "hello you"])
+        assert fastgen.status().enabled and not fastgen.status().compat
+        """,
+        FASTGEN="compat",
+    )
+
+
+@pytest.mark.parametrize("mode", ["1", "compat"])
+def test_what_mends_does_not_ask_the_canary(sandbox: Sandbox, mode: str) -> None:
+    """Where it is called first, the canary would compare the toolkit's own code with itself."""
+    sandbox.write("declaration.py", MENDS)
+    sandbox.version("1.6")
+    sandbox.write("canary.py", "def parts(): raise AssertionError('the canary is not to be asked')")
+    sandbox.run(
+        """
+        import fastgen
+        from toolkit import gen
+        with fastgen.disabled():
+            assert (gen.Model.add(1, 2), gen.greet("you")) == (["ours", 3], "hello you")
+        row = fastgen.status()["toolkit.add"]
+        assert (row.state, row.hits) == ("applied", 1)
+        assert "not tried" not in fastgen.status().toolkits[0].canary
+        """,
+        FASTGEN=mode,
+    )
+
+
+def test_compat_in_the_toolkits() -> None:
+    """What mends is applied, and nothing that accelerates or restores a method."""
+    code = """
+        import json, fastgen
+        from fastgen.cli.status import import_targets
+        import_targets()
+        print(json.dumps({row.name: row.state for row in fastgen.status().rows}))
+    """
+    done = python(["-c", textwrap.dedent(code)], environment=os.environ | {"FASTGEN": "compat"})
+    assert done.returncode == 0, done.stderr
+    states = json.loads(done.stdout.splitlines()[-1])
+    for toolkit in (transformers, fairseq):
+        assert any(patch.mends for patch in toolkit.PATCHES)
+        for patch in toolkit.PATCHES if find_spec(toolkit.TOOLKIT.module) else ():
+            assert states[patch.name] == ("applied" if patch.mends else "off"), patch.name
 
 
 def test_strict_fallback_raises_and_is_counted(sandbox: Sandbox) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from fastgen._version import __version__
 from fastgen.cli import bench, bild, demo, doctor, explain, generate, hook, run, status
 from fastgen.cli.parser import CommandParser
-from fastgen.errors import CommandError
+from fastgen.errors import CommandError, SetupError
+from fastgen.patches import check
 
 COMMANDS = {
     "status": status,
@@ -36,7 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((word for word in words if word in COMMANDS), "")
     try:
         args = _parser(command).parse_args(words)
+        if command != "doctor":  # which reports what is wrong
+            check()
         return args.run(args)
+    except SetupError as error:
+        print(f"fastgen: {error}", file=sys.stderr)
+        return 2
     except CommandError as error:
         print(f"fastgen {command}: {error}", file=sys.stderr)
         return 2

@@ -57,7 +57,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; return 1 if an output differed, a model failed, or nothing was measured."""
     if not settings().enabled:
-        raise CommandError("FASTGEN=0 switches off what is to be measured")
+        raise CommandError(f"FASTGEN={settings().mode} switches off what is to be measured")
     if args.output is not None:
         check_parent(args.output)
         if args.output.is_file():

@@ -132,7 +132,7 @@ def patches() -> Iterator[Finding]:
     for module, problem in import_targets().items():
         modules[problem].append(module)
     for problem, names in modules.items():
-        advice = "fastgen's patches let fairseq be imported here: unset FASTGEN" if not settings().enabled else ""
+        advice = "fastgen's patches let fairseq be imported: unset FASTGEN" if settings().mode == "0" else ""
         yield Finding("trouble", f"{', '.join(names)} cannot be imported: {problem}", advice)
 
     alike: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
@@ -147,7 +147,7 @@ def patches() -> Iterator[Finding]:
         elif "is not installed" in reason or reason == "FASTGEN_SKIP":
             yield Finding("note", text)
         elif not modules or state != "pending":  # else said above
-            yield Finding("trouble", text)
+            yield Finding("trouble", text, "unset FASTGEN" if state == "off" else "")
 
 
 def variables() -> Iterator[Finding]:

@@ -6,12 +6,16 @@ costs speed, or is good to know. `fastgen status` has the patches one by one.
 
 import argparse
 import json
+import os
 from dataclasses import asdict
 
+from fastgen import config
 from fastgen._version import __version__
 from fastgen.cli import checks
 from fastgen.cli.checks import Check, Finding, examine
 from fastgen.cli.self_check import self_check
+from fastgen.errors import VariableError
+from fastgen.patches import check, start
 
 HELP = "look for what is wrong or slow in this environment, and try a tiny model"
 
@@ -32,7 +36,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what all checks find; return 1 where one of them found trouble."""
-    found = {subject: examine(check) for subject, check in CHECKS.items()}
+    wrong = _start()
+    found = {subject: examine(look) for subject, look in CHECKS.items()}
+    found["variables"][:0] = wrong
     troubles = sum(finding.level == "trouble" for findings in found.values() for finding in findings)
     if args.json:
         checks = {subject: [asdict(finding) for finding in findings] for subject, findings in found.items()}
@@ -43,6 +49,27 @@ def run(args: argparse.Namespace) -> int:
             print(f"\n{subject}")
             print("\n".join(_lines(findings)))
     return 1 if troubles else 0
+
+
+def _start() -> list[Finding]:
+    """Start fastgen as if each variable that holds what it cannot were unset; return what is wrong with these.
+
+    Raises:
+        MissingPackageError: a package is not installed without which nothing can be looked at.
+    """
+    found: list[Finding] = []
+    while True:
+        try:
+            if not found:
+                check()
+            else:
+                config.reload()
+                start()
+            return found
+        except VariableError as error:
+            del os.environ[error.name]
+            text = f"{error.found}; what follows is as if it were unset"
+            found.append(Finding("trouble", text, error.remedy))
 
 
 def _summary(troubles: int) -> str:

@@ -2,7 +2,8 @@
 
 A file of one line, fastgen.pth, is put into the environment's site-packages. Python reads it at its start, and fastgen
 is imported as soon as a program imports fairseq or transformers. `fastgen remove-hook` takes the file away again;
-FASTGEN=0 switches fastgen off for one run.
+FASTGEN=0 switches fastgen off for one run, and FASTGEN=compat all of it but what fairseq fails without. Where fastgen
+cannot start, a program runs without it, and a line on stderr says why.
 """
 
 import argparse

@@ -4,19 +4,32 @@
     fastgen run translate.py --input text.en
     fastgen run -m package.module
 
+The exit status is the program's. With FASTGEN=compat fairseq's commands run on fairseq's own code, to compare with.
+
 fastgen-generate and fastgen-interactive are short for `fastgen run fairseq-generate` and
 `fastgen run fairseq-interactive`.
 """
 
 import argparse
+import functools
+import itertools
+import os
 import runpy
 import sys
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
 
 import fastgen
-from fastgen.errors import CommandError
+from fastgen.errors import CommandError, SetupError
+from fastgen.patches import check
 from fastgen.patches.fairseq import TOOLKIT as FAIRSEQ
+
+_ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+_OUTSIDE = (__name__, "runpy", "importlib.util")
+"""Whose frames stand between Python's start and the program's own."""
 
 HELP = "run a console script (fairseq-generate), a Python file or a module, accelerated"
 
@@ -37,13 +50,16 @@ def run_target(target: str, args: list[str], module: bool = False) -> int:
     """Run a program in this process.
 
     Raises:
-        CommandError: there is no such program, or a part of fairseq's is not installed.
+        CommandError: there is no such program, it cannot be read, or a part of fairseq's is not installed.
     """
+    if module and not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())  # where Python itself would look first
     script = _script_in(target) if module else _script(target)
-    advice = f": {FAIRSEQ.install_hint}" if target.startswith("fairseq-") else ""
-    if script is None and not module and not Path(target).is_file():
-        raise CommandError(f"there is no console script named {target!r} here, and no such file{advice}")
-    sys.argv = [target, *args]
+    of_fairseq = target.partition(".")[0] in ("fairseq", "fairseq_cli") if module else target.startswith("fairseq-")
+    advice = f": {FAIRSEQ.install_hint}" if of_fairseq else ""
+    if script is None and not module:
+        _check_file(target, advice)
+    sys.argv, sys.excepthook = [target, *args], functools.partial(_show, sys.excepthook)
     if script is not None:
         try:
             function = script.load()
@@ -53,15 +69,60 @@ def run_target(target: str, args: list[str], module: bool = False) -> int:
             raise CommandError(f"{target} cannot be imported: {error}{advice}") from error
         return _status(function())
     if module:
+        _check_module(target, advice)
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, str(Path(target).resolve().parent))  # where Python itself would look first
-        runpy.run_path(target, run_name="__main__")
+        sys.path.insert(0, str(Path(target).resolve().parent))
+        runpy.run_path(str(Path(target).absolute()), run_name="__main__")
     return 0
 
 
 def _script(name: str) -> EntryPoint | None:
     return next(iter(entry_points(group="console_scripts", name=name)), None)
+
+
+def _check_file(path: str, advice: str) -> None:
+    """Raise CommandError where there is no such file to run."""
+    if not Path(path).is_file():
+        raise CommandError(f"there is no console script named {path!r} here, and no such file{advice}")
+    try:
+        Path(path).open("rb").close()
+    except OSError as error:
+        raise CommandError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _check_module(name: str, advice: str) -> None:
+    """Raise CommandError where there is no such module to run; what its packages raise on import is their own."""
+    try:
+        spec = None if name.startswith(".") else find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None and find_spec(f"{name}.__main__") is None:
+            raise CommandError(f"{name} is a package without a module __main__, and cannot be run")
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
+    if spec is None:
+        root = name.partition(".")[0]
+        hint = advice if root and find_spec(root) is None else ""
+        raise CommandError(f"there is no module named {name!r} here{hint}")
+
+
+def _show(
+    shown_by: _ExceptHook, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Show an uncaught exception of the program as Python does where it runs by itself: without frames of ours."""
+    names = [traceback.tb_frame.f_globals.get("__name__") for traceback in _each(traceback)]
+    if __name__ in names:
+        outer = names.index(__name__)
+        inner = next((at for at in range(outer, len(names)) if names[at] not in _OUTSIDE), len(names))
+        traceback = next(itertools.islice(_each(traceback), inner, None), None)
+    shown_by(kind, error.with_traceback(traceback), traceback)
+
+
+def _each(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
 
 
 def _script_in(module: str) -> EntryPoint | None:
@@ -92,7 +153,8 @@ def interactive() -> int:
 def _short(script: str) -> int:
     name = Path(sys.argv[0]).name
     try:
+        check()
         return run_target(script, sys.argv[1:])
-    except CommandError as error:
+    except (CommandError, SetupError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2

@@ -4,8 +4,8 @@ Each subfolder is one toolkit. Its ``__init__`` holds plain data, `TOOLKIT` and 
 """
 
 from fastgen.patches import fairseq, transformers
-from fastgen.patches._engine import declare, disable, disabled, enable, release, status
+from fastgen.patches._engine import check, declare, disable, disabled, enable, release, start, status
 
-__all__ = ["disable", "disabled", "enable", "release", "status"]
+__all__ = ["check", "disable", "disabled", "enable", "release", "start", "status"]
 
 declare(*transformers.PATCHES, *fairseq.PATCHES)

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from types import CodeType, FrameType, ModuleType
 from typing import Any, Generic, TypeVar, cast
 
-from fastgen.config import settings
+from fastgen.config import Mode, settings
 from fastgen.context import assigned, isolated
 from fastgen.patches import _counts, _notices
 from fastgen.patches._canary import Canary, asking, resolve
@@ -41,6 +41,7 @@ from fastgen.patches._counts import (
 from fastgen.patches._imports import unfinished, when_finished, when_imported
 from fastgen.patches._patch import FallbackError, Patch, PatchError, Toolkit
 from fastgen.patches._slot import Function, Layer, Slot, function_in
+from fastgen.patches._start import check
 from fastgen.patches._status import Entry, Status, report
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "PatchError",
     "Toolkit",
     "asking",
+    "check",
     "compared",
     "count_too",
     "counted",
@@ -71,6 +73,7 @@ __all__ = [
     "on_release",
     "release",
     "running",
+    "start",
     "status",
 ]
 
@@ -92,7 +95,7 @@ class _NotYet(Exception):
 current_plan: ContextVar[Any] = ContextVar("fastgen_plan", default=None)
 """The plan that runs in this context, None outside of one: how an inner patch knows what the outermost decided."""
 
-_enabled = False
+_mode: Mode = "0"  # what is switched on: all patches, those that mend, or none
 _running: list[tuple[int, CodeType]] = []  # the thread of each plan, and the code that has entered `running`
 _installed: list[Entry] = []  # in the order of installation; undone from the end
 _versions: dict[str, str] = {}  # toolkit name -> version found
@@ -117,24 +120,37 @@ def declare(*patches: Patch) -> None:
             entries.setdefault(patch.name, Entry(patch))
 
 
+def start() -> None:
+    """Apply what ``FASTGEN`` asks for: every patch, those that mend a toolkit (compat), or none (0).
+
+    Raises:
+        SetupError: a variable holds a value that it cannot have, or a package is missing; nothing has been changed.
+        PatchError: as `enable` does.
+    """
+    check()
+    if settings().mode != "0":
+        _switch_on(settings().mode)
+
+
 def enable() -> None:
     """Apply every declared patch: now where its module is imported, else when it is. Twice is harmless.
 
     Raises:
-        ValueError: ``FASTGEN_SKIP`` names no declared patch.
+        SetupError: a variable holds a value that it cannot have, or a package is missing; nothing has been changed.
         PatchError: a patch failed and ``FASTGEN_STRICT=1``; all others have been applied.
     """
-    global _enabled
-    skip = settings().skip
+    check()
+    _switch_on("1")
+
+
+def _switch_on(mode: Mode) -> None:
+    global _mode
     with lock:
-        for name in skip:
-            if not any(entry.patch.within(name) for entry in entries.values()):
-                raise ValueError(f"FASTGEN_SKIP: no patch is named {name!r}; there are {', '.join(entries)}")
-        _enabled = True
+        _mode = mode
         for entry in entries.values():
-            if entry.state == "off" and any(entry.patch.within(name) for name in skip):
+            if entry.state == "off" and any(entry.patch.within(name) for name in settings().skip):
                 entry.settle("skipped", "FASTGEN_SKIP")
-            elif entry.state == "off":
+            elif entry.state == "off" and (mode == "1" or entry.patch.mends):
                 entry.settle("pending")
         modules = dict.fromkeys(e.patch.awaited for e in entries.values() if e.state == "pending")
     first_error: PatchError | None = None
@@ -156,19 +172,19 @@ def disable() -> None:
     Raises:
         RuntimeError: a plan is running, in whatever thread; nothing has been changed.
     """
-    global _enabled
+    global _mode
     with lock:
-        was_enabled, _enabled = _enabled, False  # from here on none begins
+        before, _mode = _mode, "0"  # from here on none begins
         if running_now := _count_running():
-            _enabled = was_enabled
+            _mode = before
             raise RuntimeError(f"fastgen.disable() while {running_now} patched generate call(s) are running")
         kept = [entry for entry in reversed(_installed) if entry.layer is not None and not entry.layer.remove()]
         _installed[:] = reversed(kept)
         for entry in entries.values():
-            entry.settle("off")
+            entry.settle("off", "disabled")
             if entry not in kept:
                 entry.layer = None
-    if was_enabled:
+    if before != "0":
         for callback in (*_disable_callbacks, *_release_callbacks):
             callback()
 
@@ -186,7 +202,7 @@ def disabled() -> Generator[None]:
 
 def is_disabled() -> bool:
     """Whether patched calls of this context run the toolkit's own code."""
-    return not _enabled or _disabled_here.get()
+    return _mode != "1" or _disabled_here.get()
 
 
 def is_applied(name: str) -> bool:
@@ -222,7 +238,7 @@ class running(Generic[_Plan]):
     def __enter__(self) -> _Plan:
         self._place = threading.get_ident(), cast(FrameType, cast(FrameType, inspect.currentframe()).f_back).f_code
         _running.append(self._place)
-        if not _enabled:
+        if _mode != "1":
             _running.remove(self._place)
             raise DisabledMeanwhile
         return self._assigned.__enter__()
@@ -283,7 +299,7 @@ def status(verbose: bool = False, reset: bool = False) -> Status:
     absent = frozenset(module for module in modules if module not in sys.modules and find_spec(module) is None)
     with lock:
         found = report(
-            _enabled,
+            _mode,
             tuple(entries.values()),
             _versions,
             _canaries,
@@ -354,7 +370,7 @@ def _apply(entry: Entry) -> None:
     if names[: len(patch.parameters)] != patch.parameters:
         raise TypeError(f"parameters ({', '.join(patch.parameters)}, ...) expected, ({', '.join(names)}) found")
     newer = not toolkit.has_tested(version)
-    if newer and toolkit.canary is not None:
+    if newer and toolkit.canary is not None and not patch.mends:
         canary = _canaries.get(toolkit.name)
         if canary is None or canary.version != version:
             _canaries[toolkit.name] = Canary(toolkit.canary, toolkit.name, version, settings().cache_dir)
@@ -422,12 +438,12 @@ def _call(entry: Entry, original: Function, /, *args: Any, **kwargs: Any) -> Any
 
 def _is_off(patch: Patch) -> bool:
     """Whether the original runs in this context; what mends is off where everything is, and can be traced."""
-    return not _enabled if patch.mends else is_disabled() or is_traced_by_torchscript()
+    return _mode == "0" if patch.mends else is_disabled() or is_traced_by_torchscript()
 
 
 def _approved_replacement(entry: Entry) -> Function | None:
     """Return the replacement; None where the original must run, which is then counted."""
-    canary = _canaries.get(entry.patch.toolkit.name)
+    canary = None if entry.patch.mends else _canaries.get(entry.patch.toolkit.name)
     if canary is not None and not asking() and (found := canary.ask().declines(entry.patch.parts)) is not None:
         if entry.patch.covers:
             _notices.warn_of_difference(entry.patch.toolkit, canary.version, entry.patch.covers, found)

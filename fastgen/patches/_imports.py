@@ -5,8 +5,6 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-import wrapt
-
 _RUNNING = "_initializing"  # the attribute of a spec that importlib sets to True, and to False at the import's end
 
 _hooked: set[str] = set()
@@ -22,6 +20,8 @@ def when_imported(name: str, callback: Callable[[], object]) -> None:
         # The module that is passed is not used: it may have put another object into sys.modules in its place.
         _hooked.discard(name)
         callback()
+
+    import wrapt  # here, so that `_start.check` can say that it is missing
 
     if name in sys.modules or name not in _hooked:
         _hooked.add(name)

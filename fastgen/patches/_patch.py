@@ -72,7 +72,7 @@ class Patch:
         parts: the parts of the canary that have to agree, all of them where none is named; where all of these differ,
             the original runs. A replacement that serves several asks for each by itself (`_engine.declined`).
         mends: whether the toolkit would fail without it, on today's versions or where it is given more than it knows.
-            It stays in place in `disabled()`, where the toolkit's own code runs otherwise.
+            It stays in place in `disabled()` and with ``FASTGEN=compat``, where the toolkit's own code runs otherwise.
     Raises:
         ValueError: a name, target or function is not of the form above.
     """

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastgen._version import __version__
-from fastgen.config import settings
+from fastgen.config import Mode, settings
 from fastgen.ops.counts import calls
 from fastgen.patches._canary import Canary
 from fastgen.patches._patch import Patch, Toolkit
@@ -97,6 +97,7 @@ class Status:
     Attributes:
         version: fastgen's.
         enabled: whether the patches are switched on as a whole.
+        compat: whether only those that mend a toolkit are (``FASTGEN=compat``).
         toolkits: what they are made for, and what is there.
         calls: the calls of this process, by model class and method.
         rows: the patches.
@@ -112,6 +113,7 @@ class Status:
 
     version: str
     enabled: bool
+    compat: bool
     toolkits: tuple[ToolkitRow, ...]
     calls: "tuple[CallGroup, ...]"
     rows: tuple[Row, ...]
@@ -138,7 +140,8 @@ class Status:
 
     def _header(self) -> list[str]:
         """Versions, what runs, and what does not."""
-        lines = [f"fastgen {self.version}, {'enabled' if self.enabled else 'disabled'}"]
+        state = "enabled" if self.enabled else "disabled but for what mends toolkits" if self.compat else "disabled"
+        lines = [f"fastgen {self.version}, {state}"]
         for toolkit in self.toolkits:
             rows = [row for row in self.rows if row.name.startswith(f"{toolkit.name}.")]
             states = Counter(row.state for row in rows)
@@ -221,7 +224,7 @@ def readable(count: float) -> str:
 
 
 def report(
-    enabled: bool,
+    mode: Mode,
     entries: Sequence[Entry],
     versions: Mapping[str, str],
     canaries: Mapping[str, Canary],
@@ -234,7 +237,7 @@ def report(
     """Return the present state.
 
     Args:
-        enabled: whether the patches are switched on as a whole.
+        mode: what is switched on.
         entries: the patches.
         versions: toolkit name -> version found.
         canaries: toolkit name -> the canary of a version newer than tested.
@@ -247,7 +250,8 @@ def report(
     toolkits = dict.fromkeys(entry.patch.toolkit for entry in entries)
     return Status(
         __version__,
-        enabled,
+        mode == "1",
+        mode == "compat",
         tuple(_toolkit_row(t, versions.get(t.name), canaries.get(t.name), t.module in absent) for t in toolkits),
         groups,
         tuple(_row(e, canaries.get(e.patch.toolkit.name), e.patch.toolkit.module in absent) for e in entries),
@@ -301,7 +305,7 @@ def _row(entry: Entry, canary: Canary | None, absent: bool) -> Row:
     elif state == "applied" and entry.layer is not None and not entry.layer.on_top:
         reasons += ["others have patched over it since"]
     elif state == "off":
-        reasons = ["disabled" if settings().enabled else "FASTGEN=0"]
+        reasons = [entry.reason or f"FASTGEN={settings().mode}"]
         if entry.layer is not None:
             reasons += ["our wrapper stays below another's and is transparent"]
     reason = "; ".join(filter(None, reasons))
@@ -312,7 +316,7 @@ def _row(entry: Entry, canary: Canary | None, absent: bool) -> Row:
 
 def _declined(patch: Patch, canary: Canary | None) -> tuple[State, list[str]] | None:
     """The state and reasons of a patch of which the canary declined something; None where it declined nothing."""
-    if canary is None or canary.verdict is None:
+    if canary is None or canary.verdict is None or patch.mends:
         return None
     if (found := canary.verdict.declines(patch.parts)) is not None:
         return "skipped", [f"the canary found: {found}"]

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     lines, references = _texts(args)
     models.need("transformers")
     if not settings().enabled:
-        raise CommandError("FASTGEN=0 switches off what is to be measured")
+        raise CommandError(f"FASTGEN={settings().mode} switches off what is to be measured")
     metric = quality.METRICS[args.metric]()
     device = pair.device_of(args)
     tokenizers = tuple(map(models.load_tokenizer, (args.large, args.small)))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastgen.config import settings
+from fastgen.errors import VariableError
 from fastgen.patches import _engine
 
 _Original = Callable[..., Any]
@@ -88,7 +89,9 @@ def _allowed() -> Iterator[tuple[Any, str]]:
             classes[name] = resolve_name(name)
         except (ImportError, AttributeError, ValueError) as error:
             if name in own:
-                raise ValueError(f"FASTGEN_FAIRSEQ_ALLOW: there is no {name!r}: {error}") from error
+                value = os.environ.get("FASTGEN_FAIRSEQ_ALLOW", "")
+                problem, remedy = f"there is no {name!r} ({error})", "name classes as module.Class, or unset it"
+                raise VariableError("FASTGEN_FAIRSEQ_ALLOW", value, problem, remedy) from error
 
     def member(owner: Any, name: str) -> Any:
         """What a pickle of protocol 2 calls for a class within a class: `getattr` for those that are allowed."""
