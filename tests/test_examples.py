@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import fastgen
 from tests.processes import python
 
 ROOT = Path(__file__).parents[1]
@@ -18,6 +20,7 @@ FOLDER = ROOT / "examples"
 RUN = """
 import json, runpy, sys
 script, report = sys.argv[1:]
+sys.argv = [script]
 if script.endswith(".ipynb"):
     here = {"__name__": "__main__"}
     for cell in json.load(open(script, encoding="utf-8"))["cells"]:
@@ -30,8 +33,8 @@ json.dump(fastgen.status().to_dict(), open(report, "w"))
 """
 
 
-# Without the rest of its patches fairseq cannot be imported.
-FAIRSEQ_ALONE = ("FASTGEN_SKIP", "fairseq.generate,fairseq.attention")
+# Without what mends it fairseq cannot be imported.
+FAIRSEQ_ALONE = ("FASTGEN", "compat")
 BY_MODULES = "decode steps run through the model's own modules: a peft.Linear in place of a linear layer"
 
 
@@ -41,15 +44,17 @@ class Example:
 
     Attributes:
         needs: modules beside transformers.
+        lines: how many of translations, or other texts, it prints first.
         like: the script that prints the same translations, and is run unpatched.
         unpatched: the variable that leaves fastgen out of it.
-        more: how the line behind the translations begins; empty where there is none.
+        more: how the line behind these begins; empty where there is none.
         patch, hits: whose calls are counted, and how many fastgen serves.
         left_off: calls in which something is left off, by reason.
         settings: variables that make it shorter.
     """
 
     needs: tuple[str, ...] = ()
+    lines: int = 16
     like: str = "translate.py"
     unpatched: tuple[str, str] = ("FASTGEN", "0")
     more: str = ""
@@ -65,13 +70,16 @@ EXAMPLES = {
     "seq2seq_trainer.py": Example(needs=("accelerate", "sacrebleu"), more="BLEU 5"),
     "datasets_map.py": Example(needs=("datasets",)),
     "pipeline.py": Example(),
+    "chat.py": Example(lines=4, like="chat.py", patch="transformers.sample"),
+    "text_generation.py": Example(like="text_generation.py", patch="transformers.sample"),
     "peft_lora.py": Example(needs=("peft",), like="peft_lora.py", left_off={BY_MODULES: 1}),
     "text_vae.py": Example(like="text_vae.py", more="the same tokens: True", hits=4, settings={"STEPS": "60"}),
     "fairseq_translate.py": Example(
         needs=("fairseq",), like="fairseq_translate.py", unpatched=FAIRSEQ_ALONE, patch="fairseq.generate"
     ),
 }
-TRANSLATIONS = 16
+HELPERS = {"tiny_model.py"}
+"""What others import."""
 
 
 class Ran(NamedTuple):
@@ -121,9 +129,10 @@ def test_example(name: str, tmp_path: Path, unpatched: Callable[[Example], Ran])
         if find_spec(module) is None:
             pytest.skip(f"{name} needs {module}")
     ours, stock = _run(name, tmp_path, example.settings), unpatched(example)
-    assert len(set(stock.lines)) >= TRANSLATIONS / 2
-    assert ours.lines[:TRANSLATIONS] == stock.lines[:TRANSLATIONS]
-    assert [line.startswith(example.more) for line in ours.lines[TRANSLATIONS:]] == [True] * bool(example.more)
+    assert len(set(stock.lines)) >= example.lines / 2
+    assert ours.lines[: example.lines] == stock.lines[: example.lines]
+    assert len(ours.lines) >= example.lines
+    assert [line.startswith(example.more) for line in ours.lines[example.lines :]] == [True] * bool(example.more)
 
     hits = {row["name"]: row["hits"] for row in ours.status["rows"]}
     assert hits[example.patch] == example.hits
@@ -132,8 +141,24 @@ def test_example(name: str, tmp_path: Path, unpatched: Callable[[Example], Ran])
     assert not any(row["hits"] for row in stock.status["rows"] if row["name"] == example.patch)
 
 
+def test_the_notebook_holds_its_outputs() -> None:
+    """Whoever reads it without running it sees what every cell prints, and nothing of the machine it ran on."""
+    text = (FOLDER / "quickstart.ipynb").read_text("utf-8")
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    printed = list[str]()
+    for cell in cells:
+        assert all(output["name"] == "stdout" for output in cell["outputs"])
+        printed.append("".join(line for output in cell["outputs"] for line in output["text"]))
+        assert bool(printed[-1]) == any("print(" in line for line in cell["source"])
+    assert len(printed[1].splitlines()) == EXAMPLES["quickstart.ipynb"].lines
+    assert printed[2] == "the same tokens: True\n"
+    assert f"fastgen {fastgen.__version__}, enabled" in printed[3]
+    assert re.search(r"(?<![\w.])/(?!/)\w+/", "".join(printed)) is None
+
+
 def test_the_list_has_every_example() -> None:
     scripts = {file.name for file in FOLDER.iterdir() if file.suffix in (".py", ".ipynb")}
     text = (FOLDER / "README.md").read_text("utf-8")
-    assert scripts == set(EXAMPLES)
+    assert scripts == set(EXAMPLES) | HELPERS
     assert all(f"({name})" in text for name in scripts)
