@@ -62,7 +62,7 @@ def said(error: Exception) -> str:
 
 def versions() -> Iterator[Finding]:
     """Python, torch and Triton against what fastgen's own metadata ask for; the toolkits against their guards."""
-    python = metadata.metadata("fastgen")["Requires-Python"]
+    python = metadata.metadata("fastgen-nlp")["Requires-Python"]
     yield _against("Python", platform.python_version(), python, advice="a Python of a supported version")
     torch = _torch()
     if torch is None:
@@ -231,7 +231,7 @@ def _triton(torch: ModuleType) -> Finding:
 
 def _required(name: str) -> str:
     """The range of versions in fastgen's own metadata, of its extras too."""
-    requirements = map(Requirement, metadata.requires("fastgen") or ())
+    requirements = map(Requirement, metadata.requires("fastgen-nlp") or ())
     return next((str(r.specifier) for r in requirements if r.name == name and r.specifier), "")
 
 
