@@ -5,6 +5,7 @@ The documentation and ``fastgen status`` print `VARIABLES`; the code asks `setti
 
 import functools
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -31,12 +32,14 @@ class Variable:
         default: the value that an unset or empty variable stands for.
         allowed: the accepted values; empty where any text is.
         help: one line.
+        form: what is accepted where `allowed` is empty.
     """
 
     name: str
     default: str
     allowed: tuple[str, ...]
     help: str
+    form: str = "any text"
 
     def read(self, environ: Mapping[str, str]) -> str:
         """Return the variable's value in ``environ``, or its default.
@@ -63,6 +66,13 @@ VARIABLES = (
     Variable("FASTGEN_STRICT", "0", ("0", "1"), "1: a fallback or a failed patch raises"),
     Variable("FASTGEN_PARITY", "0", ("0", "1"), "1: run the toolkit's own code too and report the first divergence"),
     Variable("FASTGEN_LINEAR", "auto", get_args(Linear), "how linear layers run on a CPU: in C, by oneDNN or MKL"),
+    Variable(
+        "FASTGEN_MEMORY",
+        "auto",
+        (),
+        "the most memory that copies of weights and kept buffers take; 0: keep none; auto: weights by what is free",
+        "auto, a size like 2GiB or 500MB, 0",
+    ),
     Variable("FASTGEN_STEP", "auto", get_args(Step), "module: decode steps run through the model's own modules alone"),
     Variable(
         "FASTGEN_GRAPHS",
@@ -87,6 +97,7 @@ class Settings:
     strict: bool
     parity: bool
     linear: Linear
+    memory: int | None
     step: Step
     graphs: Graphs
     refill: Refill
@@ -98,6 +109,11 @@ class Settings:
     def enabled(self) -> bool:
         """Whether fastgen is to accelerate anything."""
         return self.mode == "1"
+
+    @property
+    def packs(self) -> bool:
+        """Whether copies of weights may be made at all."""
+        return self.linear != "plain" and self.memory != 0
 
 
 @functools.cache
@@ -131,6 +147,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         strict=value["FASTGEN_STRICT"] == "1",
         parity=value["FASTGEN_PARITY"] == "1",
         linear=cast(Linear, value["FASTGEN_LINEAR"]),
+        memory=_size("FASTGEN_MEMORY", value["FASTGEN_MEMORY"]),
         step=cast(Step, value["FASTGEN_STEP"]),
         graphs=cast(Graphs, value["FASTGEN_GRAPHS"]),
         refill=cast(Refill, value["FASTGEN_REFILL"]),
@@ -150,6 +167,24 @@ def _folder(name: str, text: str) -> Path:
     except RuntimeError as error:
         problem = f"there is no home folder for {Path(text).parts[0]}"
         raise VariableError(name, text, problem, "name another folder, or unset it") from error
+
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{unit}": base ** (power + 1)
+    for power, prefix in enumerate("kmgt")
+    for unit, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def _size(name: str, text: str) -> int | None:
+    """Bytes that a text says, rounded down; None for ``auto``."""
+    if text == "auto":
+        return None
+    number, unit = cast(re.Match[str], re.match(r"([0-9]*\.?[0-9]*) *(.*)", text)).groups()
+    if number.strip(".") and unit.lower() in _UNITS:
+        return int(float(number) * _UNITS[unit.lower()])
+    problem = "the value must be a number of bytes, a size like 2GiB or 500MB, 0 to keep nothing, or auto"
+    raise VariableError(name, text, problem, "unset it for the default, auto")
 
 
 def _user_cache(environ: Mapping[str, str]) -> Path:

@@ -88,6 +88,14 @@ def _processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "on_zen5", lambda: False)
 
 
+@pytest.fixture(autouse=True)
+def _system_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are packed whatever else takes the machine's memory now."""
+    from fastgen.models import budget
+
+    monkeypatch.setattr(budget, "system_memory", lambda: None)
+
+
 @pytest.fixture
 def by_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where there are no operations in C."""

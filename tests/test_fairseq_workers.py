@@ -21,6 +21,7 @@ import torch
 
 import fastgen
 from fastgen.decoding.bild_options import Options
+from fastgen.models.budget import SystemMemory
 from fastgen.ops.counts import calls
 from fastgen.patches import _engine
 from fastgen.patches._patch import FallbackError
@@ -410,7 +411,8 @@ def test_how_many_by_itself(
     model = torch.nn.Linear(100, 25, bias=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(workers, "usable_cores", lambda: cores)
-    monkeypatch.setattr(workers, "_free_memory", lambda: int(free * 4 * threads * 10_000))
+    available = int(free * 4 * threads * 10_000)
+    monkeypatch.setattr(workers, "system_memory", lambda: SystemMemory(2 * available, available))
     assert workers.number_for(batches, [model]) == expected
 
 
@@ -436,22 +438,6 @@ def test_what_is_not_begun_unless_asked_for(
     generator = SequenceGenerator([zoo.build("transformer")], zoo.dictionary())
     task: Any = FairseqTask(FairseqDataclass())
     assert workers.chosen("fairseq-generate", asked, 99, task, generator, [layer(2, 2).eval()]) == expected
-
-
-def test_free_memory_is_read(tmp_path: Path) -> None:
-    assert 1 << 20 < workers._free_memory() < 1 << 50
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "sys/fs/cgroup/memory").mkdir(parents=True)
-    assert workers._free_memory(tmp_path) == 0
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 8 kB\n")
-    assert workers._free_memory(tmp_path) == 8192
-    for limit, used, expected in (("max", "1", 8192), ("5000", "1000", 4000)):
-        (tmp_path / "sys/fs/cgroup/memory.max").write_text(f"{limit}\n")
-        (tmp_path / "sys/fs/cgroup/memory.current").write_text(f"{used}\n")
-        assert workers._free_memory(tmp_path) == expected
-    (tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text("3000\n")
-    (tmp_path / "sys/fs/cgroup/memory/memory.usage_in_bytes").write_text("2000\n")
-    assert workers._free_memory(tmp_path) == 1000
 
 
 class _OwnTask(FairseqTask):

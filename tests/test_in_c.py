@@ -152,7 +152,7 @@ def test_weights_may_change_between_steps(variant: str) -> None:  # noqa: F811
 
 def test_memory_that_is_not_there_is_asked_for_seldom(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     model, asked = zoo.build("marian", torch.float32), list[Tensor]()
-    monkeypatch.setattr(packed, "_affordable", lambda weight: bool(asked.append(weight)))
+    monkeypatch.setattr(packed, "_shortage", lambda plain, always: asked.append(plain) or "memory is short")
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": 2, "max_new_tokens": 30, "min_new_tokens": 30}
     assert assert_same(model, kwargs).error is None
     assert _steps() == 0

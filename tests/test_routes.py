@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -214,7 +214,8 @@ def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
             assert count == 0
         assert reason in str(linears.reason_off(nn.Linear(320, 640).to(dtype)))
     assert linears.reason_off(nn.Module()) == "not on a CPU"
-    monkeypatch.setattr(config, "settings", lambda: SimpleNamespace(linear="off", ops="auto"))
+    settings = config.settings()
+    monkeypatch.setattr(config, "settings", lambda: replace(settings, linear="off"))
     with routes.routed(net) as count:
         assert count == 0
     assert linears.reason_off(net) == "FASTGEN_LINEAR=off"
@@ -222,7 +223,8 @@ def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_onednn
 def test_routes_by_setting(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "settings", lambda: SimpleNamespace(linear="plain", ops="auto"))
+    settings = replace(config.settings(), linear="plain")
+    monkeypatch.setattr(config, "settings", lambda: settings)
     _check_routes(net)
     assert packed.packed_bytes() == 0
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,7 @@ def test_defaults() -> None:
         strict=False,
         parity=False,
         linear="auto",
+        memory=None,
         step="auto",
         graphs="auto",
         refill="auto",
@@ -51,6 +53,7 @@ def test_values() -> None:
             "FASTGEN_STRICT": "1",
             "FASTGEN_PARITY": " 1 ",
             "FASTGEN_LINEAR": "packed",
+            "FASTGEN_MEMORY": "1.5GiB",
             "FASTGEN_STEP": "module",
             "FASTGEN_GRAPHS": "off",
             "FASTGEN_REFILL": "on",
@@ -61,7 +64,19 @@ def test_values() -> None:
     )
     cache_dir = Path.cwd() / "some" / "where"
     assert settings == config.Settings(
-        "0", ("a", "b.c"), "triton", True, True, "packed", "module", "off", "on", True, ("a.B", "c.D"), cache_dir
+        "0",
+        ("a", "b.c"),
+        "triton",
+        True,
+        True,
+        "packed",
+        3 * 2**29,
+        "module",
+        "off",
+        "on",
+        True,
+        ("a.B", "c.D"),
+        cache_dir,
     )
 
 
@@ -75,6 +90,21 @@ def test_every_allowed_value_is_accepted_and_no_other(variable: config.Variable)
             VariableError, match=f"^{variable.name}={value}: the value must be one of {', '.join(variable.allowed)}; "
         ):
             config.read({variable.name: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("auto", None), ("", None), ("0", 0), ("4096", 4096), ("7B", 7), ("500MB", 500_000_000), ("2 gib", 2**31),
+     (".5KiB", 512), ("1.5 TB", 1_500_000_000_000)],
+)  # fmt: skip
+def test_memory_is_a_size(text: str, size: int | None) -> None:
+    assert config.read({"FASTGEN_MEMORY": text}).memory == size
+
+
+@pytest.mark.parametrize("text", ["lots", "-1", "GiB", "1e9", "2GiBs", ".", "10%", "inf", "1.2.3"])
+def test_memory_that_is_no_size(text: str) -> None:
+    with pytest.raises(VariableError, match=f"FASTGEN_MEMORY.*{re.escape(text)}.*2GiB"):
+        config.read({"FASTGEN_MEMORY": text})
 
 
 def test_the_environment_is_read_once_and_again_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:

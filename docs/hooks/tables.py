@@ -45,7 +45,7 @@ def patches() -> str:
 
 def variables() -> str:
     """The environment variables."""
-    rows = ((f"`{v.name}`", ", ".join(f"`{value}`" for value in v.allowed) or "any text", v.help) for v in VARIABLES)
+    rows = ((f"`{v.name}`", ", ".join(f"`{value}`" for value in v.allowed) or v.form, v.help) for v in VARIABLES)
     return table(("variable", "allowed (default first)", "what it does"), rows)
 
 

@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
             "value": variable.read(os.environ),
             "default": variable.default,
             "allowed": list(variable.allowed),
+            "form": variable.form,
             "help": variable.help,
         }
         for variable in VARIABLES
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     longest = max(len(variable["name"]) for variable in variables) + 2
     print(f"\n{'variable':<{longest}}{'value':<{width}}  what it does (allowed values; the default comes first)")
     for variable in variables:
-        allowed = "|".join(variable["allowed"]) or "any text"
+        allowed = "|".join(variable["allowed"]) or variable["form"]
         print(f"{variable['name']:<{longest}}{variable['value'] or '-':<{width}}  {variable['help']} ({allowed})")
     return 0
 

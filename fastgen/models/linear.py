@@ -83,7 +83,8 @@ class Linear(Routed):
         self.memory = memory
         self.transposed = transposed
         self.handed_on: Callable[[Tensor], Tensor] | None = None
-        self.mode = config.settings().linear
+        settings = config.settings()
+        self.packs, self.always = settings.packs, settings.linear == "packed"
         self.entry: Packed | None = None
         self.outputs, self.inputs = _sizes(module)
         useful = _useful(self.outputs, self.inputs, ops.packer())
@@ -133,7 +134,7 @@ class Linear(Routed):
         if x.numel() > most:
             return plain if self._is_large(x) else None
         if self.memory.planned:  # nothing is computed, and a copy would take memory
-            return None if self.transposed and self.mode == "plain" else plain
+            return None if self.transposed and not self.packs else plain
         copy = self._copy(weight, plain, x.numel() // x.shape[-1], activation)
         if copy is not None:
             return copy
@@ -147,12 +148,12 @@ class Linear(Routed):
 
     def _copy(self, weight: Tensor, plain: Tensor, rows: int, activation: str | None) -> ops.Packed | None:
         """The packed copy of the weight, made now if it is used often; None where there is none."""
-        if self.mode == "plain":
+        if not self.packs:
             return None
         entry = self.entry
         if entry is None or entry.is_stale(weight):
             entry = self.entry = packed_of(self.module)
-        copy = entry.copied(weight, plain, rows, activation, always=self.mode == "packed")
+        copy = entry.copied(weight, plain, rows, activation, always=self.always)
         return copy if copy is not None and ops.suits(copy, self.outputs, self.inputs, activation) else None
 
 

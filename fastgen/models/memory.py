@@ -9,9 +9,11 @@ A device has an allocator that does this.
 Source: LightSeq (Wang et al. 2021), section 2.3: memory allocated once and reused.
 """
 
+import ctypes
 import itertools
 import math
 import operator
+import sys
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
@@ -22,8 +24,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from fastgen import config
+from fastgen.models import budget
+
 LIMIT = 2**30
-"""Bytes held at most for one model, in use or free; what goes beyond is fresh from the system."""
+"""Bytes held at most for one model, in use or free, ``FASTGEN_MEMORY`` willing; what goes beyond is fresh each time."""
 
 _holders = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -119,7 +124,7 @@ class Memory:
         """A new storage; None where there are too many."""
         long_ago = self._requests - 4 * len(self._kept) - 16  # free ones that have not served for so long may go
         self._drop([kept for kept in self._kept if kept.newest < long_ago and kept.is_free])
-        if self._held + size > LIMIT:
+        if self._held + size > LIMIT or not (self.planned or _is_allowed(size)):
             return None
         made = _Kept(torch.UntypedStorage(size, device="meta" if self.planned else "cpu"), size, self._requests)
         insort(self._kept, made, key=_size)
@@ -139,6 +144,11 @@ def _rounded(size: int) -> int:
     return -(-size // step) * step
 
 
+def _is_allowed(size: int) -> bool:
+    limit = config.settings().memory
+    return limit is None or (limit >= size and budget.shortage_now(size) is None)
+
+
 _memories: "WeakKeyDictionary[object, Memory]" = WeakKeyDictionary()
 
 
@@ -152,15 +162,22 @@ def plan_for(model: object) -> None:
     _memories[model] = Memory(planned=True)
 
 
-def held_bytes() -> int:
-    """Bytes that are held for all models now, in use or free."""
-    return sum(memory.held for memory in list(_memories.values()) if not memory.planned)
+def held() -> Iterator[tuple[Any, int]]:
+    """Yield models and the bytes that are held for each now, in use or free."""
+    for model, memory in list(_memories.items()):
+        if not memory.planned:
+            yield model, memory.held
+
+
+budget.holders["buffers"] = held
 
 
 def release() -> None:
-    """Give back to the system what nobody uses."""
+    """Give back to the system what nobody uses, and what the C library keeps of what has been freed elsewhere."""
     for memory in list(_memories.values()):
         memory.drop_free()
+    if sys.platform.startswith("linux") and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)  # which only glibc has, and needs: it gives back blocks of more than 32 MiB alone by itself
 
 
 # The last one is what oneDNN says, whatever it was that a product has lacked; there is nothing else.

@@ -3,16 +3,18 @@
 import math
 import threading
 import weakref
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from fastgen import config
 from fastgen.context import assigned
+from fastgen.models import budget
 from fastgen.models.memory import is_out_of_memory
 from fastgen.ops import linear as ops
 
@@ -37,6 +39,7 @@ class Packed:
     layer: one that has the weight.
     probe: every stride-th element, compared at the start of each call to notice writes through `.data`, which no
         version shows.
+    shortage: why there was no memory for a copy when one was to be made.
     """
 
     layer: weakref.ref[nn.Module]
@@ -46,6 +49,7 @@ class Packed:
     probe: Tensor
     uses: int = 0
     copy: ops.Packed | None = None
+    shortage: str | None = None
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether this is of a weight, as it is."""
@@ -59,29 +63,30 @@ class Packed:
     ) -> ops.Packed | None:
         """The copy, made now if the weight is used often; None where there is none.
 
-        plain: the weight as (N, K). always: whether memory is not looked at.
+        plain: the weight as (N, K). always: whether what the system has left is not looked at.
         """
+        global _was_short
         if self.copy is None:
             self.uses += 1
             if self.uses >= OFTEN or _at_once.get():
-                if always or _affordable(weight):
-                    self.copy = _pack(plain, rows, activation)
+                self.shortage = _shortage(plain, always)
+                if self.shortage is None:
+                    self._pack(plain, rows, activation)
                 if self.copy is None:
                     self.uses = OFTEN - AGAIN
+                _was_short = _was_short or self.shortage is not None
         return self.copy
+
+    def _pack(self, plain: Tensor, rows: int, activation: str | None) -> None:
+        try:
+            self.copy = ops.pack(plain, rows, activation)
+        except RuntimeError as error:  # whatever the system says is free
+            if not is_out_of_memory(error):
+                raise
+            self.shortage = "memory is short: a copy could not be allocated"
 
     def probe_differs(self, weight: Tensor) -> bool:
         return not torch.equal(self.probe, _sample(weight, self.stride))
-
-
-def _pack(plain: Tensor, rows: int, activation: str | None) -> ops.Packed | None:
-    """A packed copy; None where there is no memory for one, whatever the system says is free."""
-    try:
-        return ops.pack(plain, rows, activation)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
 
 
 def _sample(weight: Tensor, stride: int) -> Tensor:
@@ -110,19 +115,22 @@ def packed_of(module: nn.Module) -> Packed:
     return entry
 
 
+def has_copy(module: nn.Module) -> bool:
+    """Whether there is a packed copy of a layer's weight."""
+    entry = _of_weights.get(id(module.weight))
+    return entry is not None and entry.copy is not None
+
+
 def packing_at_once() -> assigned[bool]:
     """Within it weights are packed when they are first used, and not when they are used often."""
     return assigned(_at_once, True)
 
 
-def _affordable(weight: Tensor) -> bool:
-    """Whether packed copies, with one of this weight, take no more memory than they leave free."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return True  # not Linux: the system does not say
-    free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return packed_bytes() + 2 * ops.bytes_to_pack(*weight.shape) <= free
+def _shortage(plain: Tensor, always: bool) -> str | None:
+    """Why there is no memory for a copy of a weight (N, K); None where there is."""
+    if always and config.settings().memory is None:
+        return None
+    return budget.shortage_now(ops.bytes_to_pack(*plain.shape))
 
 
 def check(module: nn.Module) -> None:
@@ -142,11 +150,42 @@ def forget(model: nn.Module) -> None:
             _packed.pop(module, None)
 
 
+def _entries() -> list[tuple[nn.Module, Packed]]:
+    """What is known of each weight, with one of its layers."""
+    with _lock:
+        return list({id(entry): (layer, entry) for layer, entry in _packed.items()}.values())
+
+
+def held() -> list[tuple[nn.Module, int]]:
+    """Return layers whose weights have packed copies, one for each copy, and its bytes."""
+    return [(layer, ops.packed_bytes(entry.copy)) for layer, entry in _entries() if entry.copy is not None]
+
+
+budget.holders["packed weights"] = held
+
+
 def packed_bytes() -> int:
     """Bytes that packed copies of weights hold now."""
-    with _lock:
-        copies = {id(entry): entry.copy for entry in _packed.values() if entry.copy is not None}
-    return sum(map(ops.packed_bytes, copies.values()))
+    return sum(size for _, size in held())
+
+
+_was_short = False
+"""Whether there has been no memory for a copy since the last `release`: else nobody looks for one that lacks."""
+
+
+def shortage_of(layers: Iterable[nn.Module]) -> str | None:
+    """Return why there was no memory for a copy of a weight of these layers; None where there was for all."""
+    if not _was_short:
+        return None
+    found = (_packed.get(layer) for layer in layers)
+    return next((entry.shortage for entry in found if entry is not None and entry.shortage), None)
+
+
+def not_packed() -> str:
+    """Say how many bytes of weights there was no memory to copy for, and why first; empty where there was for all."""
+    found = [(entry.shortage, layer) for layer, entry in _entries() if entry.shortage] if _was_short else []
+    sizes = [weight.nbytes for _, layer in found if isinstance(weight := getattr(layer, "weight", None), Tensor)]
+    return f"{budget.mib(sum(sizes))} of weights: {found[0][0]}" if sizes else ""
 
 
 GIVEN_UP = "memory ran out in an earlier call: weights are not packed until fastgen.release()"
@@ -166,7 +205,7 @@ def has_given_up() -> bool:
 
 def release() -> None:
     """Drop every packed copy; the next calls make them again."""
-    global _given_up
+    global _given_up, _was_short
     with _lock:
         _packed.clear()
-        _given_up = False
+        _given_up = _was_short = False

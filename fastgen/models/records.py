@@ -25,7 +25,7 @@ from fastgen.ops.native import step as c
 
 def are_written(sublayers: Sequence[Sublayer]) -> bool:
     """Whether sublayers have no parts but such as are written in C, and may be packed."""
-    return bool(sublayers) and config.settings().linear != "plain" and all(map(_is_written, sublayers))
+    return bool(sublayers) and config.settings().packs and all(map(_is_written, sublayers))
 
 
 def _is_written(sublayer: Sublayer) -> bool:

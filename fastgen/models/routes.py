@@ -163,22 +163,26 @@ class Survey:
     """What `routed` would do to a model.
 
     layers: how many it would route. packed: whether their weights are packed. packed_bytes: of the copies, at most.
+    missing_bytes: of those that there are none of yet.
     """
 
     layers: int
     packed: bool
     packed_bytes: int
+    missing_bytes: int
 
 
 def survey(model: nn.Module, rows: int | None) -> Survey:
     """Say what `routed` would do in a call with so many rows at most, without doing it."""
-    packed = config.settings().linear != "plain" and ops.packer() is not None
+    packs = config.settings().packs and ops.packer() is not None
     with _lock:
         route = _routes.get(id(model))
         layers: list[Any] = [
-            module for module, transposed in linear.layers(model.modules(), rows) if packed or not transposed
+            module for module, transposed in linear.layers(model.modules(), rows) if packs or not transposed
         ]
         layers += [] if route is None else [layer for layer in route.layers if linear.gains(layer, rows)]
     # Tied weights have one copy.
-    weights = {id(module.weight): linear.bytes_to_pack(module) for module in layers}
-    return Survey(len(layers), packed, sum(weights.values()) if packed else 0)
+    by_weight = {id(module.weight): module for module in layers}.values() if packs else ()
+    sizes = [(linear.bytes_to_pack(module), packed.has_copy(module)) for module in by_weight]
+    missing = sum(size for size, there in sizes if not there)
+    return Survey(len(layers), packs, sum(size for size, _ in sizes), missing)

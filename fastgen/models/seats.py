@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import config
-from fastgen.models import graph
+from fastgen.models import budget, graph
 from fastgen.models.facts import Unknown, facts_of
 from fastgen.models.step import DecoderStep, KeysAndValues
 from fastgen.ops.processor import in_tf32
@@ -259,6 +259,12 @@ def _write(ground: Ground, reads: Reads) -> None:
         ground.mask[:, :, : reads.text[0].prefix] = reads.prefix_mask[:, 0]
 
 
+def most_kept() -> int:
+    """Bytes of seats to keep for one decoder at most, as ``FASTGEN_MEMORY`` may say."""
+    limit = config.settings().memory
+    return KEPT if limit is None else min(KEPT, limit)
+
+
 class Seats:
     """The seats of one decoder, as its step is now."""
 
@@ -297,7 +303,7 @@ class Seats:
         if seat.facts is not self.facts:
             return
         self.free.append(seat)
-        while sum(each.nbytes for each in self.free) > KEPT:
+        while sum(each.nbytes for each in self.free) > most_kept():
             del self.free[0]
 
 
@@ -314,7 +320,7 @@ def borrow(step: DecoderStep, reads: Reads, wide: bool) -> Seat | None:
     if config.settings().graphs == "call":
         return None
     shape = Shape.of(reads, step.head.outputs * (step.dtype.itemsize + 4 * wide))
-    if shape.nbytes + shape.sentences * shape.outputs > KEPT:
+    if shape.nbytes + shape.sentences * shape.outputs > most_kept():
         return None
     now = _circumstances(reads.text[0].room[0].device)
     with _lock:
@@ -334,10 +340,16 @@ def give_back(seat: Seat) -> None:
         seat.of.take_back(seat)
 
 
-def held_bytes() -> int:
-    """Bytes of the seats that no call has now."""
+def held() -> list[tuple[nn.Module, int]]:
+    """Decoders and the bytes of the seats of each that no call has now."""
     with _lock:
-        return sum(seat.nbytes for by in _all.values() for seats in by.values() for seat in seats.free)
+        return [
+            (decoder, sum(seat.nbytes for seats in list(by.values()) for seat in seats.free))
+            for decoder, by in list(_all.items())
+        ]
+
+
+budget.holders["CUDA graphs' buffers"] = held
 
 
 def release() -> None:

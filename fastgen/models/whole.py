@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from fastgen import config
 from fastgen.models.in_c import InC
 from fastgen.models.linear import Linear
 from fastgen.models.norm import Norm, NormLike, unnormed
-from fastgen.models.packed import GIVEN_UP, has_given_up
+from fastgen.models.packed import GIVEN_UP, has_given_up, shortage_of
 from fastgen.models.records import Rows, is_norm, norm_fits, norm_of
 from fastgen.models.step import Context, DecoderStep, Embedding
 from fastgen.ops import native
@@ -141,7 +142,13 @@ def why_not_in_c(step: DecoderStep) -> str:
         return reason
     if has_given_up():
         return GIVEN_UP
-    return "" if step.together is not None else "its layers are not written in C"
+    if not config.settings().packs:
+        return "FASTGEN_MEMORY=0" if config.settings().memory == 0 else "FASTGEN_LINEAR=plain"
+    if step.together is None:
+        return "its layers are not written in C"
+    products: list[Any] = [*(step.together.records.products if isinstance(step.together, InC) else ()), step.head]
+    short = shortage_of(product.module for product in products if isinstance(product, Linear))
+    return "" if short is None else f"not all weights are packed: {short}"
 
 
 def is_written(step: DecoderStep) -> bool:

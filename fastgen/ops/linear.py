@@ -19,6 +19,7 @@ says why a library is left out.
 """
 
 import math
+import mmap
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -262,10 +263,11 @@ def pack(weight: Tensor, rows: int = 16, activation: str | None = None) -> Packe
         rows: the number of rows of x that oneDNN lays out for; any other number works too.
         activation: the kind of it that is to follow; any other works too.
     """
-    weight = weight.detach().contiguous()
+    weight = weight.detach()
     by = native_for(*weight.shape)
     if by is not None:
         return PanelWeight(native.packed(by, weight), len(weight))
+    weight = _contiguous(weight)
     library = _library_for(activation)
     if unusable(library):
         return None
@@ -273,6 +275,16 @@ def pack(weight: Tensor, rows: int = 16, activation: str | None = None) -> Packe
         return _pack_for_onednn(weight, rows)
     few, many = PACKED_ROWS_MKL
     return _pack_for_mkl(weight, many if weight.shape[0] >= many * torch.get_num_threads() else few)
+
+
+def _contiguous(weight: Tensor) -> Tensor:
+    """A weight with its rows side by side, copied where need be to memory that goes back to the system at once.
+
+    From the C library it would leave holes between packed copies (GPT-2: 130 MiB beside 471 of copies).
+    """
+    if weight.is_contiguous():
+        return weight
+    return torch.frombuffer(mmap.mmap(-1, weight.nbytes), dtype=weight.dtype).view(weight.shape).copy_(weight)
 
 
 def packed_bytes(packed: Packed) -> int:

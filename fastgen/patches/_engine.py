@@ -211,7 +211,18 @@ def is_applied(name: str) -> bool:
 
 
 def release() -> None:
-    """Drop everything that is kept between calls to save time."""
+    """Drop what is kept between calls to save time, and give its memory back to the system.
+
+    It comes back with the calls that need it:
+
+    - packed copies of weights: a weight is packed again at its third use.
+    - buffers, for keys and values and for large outputs: the next call allocates its own. What a running call uses
+      stays until that call ends.
+    - CUDA graphs and the memory they run over: the next call captures its own.
+
+    A model that is deleted takes all of this with it; `release` is for models that stay. After a call that ran out of
+    memory it also lets weights be packed again.
+    """
     for callback in tuple(_release_callbacks):
         callback()
 

@@ -6,7 +6,9 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     # a regular expression that the reason must contain, and the advice
     (r"the weights are (b?float16|half)", 'on a CPU load the model with dtype="float32" where memory allows'),
     (r"FASTGEN_OPS=native", "FASTGEN_OPS=native turns them on; compare with `fastgen bench`"),
-    (r"FASTGEN_(OPS|STEP|GRAPHS|LINEAR)=", "unset the variable"),
+    (r"FASTGEN_(OPS|STEP|GRAPHS|LINEAR|MEMORY)=", "unset the variable"),
+    (r"memory is short", "leave the process more memory, or set FASTGEN_MEMORY (docs/switches.md)"),
+    (r"FASTGEN_MEMORY allows", "raise FASTGEN_MEMORY (docs/switches.md)"),
     (r"there are none for|no compiler", "install a C compiler and fastgen again; `fastgen doctor` says more"),
     (r"prompt lookup", "fastgen accelerates greedy search: leave prompt_lookup_num_tokens out and compare"),
     (

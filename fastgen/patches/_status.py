@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastgen._version import __version__
 from fastgen.config import Mode, settings
+from fastgen.models import budget
 from fastgen.ops.counts import calls
 from fastgen.patches._canary import Canary
 from fastgen.patches._patch import Patch, Toolkit
@@ -107,7 +108,10 @@ class Status:
         native: the operations in C for the CPU, and why they do not run; empty before any operation.
         bild: what big-little decoding has done, summed over all texts: tokens, drafted, large_calls, small_calls,
             fallbacks, rollbacks; empty where there was none.
-        memory: bytes that are held between calls to save time, by what holds them; `fastgen.release` drops them.
+        memory: bytes that are held between calls to save time, by what holds them: packed weights, buffers, CUDA
+            graphs' buffers. `fastgen.release` drops them.
+        memory_by_model: the same by model class, of those for which something is held.
+        not_packed: of how many MiB of weights there was no memory for a copy, and why; empty where there was for all.
         verbose: whether it prints every patch and operation.
     """
 
@@ -122,6 +126,8 @@ class Status:
     native: str
     bild: dict[str, int]
     memory: dict[str, int]
+    memory_by_model: dict[str, dict[str, int]]
+    not_packed: str
     verbose: bool = False
 
     def __getitem__(self, name: str) -> Row:
@@ -175,16 +181,23 @@ class Status:
         return [[table[0], *lines]]
 
     def _in_short(self) -> list[list[str]]:
-        memory = [f"{name} {readable(count)}" for name, count in self.memory.items() if count]
         outcomes = [f"{outcome} {count}" for outcome, count in sorted(self.parity.items())]
         together = [f"{name} {count}" for name, count in self.bild.items()]
         return [
             [f"operations in C for the CPU: {self.native}"] if self.native else [],
-            [f"memory held for later calls: {', '.join(memory)}; fastgen.release() drops it"] if memory else [],
+            self._of_memory(),
             [f"parity mode: {', '.join(outcomes)}"] if outcomes else [],
             [f"big-little decoding: {', '.join(together)}"] if together else [],
             ["every patch, with all counts: fastgen.status(verbose=True), or `fastgen status --all`"],
         ]
+
+    def _of_memory(self) -> list[str]:
+        """What is held between calls, in all and by model class, and what there was no memory for."""
+        lines: list[str] = []
+        if any(self.memory.values()):
+            lines.append(f"memory held for later calls: {_listed(self.memory)}; fastgen.release() drops it")
+            lines += [f"  {model}: {_listed(sizes)}" for model, sizes in self.memory_by_model.items()]
+        return [*lines, *([f"not packed, {self.not_packed}"] if self.not_packed else [])]
 
     def _in_full(self) -> list[list[str]]:
         toolkits = [(t.name, t.found, t.supported, t.tested, t.canary) for t in self.toolkits]
@@ -196,13 +209,12 @@ class Status:
         outcomes = [(outcome, str(count)) for outcome, count in sorted(self.parity.items())]
         together = [(name, str(count)) for name, count in self.bild.items()]
         operations = [(name, *(str(by.get(path, 0)) for path in _PATHS)) for name, by in self.operations.items()]
-        memory = [(name, readable(count)) for name, count in self.memory.items()]
         return [
             _table(("toolkit", "found", "supported", "tested", "canary"), toolkits),
             _table(("patch", "state", "hits", "fallbacks", "reason"), patches, numbers=(2, 3)),
             _table(("operation", *_PATHS), operations, numbers=(1, 2, 3)) if operations else [],
             [f"operations in C for the CPU: {self.native}"] if self.native else [],
-            _table(("memory held for later calls", "size"), memory, numbers=(1,)) if memory else [],
+            self._of_memory(),
             _table(("parity", "calls"), outcomes, numbers=(1,)) if outcomes else [],
             _table(("big-little decoding", "sum"), together, numbers=(1,)) if together else [],
         ]
@@ -212,6 +224,11 @@ _STATES: dict[State, str] = {
     "applied": "patches run", "pending": "wait for modules that are not imported", "skipped": "are skipped",
     "failed": "have failed", "off": "are off",
 }  # fmt: skip
+
+
+def _listed(sizes: Mapping[str, int]) -> str:
+    found = sorted(((count, name) for name, count in sizes.items() if count), reverse=True)
+    return ", ".join(f"{name} {readable(count)}" for count, name in found)
 
 
 def readable(count: float) -> str:
@@ -259,7 +276,9 @@ def report(
         {name: {p: calls[name, p] for p in _PATHS if calls[name, p]} for name in sorted({name for name, _ in calls})},
         _native(),
         dict(together),
-        _memory(),
+        budget.held_bytes(),
+        budget.held_by_model(),
+        _not_packed(),
         verbose,
     )
 
@@ -270,20 +289,9 @@ def _native() -> str:
     return loaded.state() if calls and loaded is not None else ""
 
 
-_HOLDERS = {
-    "packed weights": ("fastgen.models.packed", "packed_bytes"),
-    "buffers": ("fastgen.models.memory", "held_bytes"),
-    "CUDA graphs' buffers": ("fastgen.models.seats", "held_bytes"),
-}
-"""What holds memory between calls: a module, and its function that says how many bytes."""
-
-
-def _memory() -> dict[str, int]:
-    return {
-        name: getattr(sys.modules[module], function)()
-        for name, (module, function) in _HOLDERS.items()
-        if module in sys.modules
-    }
+def _not_packed() -> str:
+    loaded = sys.modules.get("fastgen.models.packed")
+    return "" if loaded is None else loaded.not_packed()
 
 
 def _toolkit_row(toolkit: Toolkit, version: str | None, canary: Canary | None, absent: bool) -> ToolkitRow:

@@ -270,7 +270,7 @@ def packed(by: Library, weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape
     whole, width = outputs // by.panel, by.panel
     panels = weight.new_empty(-(-outputs // width), inputs, width)
-    panels[:whole].copy_(weight[: whole * width].view(whole, width, inputs).transpose(1, 2))
+    panels[:whole].copy_(weight[: whole * width].unflatten(0, (whole, width)).transpose(1, 2))
     if whole < len(panels):
         panels[whole].zero_()[:, : outputs - whole * width] = weight[whole * width :].t()
     return panels

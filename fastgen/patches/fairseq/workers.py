@@ -20,7 +20,6 @@ from itertools import chain
 from multiprocessing import Pipe, current_process, get_context
 from multiprocessing.connection import Connection, wait
 from operator import itemgetter
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,6 +28,7 @@ from fairseq import search
 from fairseq.sequence_generator import SequenceGenerator
 
 from fastgen.config import settings
+from fastgen.models.budget import system_memory
 from fastgen.models.memory import is_out_of_memory
 from fastgen.ops.processor import usable_cores
 from fastgen.patches import _engine
@@ -112,22 +112,9 @@ def number_for(batches: int, models: list[Any]) -> int:
     parameters = [parameter for model in models for parameter in model.parameters()]
     if any(parameter.device.type != "cpu" for parameter in parameters):
         return 1
-    return threads if 4 * threads * sum(parameter.nbytes for parameter in parameters) <= _free_memory() else 1
-
-
-def _free_memory(root: Path = Path("/")) -> int:
-    """Bytes, as Linux says and as the container's limit leaves; 0 where nothing is known."""
-    table = root / "proc/meminfo"
-    lines = table.read_text("utf-8").splitlines() if table.exists() else []
-    free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 0)
-    groups = root / "sys/fs/cgroup"
-    for limit, used in (
-        (groups / "memory.max", groups / "memory.current"),
-        (groups / "memory/memory.limit_in_bytes", groups / "memory/memory.usage_in_bytes"),
-    ):
-        if limit.exists() and used.exists() and (most := limit.read_text("utf-8").strip()) != "max":
-            free = min(free, int(most) - int(used.read_text("utf-8")))
-    return free
+    system = system_memory()
+    free = 0 if system is None else system.available
+    return threads if 4 * threads * sum(parameter.nbytes for parameter in parameters) <= free else 1
 
 
 @dataclass(frozen=True)

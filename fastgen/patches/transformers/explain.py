@@ -13,7 +13,7 @@ from transformers import DynamicCache, StaticCache
 from fastgen import config
 from fastgen.context import isolated
 from fastgen.decoding.plan import Plan, Unsupported
-from fastgen.models import linear, routes
+from fastgen.models import budget, linear, routes
 from fastgen.models.early_exit import early_exit
 from fastgen.models.layouts import LAYOUTS
 from fastgen.ops import linear as linear_ops
@@ -43,6 +43,7 @@ class Linears:
         by: which that is: in C, by oneDNN, or by MKL or oneDNN; and why one of these is left out, if so.
         packed: whether their weights are copied into a layout of these.
         packed_bytes: what these copies take at most; they are kept between calls.
+        shortage: why there is no memory for all copies that are not there yet; None where there is.
         reason: why none is routed.
     """
 
@@ -51,12 +52,15 @@ class Linears:
     packed_bytes: int = 0
     reason: str | None = None
     by: str = ""
+    shortage: str | None = None
 
     def __str__(self) -> str:
         if self.reason is not None:
             return f"torch's own: {self.reason}"
         copies = f"packed copies of at most {readable(self.packed_bytes)}" if self.packed else "no copies of weights"
-        return f"{self.routed} {self.by}, {copies}"
+        return f"{self.routed} {self.by}, {copies}" + (
+            f"; not all are packed: {self.shortage}" if self.shortage else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -234,8 +238,11 @@ def _linears(model: Any, rows: int | None) -> Linears:
     survey = routes.survey(model, rows)
     if rows is not None and not survey.layers and routes.survey(model, None).layers:
         return Linears(reason=f"faster for the {rows} rows that there are at most")
-    by, lacking = linear_ops.described(packed=config.settings().linear != "plain")
-    return Linears(survey.layers, survey.packed, survey.packed_bytes, by=f"{by} ({lacking})" if lacking else by)
+    by, lacking = linear_ops.described(packed=config.settings().packs)
+    is_asked = config.settings().linear == "packed" and config.settings().memory is None
+    shortage = budget.shortage_now(survey.missing_bytes) if survey.missing_bytes and not is_asked else None
+    by = f"{by} ({lacking})" if lacking else by
+    return Linears(survey.layers, survey.packed, survey.packed_bytes, by=by, shortage=shortage)
 
 
 def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | tuple[None, None]:
