@@ -103,8 +103,9 @@ def generate_stream(model: Any, inputs: Iterable[Any], **options: Any) -> Iterat
         model: a transformers model that can generate.
         inputs: the token ids of each sentence, without padding.
         options: ``max_tokens`` of a batch, ``window`` of sentences to sort by length, ``scores`` for pairs of sequences
-            and their scores, ``wanted``, a function that says whether somebody still waits for a sentence, and what
-            `generate` takes; ``forced_bos_token_id`` may have a token for each sentence.
+            and their scores, ``wanted``, a function that says whether somebody still waits for a sentence,
+            ``on_tokens``, a function that gets the tokens of each sentence as they come, and what `generate` takes;
+            ``forced_bos_token_id`` may have a token for each sentence.
 
     Yields:
         (N, L) int64: the sequences of a sentence; see `fastgen.patches.transformers.stream`.

@@ -129,7 +129,7 @@ class BeamSearch:
         captured: whether the model's steps are, for a number of rows.
         exact: whether log-probabilities are to be the toolkit's to the last bit, as those of models in fp64 can be.
         wanted: asked behind every step; a sentence that is not leaves as one that has finished, with what it has.
-        on_step: called with this search behind every step but the last.
+        on_step: called with this search behind every step but the last, before sentences leave.
     """
 
     prompt: Tensor
@@ -202,9 +202,9 @@ class BeamSearch:
         leaving = self._leaving(improvable, done)
         if over[0] or len(leaving) == self.present:
             return False
-        self._drop(model, leaving)
         if self.on_step is not None:
             self.on_step(self)
+        self._drop(model, leaving)
         return True
 
     def _chosen(self, candidates: Candidates, new_tokens: int) -> Choice:

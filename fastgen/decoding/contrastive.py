@@ -39,7 +39,7 @@ class ContrastiveSearch:
         penalty: how much being unlike counts, from 0 to 1 (alpha).
         pad: token that finished sentences go on with, None to let them run on.
         may_drop: whether finished sentences may leave the batch.
-        on_tokens: called with the new tokens (B,) of every step.
+        on_step: called with the new tokens (B,) of every step.
     """
 
     ids: Tensor
@@ -51,7 +51,7 @@ class ContrastiveSearch:
     pad: Tensor | None
     may_drop: bool = True
     trace: Trace = field(default_factory=Trace)
-    on_tokens: Callable[[Tensor], None] | None = None
+    on_step: Callable[[Tensor], None] | None = None
 
     def __post_init__(self) -> None:
         self.prompt_length = self.ids.shape[1]
@@ -116,8 +116,8 @@ class ContrastiveSearch:
         if self.pad is not None and self.present < len(self.outcome):
             column = self.pad.expand(len(self.outcome)).clone().index_copy_(0, self.rows, tokens)
         self.outcome = torch.cat([self.outcome, column[:, None]], 1)
-        if self.on_tokens is not None:
-            self.on_tokens(tokens)
+        if self.on_step is not None:
+            self.on_step(tokens)
         scores = None if self.trace.scores is None else tuple(self.trace.scores)
         self.running = self.running & ~self.stop(tokens, self.ids.shape[1], lambda: self.ids, scores)
         return bool(self.running.any())

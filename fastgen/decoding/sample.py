@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.beam import Stepper, Trace
+from fastgen.decoding.certain import OnTokens
 from fastgen.decoding.leaving import Wanted, closed_up, who_leaves
 from fastgen.decoding.stop import Stop
 from fastgen.decoding.text import Edit, Text, edited, keep_sentences
@@ -28,7 +29,8 @@ class Sampling:
         pad: token id that finished rows go on with, None to let them run on.
         may_drop: whether finished rows may leave the batch (one row per sentence).
         captured: whether the model's steps are, for a number of rows.
-        on_tokens: called with the new tokens (R,) of every step.
+        on_step: called with the new tokens (R,) of every step.
+        on_tokens: called with the new token of each row that has not ended.
         wanted: of rows, asked behind every step; one that is not leaves as one that has ended.
     """
 
@@ -40,7 +42,8 @@ class Sampling:
     may_drop: bool = True
     captured: bool = False
     trace: Trace = field(default_factory=Trace)
-    on_tokens: Callable[[Tensor], None] | None = None
+    on_step: Callable[[Tensor], None] | None = None
+    on_tokens: OnTokens | None = None
     wanted: Wanted | None = None
 
     def __post_init__(self) -> None:
@@ -65,9 +68,11 @@ class Sampling:
             tokens = torch.where(self.running, tokens, self.pad)
         self.extend(tokens[:, None])
         ended = self.stop(tokens, self.ids.shape[1], lambda: self.ids, self._scores_so_far())
-        self.running = self.running & ~ended
+        began, self.running = self.running, self.running & ~ended
+        if self.on_step is not None:
+            self.on_step(tokens)
         if self.on_tokens is not None:
-            self.on_tokens(tokens)
+            self._tell(self.on_tokens, tokens.where(began, -1))
         alive = self._alive(self.running)
         if not any(alive):
             return False
@@ -94,8 +99,18 @@ class Sampling:
         alive: list[bool] = cast(Any, running).tolist()
         if self.wanted is None:
             return alive
-        numbers = range(len(alive)) if self.rows is None else cast("list[int]", cast(Any, self.rows).tolist())
-        return [runs and self.wanted(row) for runs, row in zip(alive, numbers, strict=True)]
+        return [runs and self.wanted(row) for runs, row in zip(alive, self._numbers(), strict=True)]
+
+    def _numbers(self) -> Sequence[int]:
+        """Which of all rows the present ones are."""
+        return range(self.present) if self.rows is None else cast("list[int]", cast(Any, self.rows).tolist())
+
+    def _tell(self, on_tokens: OnTokens, tokens: Tensor) -> None:
+        """Tell the newest tokens (R,), -1 where there is none."""
+        place, newest = self.ids.shape[1] - self.prompt_length - 1, cast("list[int]", cast(Any, tokens).tolist())
+        for row, token in zip(self._numbers(), newest, strict=True):
+            if token >= 0:
+                on_tokens(row, place, [token])
 
     def _leave(self, model: Stepper, leaving: Sequence[int]) -> None:
         """Let the rows go on that do not leave."""

@@ -16,6 +16,7 @@ def covers(search: Sampling) -> bool:
         type(search) is Sampling
         and not (search.sample or search.trace.wanted or search.trace.chosen is not None)
         and search.wanted is None
+        and search.on_step is None
         and search.on_tokens is None
         and search.ids.is_cpu
         and (search.pad is None or int(search.pad) >= 0)

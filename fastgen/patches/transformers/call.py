@@ -2,11 +2,12 @@
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from fastgen.decoding.beam import Trace
+from fastgen.decoding.certain import Certain, OnTokens
 from fastgen.decoding.leaving import Wanted
 from fastgen.decoding.plan import Plan
 from fastgen.models.step import DecoderStep
@@ -22,6 +23,7 @@ class Call:
     Attributes:
         scored: whether the caller takes `Scored` sequences.
         wanted: whether somebody waits for a sentence, by its number; None where nobody leaves.
+        on_tokens: hears the tokens of each sentence; None where nobody does.
     """
 
     model: Any
@@ -34,6 +36,7 @@ class Call:
     streamer: Any = None
     scored: bool = False
     wanted: Wanted | None = None
+    on_tokens: OnTokens | None = None
 
     @property
     def trace(self) -> Trace:
@@ -43,6 +46,16 @@ class Call:
             logits=[] if wanted and self.config.output_logits else None,
             chosen=[] if self.scored else None,
         )
+
+    def certain(self, beams: int) -> Certain | None:
+        """What tells the tokens of a beam search, if somebody hears them."""
+        (rows, prompt), streamer, on_tokens = self.input_ids.shape, self.streamer, self.on_tokens
+        if streamer is not None:
+            return Certain(lambda number, place, tokens: streamer.put(tokens), 1, prompt)
+        if on_tokens is None:
+            return None
+        told = lambda number, place, tokens: on_tokens(number, place - prompt, cast(Any, tokens).tolist())  # noqa: E731
+        return Certain(told, rows // beams, prompt)
 
     def widened(self, rows: int) -> "Call":
         """The same call with so many rows in the place of each."""

@@ -147,7 +147,7 @@ def beam_search(
     config = bounded("beam", generation_config, stopping_criteria)
     call = Call(
         self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs, streamer,
-        scored.asked_of(self), awaited.asked_of(self),
+        scored.asked_of(self), *awaited.asked_of(self),
     )  # fmt: skip
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
@@ -160,7 +160,7 @@ def _unasked() -> ExitStack:
     """A loop: another call of `generate` within it, by a processor or a criterion, is asked for nothing."""
     stack = ExitStack()
     stack.enter_context(scored.asking(None))
-    stack.enter_context(awaited.asking(None, bool))
+    stack.enter_context(awaited.asking(None, None))
     return stack
 
 
@@ -179,7 +179,7 @@ def sample(
     config = bounded("sample", generation_config, stopping_criteria)
     call = Call(
         self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs, streamer,
-        scored.asked_of(self), awaited.asked_of(self),
+        scored.asked_of(self), *awaited.asked_of(self),
     )  # fmt: skip
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
@@ -270,7 +270,7 @@ def decoding_of(loop: Literal["beam", "sample"], call: Call, model: Stepper) -> 
 
 def _beam_search(call: Call, model: Stepper) -> Decoding:
     config, m = call.config, model.plan.beams
-    certain = None if call.streamer is None else Certain(call.streamer.put, call.input_ids.shape[1])
+    certain = call.certain(m)
     eos = compat.eos_tokens(config)
     rule = TransformersRule(
         beams=m,
@@ -309,7 +309,7 @@ def _replayed(call: Call, model: Stepper, edits: Sequence[Edit], stop: Stop) -> 
         reason = "return_dict_in_generate=True"  # scores are kept, or keys and values of a step that ran too far
     elif call.scored and call.config.num_beams == 1:
         reason = "scores are summed up"
-    elif call.streamer is not None:
+    elif call.streamer is not None or call.on_tokens is not None:
         reason = "a streamer listens"
     elif compat.is_user_provided(compat.cache_of(call.model_kwargs)):
         reason = IS_GIVEN  # which is to hold the keys and values of the last step
@@ -336,8 +336,8 @@ def _of_beams(call: Call, model: Stepper, search: BeamSearch, certain: Certain |
     sequences, beams = best.ids[:, :kept].flatten(0, 1), best.beams[:, :kept].flatten(0, 1)
     longest = int((beams >= 0).sum(1).max())
     sequences = sequences[:, : call.input_ids.shape[1] + longest]
-    if certain is not None:
-        certain.end(sequences[0])
+    if certain is not None and call.streamer is not None:
+        certain.end(0, sequences[0])
         call.streamer.end()
     if call.scored:
         return Scored(sequences, best.scores[:, :kept].flatten())
@@ -374,7 +374,8 @@ def _sample(call: Call, model: Stepper) -> Decoding:
         may_drop=model.plan.drop and pads,
         captured=model.plan.graphs,
         trace=call.trace,
-        on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
+        on_step=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
+        on_tokens=call.on_tokens,
         wanted=None if wanted is None else lambda row: wanted(row // model.plan.beams),
     )
     return Decoding(sampling, lambda: _of_samples(call, model, sampling), lambda: compat.decode_context(call.model))

@@ -118,7 +118,7 @@ def _contrastive(call: Call, model: Stepper) -> ContrastiveSearch:
         pad=pad.to(call.input_ids.device) if pads and pad is not None else None,
         may_drop=model.plan.drop and pads,
         trace=call.trace,
-        on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
+        on_step=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
     )
 
 

@@ -1,6 +1,6 @@
 """Many sentences through `generate`: in batches of like lengths and of a size in tokens, back in their order."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice, takewhile
 from typing import Any, cast
@@ -33,6 +33,7 @@ def generate_stream(
     window: int = WINDOW,
     scores: bool = False,
     wanted: Wanted | None = None,
+    on_tokens: Callable[[int, list[int]], object] | None = None,
     **generate_kwargs: Any,
 ) -> Iterator[Any]:
     """Yield what ``model.generate(**generate_kwargs)`` gives for each of `inputs`, in their order.
@@ -50,6 +51,8 @@ def generate_stream(
         wanted: whether somebody still waits for a sentence, by its number from 0; asked behind every step. One that
             nobody waits for leaves its batch as one that has finished, and what is yielded for it means nothing.
             `docs/stream.md` says where none can leave so.
+        on_tokens: called with a sentence's number and tokens that it has generated, as soon as they are certain: each
+            token once, in order, all of a sentence before it is yielded. The call is made in the thread that generates.
         generate_kwargs: what `generate` takes beside the inputs and their mask. `forced_bos_token_id` may be any
             iterable of a token for each sentence, which is read in step with `inputs`; a list of one is for all.
             `max_new_tokens` may be a function of the tokens of a batch's longest sentence; what a sentence gives then
@@ -61,19 +64,21 @@ def generate_stream(
 
     Raises:
         TypeError: an argument that a stream cannot have; the message names it.
-        ValueError: a sentence without tokens, or sizes that are not positive; the message has the value. What is wrong
+        ValueError: a sentence without tokens, sizes that are not positive, or several sequences per sentence with
+            `on_tokens`; the message has the value. What is wrong
             with a sentence, or what `inputs` raises, comes behind what is yielded for those before it. There are more
             first tokens than sentences, or fewer, which is found before anything of the window is generated.
     """
     stream = _Stream(
-        model, max_tokens, window, scores, wanted, generate_kwargs
+        model, max_tokens, window, scores, wanted, on_tokens, generate_kwargs
     )  # checked here, not at the first sentence
     return stream.run(iter(inputs))
 
 
 class _Stream:
     def __init__(
-        self, model: Any, max_tokens: int, window: int, scores: bool, wanted: Wanted | None, kwargs: dict[str, Any]
+        self, model: Any, max_tokens: int, window: int, scores: bool, wanted: Wanted | None,
+        on_tokens: Callable[[int, list[int]], object] | None, kwargs: dict[str, Any],
     ) -> None:  # fmt: skip
         for name, value in (("max_tokens", max_tokens), ("window", window)):
             if value < 1:
@@ -85,6 +90,7 @@ class _Stream:
         self.limit = limit if callable(limit) else None
         if self.limit is not None:
             kwargs["max_new_tokens"] = self.limit(1)  # each batch says its own
+        self.on_tokens, self.told = on_tokens, dict[int, int]()  # how many tokens of a sentence
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self.first = first_tokens.beside(said(model, kwargs, _FIRST), vocabulary)
@@ -114,6 +120,8 @@ class _Stream:
         fill = config.pad_token_id
         self.fill = int(self.ends[0] if fill is None and len(self.ends) else fill or 0)
         self.copies = config.num_return_sequences or 1
+        if on_tokens is not None and self.copies > 1:
+            raise ValueError(f"on_tokens follows one text of a sentence, and num_return_sequences is {self.copies}")
         self.scores, self.config = scores, config
         self.by_transformers = False  # whether scores are known not to come from a loop of ours
 
@@ -171,9 +179,21 @@ class _Stream:
 
     def _awaited(self, batch: Batch) -> AbstractContextManager[None]:
         wanted, begun = self.wanted, self.begun
-        if wanted is None or who_stands_between(self.model, self.config, self.kwargs) is not None:
+        nobody = wanted is None and self.on_tokens is None
+        if nobody or who_stands_between(self.model, self.config, self.kwargs) is not None:
             return nullcontext()
-        return awaited.asking(self.model, lambda i: wanted(begun + batch.places[i]))
+        return awaited.asking(
+            self.model,
+            None if wanted is None else lambda i: wanted(begun + batch.places[i]),
+            None if self.on_tokens is None else lambda i, place, ids: self._tell(begun + batch.places[i], place, ids),
+        )
+
+    def _tell(self, number: int, place: int, tokens: Sequence[int]) -> None:
+        """Tell tokens of a sentence from a place on, but those that are known: a batch may have begun anew."""
+        told = self.told.get(number, 0)
+        if self.on_tokens is not None and (new := list(tokens[told - place :])):
+            self.told[number] = told + len(new)
+            self.on_tokens(number, new)
 
     def _called(self, inputs: dict[str, Tensor], kwargs: dict[str, Any]) -> Any:
         """What `generate` returns; scored, where scores are asked for; or a loop that it has begun."""
@@ -202,7 +222,14 @@ class _Stream:
             prompt = 1
             if not self.encoder_decoder:
                 own, prompt = own[:, batch.width - len(sentence) :], len(sentence)
-            yield own[:, : self._length(own, prompt)].clone()
+            own = own[:, : self._length(own, prompt)]
+            self._tell_rest(self.begun + batch.places[row], own[0, prompt:])
+            yield own.clone()
+
+    def _tell_rest(self, number: int, tokens: Tensor) -> None:
+        if self.on_tokens is not None and (self.wanted is None or self.wanted(number)):
+            self._tell(number, 0, cast(Any, tokens).tolist())
+        self.told.pop(number, None)
 
     def _length(self, sequences: Tensor, prompt: int) -> int:
         """Tokens up to the last end, that of the longest sequence."""
