@@ -5,11 +5,13 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,15 @@ import ray
 import torch
 from ray import serve
 
+from fastgen.cli import main as fastgen_command
+from fastgen.corpus import models
 from fastgen.corpus.texts import Options, Output, Source, TextGenerator
 from fastgen.errors import CommandError
 from fastgen.models.first_token import FirstToken
 from fastgen.models.step import DecoderStep
 from fastgen.ray import app
 from fastgen.ray.api import Answer, Api
-from fastgen.ray.merging import Merger, QueueFull
+from fastgen.ray.merging import Merger, QueueFull, Tell
 from fastgen.ray.serve import main, start, stop
 from fastgen.ray.settings import Settings
 
@@ -233,12 +237,15 @@ class _Model:
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
+        self.tell: Tell | None = None
         self.may_go_on = asyncio.Event()
         self.loop = asyncio.get_running_loop()
 
-    def __call__(self, sources: list[list[int]], options: str, wanted: Callable[[int], bool]) -> list[str]:
+    def __call__(
+        self, sources: list[list[int]], options: str, wanted: Callable[[int], bool], tell: Tell | None
+    ) -> list[str]:
         self.batches.append([len(source) for source in sources])
-        self.wanted = wanted
+        self.wanted, self.tell = wanted, tell
         asyncio.run_coroutine_threadsafe(self.may_go_on.wait(), self.loop).result(10)
         if options == "bad":
             raise RuntimeError("out of order")
@@ -336,10 +343,15 @@ def _free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the server writes to standard error."""
+    return tmp_path_factory.mktemp("serve") / "log"
+
+
+@pytest.fixture(scope="module")
+def server(log: Path) -> Iterator[str]:
     port = _free_port()
-    log = tmp_path_factory.mktemp("serve") / "log"
-    command = [sys.executable, "-m", "fastgen.ray.serve", str(MODEL), "--port", str(port), "--dtype", "float64"]
+    command = [sys.executable, "-m", "fastgen", "serve", str(MODEL), "--port", str(port), "--dtype", "float64"]
     command += ["--generation", json.dumps(GENERATION), "--max-waiting", "40", "--name", "en-es", "--retry-after", "7"]
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "FASTGEN_STRICT": "1"}
     with log.open("w") as file:
@@ -372,6 +384,50 @@ def test_server(server: str, alone: list[str]) -> None:
         assert client.post("/generate", content=b"{").status_code == 400
         full = client.post("/generate", json={"texts": ["a"] * 41})
         assert (full.status_code, full.headers["Retry-After"]) == (503, "7")
+
+
+def test_a_client_of_openai_s_streams(server: str, alone: list[str]) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
+    call: dict[str, Any] = {"model": "en-es", "prompt": TEXTS[1], "extra_body": {"num_beams": 2}}
+    whole = client.completions.create(**call)
+    assert whole.choices[0].text == alone[1]
+    *events, counted = client.completions.create(**call, stream=True, stream_options={"include_usage": True})
+    assert "".join(event.choices[0].text for event in events) == alone[1]
+    assert events[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert counted.usage == whole.usage
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(**call, temperature=0.5, stream=True)
+    client.close()
+
+
+def test_a_client_that_leaves_its_stream_frees_its_text(server: str) -> None:
+    long = {"text": " ".join(TEXTS[:8]), "options": {"num_beams": 6, "max_new_tokens": 200, "min_new_tokens": 200}}
+    with httpx.Client(base_url=server, timeout=60) as client:
+        before = client.get("/status").json()["texts"]["left"]
+        with client.stream("POST", "/generate", json=long | {"stream": True}) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert json.loads(next(answer.iter_lines()).removeprefix("data: "))["text"]
+        end = time.monotonic() + 60
+        while client.get("/status").json()["texts"]["left"] == before:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def test_metrics_and_access_log(server: str, log: Path) -> None:
+    with httpx.Client(base_url=server, timeout=60) as client:
+        assert client.post("/generate", json={"text": TEXTS[0]}).status_code == 200
+        assert client.get("/some/where").status_code == 404
+        answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    assert re.search(r'^fastgen_requests_total\{path="/generate",replica="\w+",status="200"\} \d', answer.text, re.M)
+    assert 'fastgen_info{model="en-es"' in answer.text
+    end = time.monotonic() + 60
+    for line in (r"GET /some/where 404 [\d.]+ms", r"POST /generate 200 [\d.]+ms", r"GET /metrics 200 [\d.]+ms"):
+        while not re.search(line, log.read_text()):  # Ray hands it on from the replica
+            assert time.monotonic() < end, log.read_text()[-2000:]
+            time.sleep(0.1)
+    assert not re.search(r"(GET|POST) / ", log.read_text())
 
 
 def test_waiting_texts_of_a_client_that_leaves_are_dropped(server: str) -> None:
@@ -440,7 +496,32 @@ def test_command_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main([str(tmp_path)]) == 2
     assert "config.json is missing" in capsys.readouterr().err
     assert main([str(MODEL), "--batch-tokens", "0"]) == 2
-    assert "batch_tokens" in capsys.readouterr().err
+    assert "--batch-tokens 0: Input should be greater" in capsys.readouterr().err
+    assert main([str(MODEL), "--generation", "{"]) == 2
+    assert "--generation {: Invalid JSON" in capsys.readouterr().err
+
+
+def test_an_address_that_cannot_be_had_is_said_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for arguments, shown in (
+            (["--port", port], f"--port {port}: Address already in use"),
+            (["--port", "99999"], "--port 99999: must be from 1 to 65535"),
+            (["--host", "no host"], "--host no host: "),
+            (["--host", "192.0.2.1"], "--host 192.0.2.1: Cannot assign requested address"),
+        ):
+            assert fastgen_command(["serve", str(MODEL), *arguments]) == 1
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith(f"fastgen serve: {shown}")
+    assert not ray.is_initialized()
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    assert fastgen_command(["serve", str(MODEL)]) == 2
+    assert capsys.readouterr().err == 'fastgen serve: needs ray, pydantic: pip install "ray[data,serve]>=2.60"\n'
 
 
 def test_serve_run_makes_the_settings_of_words() -> None:

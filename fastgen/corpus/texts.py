@@ -23,6 +23,8 @@ from fastgen.errors import CommandError
 if TYPE_CHECKING:
     from torch import Tensor
 
+OnTokens = Callable[[int, list[int]], object]
+
 _logger = logging.getLogger("fastgen")
 NO_TEXT = "there is no text"
 _UNLIMITED = 10**6  # a tokenizer's model_max_length above this stands for none
@@ -178,7 +180,9 @@ class TextGenerator:
         first = {target: self._first_token(target) for target in set(targets)}
         return [_beginning(source, first[target]) for source, target in zip(sources, targets, strict=True)]
 
-    def generate(self, sources: Sequence[Source | Problem], wanted: Wanted | None = None) -> list[Sequences | Problem]:
+    def generate(
+        self, sources: Sequence[Source | Problem], wanted: Wanted | None = None, on_tokens: OnTokens | None = None
+    ) -> list[Sequences | Problem]:
         """The sequences of each source.
 
         Where the model fails for some of them, each is tried alone.
@@ -186,10 +190,13 @@ class TextGenerator:
         Args:
             sources: all with a first token, or none.
             wanted: whether somebody still waits for a source, by its place; see `generate_stream`.
+            on_tokens: called with the place of a source and tokens of its output, as they come, where the model does
+                not fail.
         """
         places = [place for place, source in enumerate(sources) if isinstance(source, Source)]
         good = [source for source in sources if isinstance(source, Source)]
-        made = iter(self._generated(good, _at(wanted, places)))
+        told = None if on_tokens is None else lambda i, tokens: on_tokens(places[i], tokens)
+        made = iter(self._generated(good, _at(wanted, places), told))
         return [source if isinstance(source, Problem) else next(made) for source in sources]
 
     def decode(self, found: Sequence[Sequences | Problem]) -> list[Output | Problem]:
@@ -228,9 +235,9 @@ class TextGenerator:
         config = self.model.generation_config
         if self.generation.get("max_new_tokens") is not None or self.limit.tokens is None:
             config.max_length = None
-        ends = self._said("eos_token_id")
-        if config.pad_token_id is None and "pad_token_id" not in self.generation and ends is not None:
-            self.generation["pad_token_id"] = ends[0] if isinstance(ends, list) else ends
+        if config.pad_token_id is None and "pad_token_id" not in self.generation and self.ends:
+            found = self._said("eos_token_id")
+            self.generation["pad_token_id"] = found[0] if isinstance(found, list) else found
 
     def _said(self, name: str) -> Any:
         """An argument of `generate`, as given or of the model's generation config."""
@@ -255,9 +262,11 @@ class TextGenerator:
         except Unknown as error:
             return Problem(str(error))
 
-    def _generated(self, sources: list[Source], wanted: Wanted | None) -> list[Sequences | Problem]:
+    def _generated(
+        self, sources: list[Source], wanted: Wanted | None, on_tokens: OnTokens | None = None
+    ) -> list[Sequences | Problem]:
         try:
-            return list(self._sequences(sources, wanted))
+            return list(self._sequences(sources, wanted, on_tokens))
         except CommandError:
             raise
         except Exception as error:
@@ -270,21 +279,24 @@ class TextGenerator:
             _logger.warning("%d texts one by one, after %s", len(sources), said)
         return [self._generated([source], _at(wanted, [i]))[0] for i, source in enumerate(sources)]
 
-    def _sequences(self, sources: list[Source], wanted: Wanted | None) -> Iterator[Sequences]:
+    def _sequences(
+        self, sources: list[Source], wanted: Wanted | None, on_tokens: OnTokens | None
+    ) -> Iterator[Sequences]:
         import torch
 
         start = 1 if self.model.config.is_encoder_decoder else 0
-        ends = self._said("eos_token_id")
-        ends = torch.tensor([] if ends is None else ends, dtype=torch.int64, device="cpu").flatten()
+        ends = torch.tensor(sorted(self.ends), dtype=torch.int64, device="cpu")
         forced = self._said("forced_eos_token_id") is not None  # as the last token that there may be
         limits = {self.limit.of(len(source)) for source in sources}
-        for source, found in zip(sources, self._stream(sources, wanted), strict=True):
+        for source, found in zip(sources, self._stream(sources, wanted, on_tokens), strict=True):
             ids, scores = found if self.options.scores else (found, None)
             ids = ids[:, start or len(source) :]
             ended = torch.isin(ids[0], ends).nonzero()
             yield Sequences(ids, scores, not len(ended) or (forced and int(ended[0]) + 1 in limits))
 
-    def _stream(self, sources: list[Source], wanted: Wanted | None = None) -> Iterator[Any]:
+    def _stream(
+        self, sources: list[Source], wanted: Wanted | None = None, on_tokens: OnTokens | None = None
+    ) -> Iterator[Any]:
         first = [source.first for source in sources if source.first is not None]
         own: dict[str, Any] = {"forced_bos_token_id": first} if first else {}
         if self.model.config.is_encoder_decoder and self.limit.tokens is None:
@@ -292,18 +304,29 @@ class TextGenerator:
         try:
             return fastgen.generate_stream(
                 self.model, [source.ids for source in sources], max_tokens=self.options.batch_tokens,
-                window=max(1, len(sources)), scores=self.options.scores, wanted=wanted, **{**self.generation, **own},
+                window=max(1, len(sources)), scores=self.options.scores, wanted=wanted, on_tokens=on_tokens,
+                **{**self.generation, **own},
             )  # fmt: skip
         except (TypeError, ValueError) as error:
             raise CommandError(models.first_line(error)) from error
 
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of some tokens, as it stands within an output."""
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=not self.options.special_tokens,
+            clean_up_tokenization_spaces=self.options.clean_up or None,
+        )  # fmt: skip
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        found = self._said("eos_token_id")
+        return frozenset(found if isinstance(found, list) else [] if found is None else [found])
+
     def _text(self, sequences: Sequences) -> Output:
         import torch
 
-        texts = self.tokenizer.batch_decode(
-            sequences.ids, skip_special_tokens=not self.options.special_tokens,
-            clean_up_tokenization_spaces=self.options.clean_up or None,
-        )  # fmt: skip
+        texts = map(self.text, sequences.ids.tolist())
         special = torch.tensor(self.tokenizer.all_special_ids, dtype=torch.int64, device=sequences.ids.device)
         tokens = int((~torch.isin(sequences.ids, special)).sum())
         scores = None if sequences.scores is None else sequences.scores.tolist()

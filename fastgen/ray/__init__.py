@@ -6,7 +6,11 @@ cluster     the Ray that both work on
 tables      the input of a run
 folder      the folder that a run writes, whole or not at all
 merging     small requests become batches of like lengths
-api         requests and answers as JSON
+requests    bodies of requests
+api         what they are answered
+streaming   the text of a request as it comes
+completions answers as OpenAI has them
+metrics     what a server counts
 settings    what a server is told
 server      the Ray Serve deployment of both; `serve.py` starts one
 

@@ -52,6 +52,17 @@ class Connection:
             ray.shutdown()
 
 
+def is_new(address: str | None) -> bool:
+    """Whether `connect` would start a cluster."""
+    import ray
+
+    return not ray.is_initialized() and _wanted(address) == _LOCAL
+
+
+def _wanted(address: str | None) -> str:
+    return address or os.environ.get("RAY_ADDRESS") or _LOCAL
+
+
 def connect(address: str | None) -> Connection:
     """Connect this process to a cluster, or start one of this machine alone.
 
@@ -70,7 +81,7 @@ def connect(address: str | None) -> Connection:
     if ray.is_initialized():
         return Connection(ours=False, alone=False)
     switches = {name: value for name, value in os.environ.items() if name.startswith("FASTGEN")}
-    wanted = address or os.environ.get("RAY_ADDRESS") or _LOCAL
+    wanted = _wanted(address)
     quiet: dict[str, Any] = {"include_dashboard": False} if wanted == _LOCAL else {}
     try:
         ray.init(address=wanted, runtime_env={"env_vars": switches}, **quiet)

@@ -1,35 +1,65 @@
-"""Start a server on this machine, or on a cluster: `python -m fastgen.ray.serve FOLDER`."""
+"""Serve a model over HTTP: requests are merged into batches, and answered whole or as streams of tokens.
+
+On this machine alone, or on a Ray cluster; see docs/cluster.md.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
 from fastgen.corpus import models
 from fastgen.errors import CommandError
-from fastgen.ray.cluster import Connection, connect
+from fastgen.ray.cluster import Connection, connect, is_new
 from fastgen.ray.settings import Settings
 
 APPLICATION = "fastgen"
 
 
+class NoAddress(CommandError):
+    """Nothing can listen at a host and port."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal says to stop; return the exit status, 2 for what the user must mend."""
-    args = vars(_parser().parse_args(argv))
-    where = {name: args.pop(name) for name in ("address", "host", "port", "application", "route_prefix")}
+    """Run `python -m fastgen.ray.serve`, which is `fastgen serve`; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m fastgen.ray.serve", description=__doc__)
+    arguments(parser)
     try:
-        settings = Settings(**{name: value for name, value in args.items() if value is not None})
-        models.need("ray", "starlette")
-        connection = start(settings.model_copy(update={"model": models.shared_name(settings.model)}), **where)
-    except (CommandError, ValidationError) as error:
-        print(f"python -m fastgen.ray.serve: {error}", file=sys.stderr)
+        return run(parser.parse_args(argv))
+    except CommandError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal says to stop; return the exit status: 1 where nothing can listen at the host and port.
+
+    Raises:
+        CommandError: a setting cannot be, or `start` raises it.
+    """
+    where = {name: getattr(args, name) for name in _WHERE}
+    given = {name: getattr(args, name) for name in Settings.model_fields}
+    try:
+        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        raise CommandError(f"--{name.replace('_', '-')} {given[name]}: {first['msg']}") from error
+    models.need("ray", "starlette", "prometheus_client")
+    try:
+        connection = start(settings.model_copy(update={"model": models.shared_name(settings.model)}), **where)
+    except NoAddress as error:
+        print(f"fastgen serve: {error}", file=sys.stderr)
+        return 1
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
@@ -38,6 +68,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     stopped.wait()
     stop(connection, where["application"])
     return 0
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise NoAddress where nothing can listen at a host and port of this machine."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise NoAddress(f"--host {host}: {error.strerror if isinstance(error, OSError) else error}") from error
+    if not 0 < port < 2**16:
+        raise NoAddress(f"--port {port}: must be from 1 to 65535")
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what Serve does, too
+        try:
+            listening.bind((address[0], port, *address[2:]))
+            listening.listen()  # where another socket that listens is noticed in any case
+        except OSError as error:
+            name = "host" if error.errno == errno.EADDRNOTAVAIL else "port"
+            raise NoAddress(f"--{name} {host if name == 'host' else port}: {error.strerror}") from error
 
 
 def start(
@@ -58,9 +107,12 @@ def start(
         route_prefix: the beginning of its paths.
 
     Raises:
+        NoAddress: nothing can listen there, on a cluster that is started here.
         CommandError: there is no such cluster, it has an application of this name or at these paths, or no replica
             comes up.
     """
+    if is_new(address):  # else Serve may be who listens there
+        check_address(host, port)
     connection = connect(address)
     from ray import serve
 
@@ -73,8 +125,8 @@ def start(
     except CommandError:
         connection.close()
         raise
-    serve.start(http_options={"host": host, "port": port})
     try:
+        serve.start(http_options={"host": host, "port": port})
         serve.run(app(settings), name=application, route_prefix=route_prefix)
     except RuntimeError as error:
         stop(connection, application)
@@ -95,19 +147,35 @@ def stop(connection: Connection, application: str = APPLICATION) -> None:
     connection.close()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fastgen.ray.serve", description=__doc__)
-    parser.add_argument("model", help=Settings.model_fields["model"].description)
-    parser.add_argument("--address", help="of the Ray cluster (default: RAY_ADDRESS, or this machine alone)")
-    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
-    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
-    parser.add_argument("--application", default=APPLICATION, help="its name in Ray Serve (default: %(default)s)")
-    parser.add_argument("--route-prefix", default="/", help="the beginning of its paths (default: %(default)s)")
+_WHERE = ("address", "host", "port", "application", "route_prefix")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the model, where it is served, and all `Settings`."""
+    parser.add_argument("model", metavar="MODEL", help=Settings.model_fields["model"].description)
+    where = parser.add_argument_group("where")
+    add = where.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add("--port", type=int, default=8000, metavar="N", help="port to listen on (%(default)s)")
+    add("--address", help="of a Ray cluster (default: RAY_ADDRESS, or this machine alone)")
+    add("--application", default=APPLICATION, metavar="NAME", help="name in Ray Serve (%(default)s)")
+    add("--route-prefix", default="/", metavar="PATH", help="what all paths begin with (%(default)s)")
+    settings = parser.add_argument_group("settings")
     for name, each in Settings.model_fields.items():
-        if name != "model":
-            shown = "" if each.default in (None, "") or each.default_factory else f" (default: {each.default})"
-            parser.add_argument(f"--{name.replace('_', '-')}", help=f"{each.description}{shown}", metavar="VALUE")
-    return parser
+        if name == "model":
+            continue
+        shown = "" if each.default in (None, "", False) or each.default_factory else f" ({each.default})"
+        metavar = _METAVARS.get(_kind(each.annotation), "VALUE")
+        settings.add_argument(f"--{name.replace('_', '-')}", help=f"{each.description}{shown}", metavar=metavar)
+
+
+_METAVARS = {bool: "true|false", int: "N", float: "X", dict: "JSON"}
+
+
+def _kind(annotation: Any) -> Any:
+    """The type that an optional or parametrised one stands for."""
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    return _kind(kinds[-1]) if kinds and get_origin(annotation) is not dict else get_origin(annotation) or annotation
 
 
 if __name__ == "__main__":

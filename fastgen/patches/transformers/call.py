@@ -54,8 +54,11 @@ class Call:
             return Certain(lambda number, place, tokens: streamer.put(tokens), 1, prompt)
         if on_tokens is None:
             return None
-        told = lambda number, place, tokens: on_tokens(number, place - prompt, cast(Any, tokens).tolist())  # noqa: E731
-        return Certain(told, rows // beams, prompt)
+        return Certain(
+            lambda number, place, tokens: on_tokens(number, place - prompt, cast(Any, tokens).tolist()),
+            rows // beams,
+            prompt,
+        )
 
     def widened(self, rows: int) -> "Call":
         """The same call with so many rows in the place of each."""
