@@ -200,7 +200,7 @@ def test_requests_of_several_languages_are_one_batch(nllb: Path, mbart: Path, al
     for options, said in (
         ({"target_lang": "fr"}, "'fr' is no language of"),
         ({"forced_bos_token": "François"}, "'François' is no token of"),
-        ({"target_lang": "fra_Latn", "forced_bos_token": "fr"}, "either options.target_lang or options.forced_bos"),
+        ({"target_lang": "fra_Latn", "forced_bos_token": "fr"}, "either target_lang or forced_bos_token"),
     ):
         refused = asyncio.run(asked(api, "one", **options))
         assert refused.status == 400
