@@ -31,7 +31,7 @@ NEWEST_DIR = $(abspath $(VENV)/newest)
 READY := $(if $(ENV_READY),,$(VENV)/.ready)
 OLDEST_READY := $(if $(ENV_READY),,$(OLDEST_DIR)/.ready-$(OLDEST))
 # Tests that no toolkit's version can change, or only by what others test, and that take long.
-NO_TOOLKIT := $(foreach name,architecture bench bild bild_tools compiled corpus_* docs doctor draw examples fairseq* graphs in_c kernel* measure native native_search ops paper peak ray serve site,\
+NO_TOOLKIT := $(foreach name,architecture bench bild bild_tools compiled corpus_* docs doctor draw examples fairseq* graphs in_c kernel* measure native native_search ops paper peak ray serve* site,\
   --ignore-glob='*/test_$(name).py')
 SANITIZED = build/sanitized
 # libstdc++ too: AddressSanitizer looks for its __cxa_throw when the process starts.
