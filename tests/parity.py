@@ -51,7 +51,8 @@ def left_off() -> Counter[str]:
 
 def counts() -> dict[str, Any]:
     """All that `status` counts; memory, which other models give back at any time, is no count."""
-    return {name: value for name, value in fastgen.status().to_dict().items() if name != "memory"}
+    of_memory = "memory", "memory_by_model", "not_packed"
+    return {name: value for name, value in fastgen.status().to_dict().items() if name not in of_memory}
 
 
 def notes(explanation: Any) -> list[str]:
