@@ -439,7 +439,8 @@ def test_wrapped_models() -> None:
 
 
 def test_the_documentation_lists_every_reason() -> None:
-    supported, switches = ((ROOT / "docs" / name).read_text("utf-8") for name in ("supported.md", "switches.md"))
+    pages = ((ROOT / "docs" / name).read_text("utf-8") for name in ("supported.md", "switches.md"))
+    supported, switches = (" ".join(page.split()) for page in pages)  # whatever the ends of lines
     folder = ROOT / "fastgen" / "patches" / "transformers"
     decide, parity, peak = ((folder / name).read_text("utf-8") for name in ("decide.py", "parity.py", "peak.py"))
     parity = parity.partition("def _reason_not_to_repeat")[2].partition("\ndef ")[0]
