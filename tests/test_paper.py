@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from transformers import BertModel
 
-from benchmarks import fairseq_command, families, forwards, plot
+from benchmarks import fairseq_command, families, forwards, plot, tables
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import amun, fastseq
-from docs.hooks import tables
 from fastgen.models.families import FAMILIES
 from fastgen.patches._engine import is_disabled
 
