@@ -27,6 +27,7 @@ def compiled() -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_every_kernel_is_compiled(compiled: list[dict[str, Any]]) -> None:
     sources = "".join(file.read_text("utf-8") for file in (ROOT / "fastgen/ops").glob("*.py"))
     launched = set(re.findall(r"launch\(\s*(_\w+)", sources))

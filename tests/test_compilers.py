@@ -100,6 +100,7 @@ def _of_an_instance(model: Any) -> None:
         (_of_an_instance, "a LlamaMLP is compiled"),
     ],
 )
+@pytest.mark.slow
 def test_a_model_that_is_compiled_in_whatever_way_runs_on_its_own_code(
     compile_: Callable[[Any], None], reason: str
 ) -> None:
@@ -147,6 +148,7 @@ def test_the_encoder_is_compiled() -> None:
     assert _reasons("beam_search") == {"a BartEncoder is compiled": 2}
 
 
+@pytest.mark.slow
 def test_generate_within_a_function_that_is_compiled() -> None:
     model, inputs = _model()
     dynamo = _check(lambda: _compiled(lambda: model.generate(**inputs, max_new_tokens=1))())

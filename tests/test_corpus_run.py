@@ -202,6 +202,7 @@ def test_draws_do_not_depend_on_where_a_run_began(text: Path, tmp_path: Path, wh
 
 
 @pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.slow
 def test_killed_again_and_again(text: Path, tmp_path: Path, sampled: bool) -> None:
     """`KILLS=60 pytest -k again` for more."""
     fields = {"block": BLOCK} | ({"do_sample": True, "num_beams": 1} if sampled else {})
@@ -380,6 +381,7 @@ def test_a_crash_between_the_output_and_the_removal_of_its_journal(
 
 
 @pytest.mark.parametrize("removals", [1, 2, 4, 6, 7, 8])
+@pytest.mark.slow
 def test_a_crash_in_the_midst_of_the_removal(
     text: Path, tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch, removals: int
 ) -> None:
@@ -601,6 +603,7 @@ class Ending(Lines):
 @pytest.mark.parametrize(
     ("stage", "blocks"), [("source", 2), ("encode", 0), ("decode", 0), ("sink", 2), ("interrupt", 2), ("stream", 0)]
 )
+@pytest.mark.slow
 def test_an_exception_of_any_stage_ends_the_run(
     text: Path, tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
     stage: str, blocks: int,
@@ -758,6 +761,7 @@ def environment(**more: object) -> dict[str, str]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_full_disk(text: Path, tmp_path: Path, whole: bytes) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2500, resource.RLIM_INFINITY))
@@ -795,6 +799,7 @@ def test_no_space_left(text: Path, tmp_path: Path, whole: bytes, monkeypatch: py
     assert (tmp_path / "out").read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_standard_output_and_who_stops_reading_it(text: Path, whole: bytes) -> None:
     with subprocess.Popen(
         words("run", text, "-", {"block": BLOCK}), env=environment(), cwd=ROOT, stdout=subprocess.PIPE,
@@ -885,6 +890,7 @@ def started(variables: dict[str, object], text: Path, output: Path, fields: dict
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_bad_record_ends_several_processes_and_one_goes_on(tmp_path: Path, text: Path, whole: bytes) -> None:
     bad = tmp_path / "bad"
     bad.write_text("\n".join([*LINES[:10], "", *LINES[11:]]) + "\n", "utf-8")
@@ -905,6 +911,7 @@ def _header(output: Path) -> dict[str, Any]:
     return journal.read(Part(output)).header
 
 
+@pytest.mark.slow
 def test_who_leads_is_killed_and_another_number_goes_on(text: Path, tmp_path: Path, whole: bytes) -> None:
     output = tmp_path / "r/out"
     with started({}, text, output, {"block": 1, "processes": 2}) as running:
@@ -921,6 +928,7 @@ def test_who_leads_is_killed_and_another_number_goes_on(text: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kills", ["", "1"])
+@pytest.mark.slow
 def test_processes_that_somebody_else_has_started(text: Path, tmp_path: Path, kills: str) -> None:
     job.run(job_of(MODEL, text, tmp_path / "whole", block=2))
     with socket.socket() as free:
@@ -961,6 +969,7 @@ def test_what_several_processes_cannot_do(text: Path, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("end", ["interrupt", "bad record"])
+@pytest.mark.slow
 def test_standard_input_that_is_waited_for(end: str, tmp_path: Path) -> None:
     """Python ends as it should while a thread waits for more."""
     words = [sys.executable, "-m", "fastgen", "generate", MODEL, "--input", "-", "--max-new-tokens", 4, "--block", 1]

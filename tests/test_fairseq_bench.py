@@ -83,6 +83,7 @@ def test_a_decision_that_rounding_turns(agreement: FairseqAgreement, gap: float,
     assert agreement(stock, other).equal is equal
 
 
+@pytest.mark.slow
 def test_texts_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that differ are told apart by the tokens and a replay, whatever the post-processing has made of them."""
     case = CASES["fairseq_command"].tiny()

@@ -522,6 +522,7 @@ def test_without_standard_output(corpus: Path, command: str) -> None:
         ("interactive", "pipe", "Broken pipe"),
     ],
 )
+@pytest.mark.slow
 def test_output_that_fails_is_said_and_no_success(corpus: Path, name: str, where: str, why: str) -> None:
     command = [
         sys.executable, "-m", "fastgen", "run", f"fairseq-{name}", str(corpus / "data"), "--path",

@@ -277,6 +277,7 @@ def test_few_texts_can_end(longest: int, graphs: Graphs) -> None:
 
 
 @pytest.mark.parametrize(("name", "beams"), [("transformer", 4), ("bart", 1), ("bart", 3), ("lm", 3)])
+@pytest.mark.slow
 def test_kernels(name: str, beams: int, kernels: None, graphs: Graphs) -> None:
     """The kernels read on the device, too, what changes from step to step."""
     options: dict[str, Any] = {"beam_size": beams, "max_len_b": 16, "min_len": 6, "no_repeat_ngram_size": 3}

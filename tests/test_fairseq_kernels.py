@@ -69,6 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "option"), [*(("transformer", option) for option in OPTIONS), ("bart", "all"), ("prenorm", "all")]
 )
+@pytest.mark.slow
 def test_option(name: str, option: str, written: list[Tensor]) -> None:
     options = {"beam_size": 3, "max_len_b": 5} | OPTIONS[option]
     ran = _served([zoo.build(name, torch.float32)], zoo.batch(3, 7), options)
@@ -103,6 +104,7 @@ def test_prefix(written: list[Tensor]) -> None:
     ],
     ids=["ensemble", "language_model", "search", "adaptive"],
 )
+@pytest.mark.slow
 def test_log_probabilities_where_they_are_needed(names: list[str], options: dict[str, Any]) -> None:
     models = [zoo.build(name, torch.float32) for name in names]
     if "lm_model" in options:
@@ -120,6 +122,7 @@ def test_prompt(name: str, written: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.slow
 def test_rows_of_nan(value: float, written: list[Tensor]) -> None:
     """A row of logits whose log-softmax is NaN has no candidates."""
     model, spoilt = zoo.build("transformer", torch.float32, 2), []

@@ -585,6 +585,7 @@ print("left off:", status["fairseq.{command}_command"].left_off, status["fairseq
 
 
 @pytest.mark.parametrize("command", ["generate", "interactive"])
+@pytest.mark.slow
 def test_by_itself_where_there_are_threads(corpus: Path, command: str) -> None:
     """25 batches for two threads; what was counted is shown, and nothing is left off. Not where one samples."""
     script = corpus / f"{command}.py"

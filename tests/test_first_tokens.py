@@ -84,6 +84,7 @@ def test_sentences_leave_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.slow
 def test_kernels_and_captured_choices(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTGEN_OPS", "triton")
     config.reload()

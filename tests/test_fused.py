@@ -452,6 +452,7 @@ def test_hooks_of_transformers_own_stay_and_do_not_matter() -> None:
     assert _left_off(model, kwargs) == ()
 
 
+@pytest.mark.slow
 def test_fewer_operators() -> None:
     """A step hands less to the device than the model's own modules do over the same cache."""
     from torch.profiler import ProfilerActivity, profile

@@ -28,6 +28,7 @@ class Sparse(Random):
     max_examples=EXAMPLES, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 @given(st.randoms(use_true_random=False))
+@pytest.mark.slow
 def test_nothing_changes(random: Random) -> None:
     call = fuzz.draw(Sparse(random))
     note(str(call))

@@ -54,6 +54,7 @@ def test_family(family: str, method: str, graphs: Graphs) -> None:
 
 
 @pytest.mark.parametrize(("family", "beams"), [("bart", 1), ("bart", 3), ("t5", 3), ("llama", 3)])
+@pytest.mark.slow
 def test_kernels(family: str, beams: int, setting: Callable[[str, str], None], graphs: Graphs) -> None:
     """The kernels read on the device, too, what changes from step to step."""
     setting("FASTGEN_OPS", "triton")
@@ -161,6 +162,7 @@ GREEDY = {name: options for name, options in CHOICES.items() if name not in ("ne
 
 @pytest.mark.parametrize("options", GREEDY.values(), ids=GREEDY)
 @pytest.mark.parametrize("family", ["pegasus", "gpt2"])
+@pytest.mark.slow
 def test_greedy_edits(family: str, options: dict[str, Any], graphs: Graphs) -> None:
     model = _build(family)
     kwargs = zoo.batch(model, 24, 9) | {"max_new_tokens": 33} | options

@@ -22,6 +22,7 @@ GIVEN: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", sorted(zoo.FAMILIES | zoo.MORE))
+@pytest.mark.slow
 def test_logits_are_as_near_to_those_of_fp32(family: str, dtype: torch.dtype) -> None:
     theirs, ours = [], []
     for seed in range(SEEDS):

@@ -405,6 +405,7 @@ def test_threads_one_of_them_disabled(same: bool) -> None:
 
 
 @pytest.mark.parametrize("family", ["bart", "llama", "large"])
+@pytest.mark.slow
 def test_copies(family: str) -> None:
     """Deepcopy, pickle and torch.save after a call give a model of its own that generates."""
     model = _large() if family == "large" else zoo.build(family)
@@ -636,6 +637,7 @@ STAGES: dict[str, tuple[str, type[BaseException], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.slow
 def test_exceptions(stage: str, beams: int) -> None:
     """An exception in any stage of a call reaches the caller, and nothing stays half applied."""
     family, error, prepare = STAGES[stage]

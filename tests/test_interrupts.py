@@ -31,6 +31,7 @@ BACKENDS = ("auto", "native")
 @pytest.mark.parametrize(
     ("family", "method"), [("bart", "beams"), ("llama", "greedy"), ("gpt2", "sampling"), ("t5", "stream")]
 )
+@pytest.mark.slow
 def test_interrupted(family: str, method: str, how: str, ops: str) -> None:
     """In a process of its own: an interrupt that comes late must not strike pytest."""
     code = f"""

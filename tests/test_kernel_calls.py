@@ -51,6 +51,7 @@ PAIRS = [(call, family) for call in CALLS for family in FAMILIES if call == "bea
 
 
 @pytest.mark.parametrize(("call", "family"), PAIRS)
+@pytest.mark.slow
 def test_generate(call: str, family: str, device: str) -> None:
     """The same tokens as transformers', by the kernels."""
     options, ran = CALLS[call]

@@ -563,6 +563,7 @@ def _check_sample(ops: Any, device: str, options: dict[str, Any], v: int = 40) -
 
 
 @pytest.mark.parametrize("options", FILTERS, ids=str)
+@pytest.mark.slow
 def test_sample(options: dict[str, Any], device: str) -> None:
     _check_sample(sample, device, options)
 
@@ -1011,6 +1012,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
 
 @interpreted
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.slow
 def test_mutant(name: str, tmp_path: Path) -> None:
     """The checks fail on the operation's file with one place changed, and pass on the file as it is."""
     module, old, new, check = MUTANTS[name]

@@ -416,6 +416,7 @@ def test_another_batch_size_has_its_own_file(tmp_path):
         bench("--case", "never_worse", "--batch", 2, "--out", tmp_path)
 
 
+@pytest.mark.slow
 def test_transformers_own_compiled_forward(tmp_path):
     assert bench("--case", "greedy", "--peer", "compiled", "--out", tmp_path) == 0
     result = result_of(tmp_path, "greedy_compiled")["result"]

@@ -135,6 +135,7 @@ def test_sentences_that_leave(family: str, beams: int, graphs: Graphs) -> None:
 
 @pytest.mark.usefixtures("by_own_modules")
 @pytest.mark.parametrize(("family", "beams"), [("bart", 1), ("bart", 3), ("t5", 3), ("llama", 1), ("llama", 3)])
+@pytest.mark.slow
 def test_kernels(family: str, beams: int, setting: Callable[[str, str], None], graphs: Graphs) -> None:
     setting("FASTGEN_OPS", "triton")
     model = _build(family, torch.float32)

@@ -163,6 +163,7 @@ def test_the_description_links_to_nothing_that_is_not_there(without_c: Path) -> 
 
 
 @pytest.mark.parametrize(("wheel", "expected"), [("with_c", "native"), ("without_c", "torch")])
+@pytest.mark.slow
 def test_an_installed_wheel_generates(
     wheel: str, expected: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

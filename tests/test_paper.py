@@ -23,6 +23,7 @@ def measured(folder: Path, *names: str, status: int = 0, more: tuple[str, ...] =
     return {file.stem: json.loads(file.read_text("utf-8")) for file in (folder / "paper").glob("*.json")}
 
 
+@pytest.mark.slow
 def test_tables_are_made_drawn_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured(tmp_path / "cpu", *IN_ONE_PROCESS)
     assert set(found) == set(IN_ONE_PROCESS)
@@ -147,6 +148,7 @@ def test_every_family_has_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert tables.families_speed().count("| `whisper` |") == 1
 
 
+@pytest.mark.slow
 def test_forwards_have_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--model", "bert 2 x 64", "roberta 12 x 768", "gpt2 loss 12 x 768", "--scale", "tiny", "--rounds", "1"]
     assert forwards.main([*words, "--out", str(tmp_path / "cpu")]) == 0

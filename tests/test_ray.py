@@ -144,6 +144,7 @@ def test_blank_lines_are_no_problems() -> None:
         engine._counted(table, engine.Summary("", "", {}), "fail", of_lines=False, to_lines=False)
 
 
+@pytest.mark.slow
 def test_formats_and_problems(cluster: Cluster, tmp_path: Path) -> None:
     first = ["ĠLa", "ĠEl"] * 4
     table = pa.table({"id": list(range(8)), "source": [*TEXTS[:3], None, *TEXTS[4:8]], "first": first})
@@ -206,6 +207,7 @@ def test_the_command(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFix
         assert row["scores"] == pytest.approx(one.scores, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_drafts_and_rows_that_differ(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both folders are told relative; a type and a field come late; a text is missing."""
     rows = [{"score": 1}, {"text": TEXTS[1], "score": 0.5}, {"text": TEXTS[2], "more": {"a": ["b"]}}]
@@ -275,6 +277,7 @@ def test_options_of_a_cluster_need_one(capsys: pytest.CaptureFixture[str]) -> No
         assert f"{words.split()[0]} is for --engine ray" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_lost_machine_loses_no_row_and_doubles_none(
     cluster: Cluster, outputs: list[Output], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

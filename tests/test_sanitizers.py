@@ -37,6 +37,7 @@ def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     ("kind", "message"),
     [("rows", "AddressSanitizer: heap-buffer-overflow"), ("address", "runtime error: store to misaligned address")],
 )
+@pytest.mark.slow
 def test_a_wrong_call_is_found(folder: Path, kind: str, message: str) -> None:
     """A row more than there is, and an address between two numbers."""
     done = _run(folder, "--wrong", kind)
@@ -50,6 +51,7 @@ def test_odd_shapes(folder: Path) -> None:
     assert done.stdout.count("31 rounds") == len(native_fuzz.variants())
 
 
+@pytest.mark.slow
 def test_tests_of_operations_and_steps(folder: Path) -> None:
     """Those of what a search does between two steps, of as many rows as there may be, and of fairseq's models."""
     chosen = "not test_in_c or test_many_beams_and_heads or (test_fairseq and (bart or prenorm))"

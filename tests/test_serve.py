@@ -464,6 +464,7 @@ def test_waiting_texts_of_a_client_that_leaves_are_dropped(server: str) -> None:
     assert any(asyncio.run(run()) for _ in range(5))
 
 
+@pytest.mark.slow
 def test_other_applications_of_a_cluster_are_left_alone() -> None:
     """A second application beside another one, at paths of its own, which its end leaves running."""
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
