@@ -110,6 +110,7 @@ def greedy(large: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_every_text_is_that_of_the_definition(family: str) -> None:
     rng = random.Random(family)
     large, small = pair(family)

@@ -109,6 +109,7 @@ NEWER = """
 """
 
 
+@pytest.mark.slow
 def test_on_a_newer_version_what_differs_steps_aside_and_says_so(tmp_path: Path) -> None:
     environment = os.environ | {"FASTGEN": "0", "FASTGEN_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     if "PYTHONPATH" in os.environ:

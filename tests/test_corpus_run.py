@@ -225,6 +225,7 @@ def test_killed_again_and_again(text: Path, tmp_path: Path, sampled: bool) -> No
         ({"sink": "other"}, r"sink.format was text and is other"),
     ],
 )
+@pytest.mark.slow
 def test_what_has_changed_is_refused(text: Path, tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     import shutil
 
@@ -862,6 +863,7 @@ def test_a_summary_that_cannot_be_written(text: Path, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("kills", ["", "child"])
+@pytest.mark.slow
 def test_two_processes_write_what_one_does(text: Path, tmp_path: Path, kills: str) -> None:
     job.run(job_of(MODEL, text, tmp_path / "whole", block=2))
     fields = {"block": 2, "processes": 2, "kills": kills}

@@ -123,6 +123,7 @@ def _sum(status: dict[str, Any], what: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.slow
 def test_example(name: str, tmp_path: Path, unpatched: Callable[[Example], Ran]) -> None:
     example = EXAMPLES[name]
     for module in example.needs:

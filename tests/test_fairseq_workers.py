@@ -546,6 +546,7 @@ def test_the_command_prints_the_same(
 
 
 @pytest.mark.parametrize("where", ["typed", "file", "constraints"])
+@pytest.mark.slow
 def test_interactive_prints_the_same(corpus: Path, tmp_path: Path, where: str) -> None:
     """Buffers of three batches, and a last one that is too small to be dealt."""
     lines = (corpus / "test.en").read_text("utf-8").splitlines()[:16]

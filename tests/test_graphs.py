@@ -140,6 +140,7 @@ def test_choices(family: str, options: dict[str, Any], graphs: Graphs) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_greedy_choices(family: str, graphs: Graphs) -> None:
     """Greedy search whose choices are captured: the same tokens, though it runs a step too far."""
     model = _build(family)
@@ -196,6 +197,7 @@ DRAWN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", DRAWN.values(), ids=DRAWN)
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("family", ["pegasus", "gpt2"])
+@pytest.mark.slow
 def test_drawn_choices(family: str, beams: int, options: dict[str, Any], graphs: Graphs) -> None:
     """Sampling and beam sampling whose choices are captured: the same random numbers are drawn, and none beyond."""
     model = _build(family)

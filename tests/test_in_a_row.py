@@ -315,6 +315,7 @@ def _assert_decided_alike(
 
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("family", ["marian", "t5", "gpt2", "llama"])
+@pytest.mark.slow
 def test_batches_that_refill(family: str, beams: int, alone: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """One that runs alone goes on in a row, also behind steps beside others, and before them."""
     model, together = zoo.build(family, torch.float32), start_soon(monkeypatch, 0.5)

@@ -51,6 +51,7 @@ def test_interrupted(family: str, method: str, how: str, ops: str) -> None:
 
 
 @pytest.mark.parametrize("how", interrupts.HOW)
+@pytest.mark.slow
 def test_fairseq(how: str) -> None:
     pytest.importorskip("fairseq")
     code = f"""

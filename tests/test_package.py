@@ -123,6 +123,7 @@ def test_a_wheel_without_c_is_for_every_platform(source: Source, without_c: Path
         assert b"there was no C compiler" in opened.read(LIBRARIES + build.REASON)
 
 
+@pytest.mark.slow
 def test_a_wheel_with_c_is_for_this_platform_and_all_versions(source: Source, with_c: Path) -> None:
     name, _, _, tags = parse_wheel_filename(with_c.name)
     assert (name, [str(tag) for tag in tags]) == (NAME, ["py3-none-linux_x86_64"])

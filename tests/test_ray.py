@@ -117,6 +117,7 @@ def test_a_batch_that_has_no_texts(generator: Generator) -> None:
         Generator(MODEL, on_error="ignore")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_map_batches(cluster: Cluster, outputs: list[Output]) -> None:
     rows = [{"id": i, "text": "" if i == 20 else text} for i, text in enumerate(TEXTS[:24])]
     made = ray.data.from_items(rows).map_batches(
