@@ -50,11 +50,11 @@ help:  ## this list
 demo: $(READY)  ## translate real sentences unpatched and patched, side by side (about 4 minutes on 2 cores)
 	$(RUN) -m fastgen demo $(ARGS)
 
-test: $(READY)  ## a sample of the tests that covers every area (under 10 minutes on 2 cores)
+test: $(READY)  ## a sample of the tests that covers every area (about 15 minutes on 2 cores)
 	$(RUN) -m pytest -m "not slow" $(PYTEST)
 
 # On the oldest transformers the sample is enough: what a release changes lies in one file, patches/transformers/compat.py.
-test-all: $(READY) $(OLDEST_READY)  ## all tests, then the sample on the oldest supported transformers (under 30 minutes)
+test-all: $(READY) $(OLDEST_READY)  ## all tests, then the sample on the oldest supported transformers (about 40 minutes)
 	$(RUN) -m pytest $(PYTEST)
 	@if [ -d $(OLDEST_DIR) ]; then export PYTHONPATH=$(OLDEST_DIR) EXPECT_TRANSFORMERS=$(OLDEST); set -x; \
 	  $(RUN) -m pytest -m "not slow" $(PYTEST) $(NO_TOOLKIT); \
