@@ -81,11 +81,9 @@ class Stream:
         """Take tokens; return the answer, where the text is at its end: others of its batch may not be."""
         self.tokens += tokens
         self._news.set()
-        return (
-            Sequences(torch.tensor([self.tokens], dtype=torch.int64, device="cpu"), None)
-            if self.tokens[-1] in self.ends
-            else None
-        )
+        if self.tokens[-1] not in self.ends:
+            return None
+        return Sequences(torch.tensor([self.tokens], dtype=torch.int64, device="cpu"), None)
 
     async def read(self, answer: asyncio.Future[Sequences | Problem]) -> AsyncIterator[str]:
         """Yield pieces until the text is answered; what is missing then, `Pieces.end` has."""
