@@ -118,6 +118,7 @@ def test_where_memory_runs_out_numbers_go_with_the_halves(beams: int, monkeypatc
     assert clients.asked[5] < clients.asked[4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 2])
 def test_captured_choices(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a device is told a step late is no other text for the one that stays."""

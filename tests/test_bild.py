@@ -326,6 +326,7 @@ def test_drafts_that_do_not_pay_are_left_off() -> None:
     assert _seconds(None, clock, 0.9, calls=30) > 1.2 * alone, "always drafting would lose"
 
 
+@pytest.mark.slow
 def test_drafts_that_pay_go_on() -> None:
     clock = _Clock()
     always = _seconds(None, clock, 0.05, calls=120)

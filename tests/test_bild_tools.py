@@ -489,6 +489,7 @@ def test_rouge() -> None:
 # ---- the benchmark
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_a_pair(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [folder / "marian-large", folder / "marian-small", "--aligned", tmp_path / "aligned", "--append-eos"]
     given += ["--align-options", "--max-steps 2", "--reference", folder / "train", "--scale", "tiny", "--threads", 1]

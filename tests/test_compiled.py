@@ -35,6 +35,7 @@ def test_every_kernel_is_compiled(compiled: list[dict[str, Any]]) -> None:
     assert [each for each in compiled if each["error"] is not None] == []
 
 
+@pytest.mark.slow
 def test_no_kernel_needs_more_than_there_is(compiled: list[dict[str, Any]]) -> None:
     assert [each for each in compiled if each["shared"] > SHARED] == []
     assert [each for each in compiled if each["spills"] > SPILLED] == []

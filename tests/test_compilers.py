@@ -199,6 +199,7 @@ def test_a_model_that_is_compiled_before_and_called_behind_generate() -> None:
     assert _check(calls)["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_a_classifier_and_a_loss_are_compiled() -> None:
     bert, (model, inputs) = zoo.encoder("Bert", "ForSequenceClassification", torch.float32), _model()
     ids = inputs["input_ids"]
@@ -277,6 +278,7 @@ def _scripted_search() -> tuple[Tensor, ...]:
     return tuple(hypothesis["tokens"] for sentence in found for hypothesis in sentence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [_scripted_attention, _scripted_transformer, _scripted_search])
 def test_torchscript_reads_what_fairseq_wrote(script: Callable[[], tuple[Tensor, ...]]) -> None:
     found = [script()]

@@ -190,6 +190,7 @@ def test_a_run_goes_on(text: Path, tmp_path: Path, whole: bytes) -> None:
     assert not in_progress(output)
 
 
+@pytest.mark.slow
 def test_draws_do_not_depend_on_where_a_run_began(text: Path, tmp_path: Path, whole: bytes) -> None:
     drawn = {"do_sample": True, "num_beams": 1}
     job.run(job_of(MODEL, text, tmp_path / "whole", block=BLOCK, **drawn))
@@ -724,6 +725,7 @@ class Many:
         return {"count": self.count}
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "TextGenerator", Fake)
     peaks: dict[int, int] = {}
@@ -819,6 +821,7 @@ def test_standard_output_and_who_stops_reading_it(text: Path, whole: bytes) -> N
     assert done.stdout.encode() == whole
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_standard_output_on_a_full_disk(text: Path) -> None:
     with open("/dev/full", "wb") as full:

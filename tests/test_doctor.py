@@ -85,6 +85,7 @@ def test_all_is_well() -> None:
     assert "trouble" not in done.stdout
 
 
+@pytest.mark.slow
 def test_what_is_missing_and_not_needed_is_no_trouble() -> None:
     found = findings(doctor("--json", hidden=(*FAIRSEQ, "triton")))
     assert not texts(found, "trouble")
@@ -94,12 +95,14 @@ def test_what_is_missing_and_not_needed_is_no_trouble() -> None:
         assert "Triton is not installed; on a CPU nothing uses it" in texts(found, "ok", "versions")
 
 
+@pytest.mark.slow
 def test_triton_is_asked_for_and_missing() -> None:
     found = findings(doctor("--json", hidden=(*FAIRSEQ, "triton"), FASTGEN_OPS="triton"))
     assert any("FASTGEN_OPS=triton asks for its kernels" in text for text in texts(found, "trouble", "versions"))
     assert any("there are no kernels here" in text for text in texts(found, "trouble", "self-check"))
 
 
+@pytest.mark.slow
 def test_the_interpreter_is_left_on() -> None:
     asked = findings(doctor("--json", TRITON_INTERPRET="1", FASTGEN_OPS="triton", FASTGEN_SKIP="transformers"))
     assert texts(asked, "trouble") == ["TRITON_INTERPRET=1: Triton's kernels run in Python, thousands of times slower"]
@@ -144,6 +147,7 @@ def test_a_broken_transformers(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0].endswith(": 1 trouble")
 
 
+@pytest.mark.slow
 def test_switched_off() -> None:
     found = findings(doctor("--json", FASTGEN="0"))
     assert texts(found, "trouble", "patches")[0] == f"transformers: {PATCHED} patches off: FASTGEN=0"
@@ -166,6 +170,7 @@ def test_variables_that_hold_what_they_cannot() -> None:
     assert f"transformers: {PATCHED} patches applied" in texts(found, "ok", "patches")
 
 
+@pytest.mark.slow
 def test_compat() -> None:
     found = findings(doctor("--json", FASTGEN="compat"))
     off = next(f for f in found["patches"] if f["level"] == "trouble")
@@ -175,6 +180,7 @@ def test_compat() -> None:
     assert texts(found, "note", "variables")[0].startswith("FASTGEN=compat (")
 
 
+@pytest.mark.slow
 def test_variables_and_folders(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "cache"
@@ -242,6 +248,7 @@ def test_other_tokens_are_trouble(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert (found.level, found.text) == ("trouble", "other tokens than without fastgen: equal")
 
 
+@pytest.mark.slow
 def test_what_tiny_models_leave_off() -> None:
     found = findings(doctor("--json", FASTGEN_STEP="module", FASTGEN_SKIP="transformers.sample"))
     (equal,) = texts(found, "ok", "self-check")

@@ -73,6 +73,7 @@ def test_generate(corpus: Path, options: tuple[str, ...]) -> None:
 LOSSLESS = ("--bild-lossless", "--no-bild-adaptive-draft", "--bild-fallback", "0.01", "--bild-max-draft", "4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", ["small model", "early exit"])
 def test_generate_by_two_models(corpus: Path, small: Path, drafts: str) -> None:
     """The output is that of the large model alone, but for the line that says what was done."""
@@ -93,6 +94,7 @@ def test_generate_by_two_models(corpus: Path, small: Path, drafts: str) -> None:
     assert "Big-little" not in stock.stdout + stock.stderr
 
 
+@pytest.mark.slow
 def test_interactive_by_two_models(corpus: Path, small: Path) -> None:
     text = "".join((corpus / "test.en").open(encoding="utf-8").readlines()[:4])
     command = (
@@ -240,6 +242,7 @@ def test_hub(corpus: Path) -> None:
         assert hub.translate(sentences, **options) == ours
 
 
+@pytest.mark.slow
 def test_a_language_model_by_itself(corpus: Path, tmp_path: Path) -> None:
     """Its training, the hub and `fairseq-interactive` read texts line by line; `fairseq-eval-lm` agrees."""
     data, model = tmp_path / "data", tmp_path / "model"
@@ -404,6 +407,7 @@ def test_the_fused_encoder_layer_gets_its_mask(corpus: Path) -> None:
     torch.testing.assert_close(fused[seen], separate[seen], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_results_path(corpus: Path, tmp_path: Path) -> None:
     """The file has what standard output has, and its name only at the end."""
     command = (
@@ -420,6 +424,7 @@ def test_results_path(corpus: Path, tmp_path: Path) -> None:
     assert stock.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -463,6 +468,7 @@ def _exact(output: str) -> list[str]:
     return [line for line in output.splitlines() if re.match(r"[STHDPC]-\d+\t|Generate ", line)]
 
 
+@pytest.mark.slow
 def test_decode_hypothesis(corpus: Path) -> None:
     command = (
         "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
@@ -501,6 +507,7 @@ def test_a_run_that_fails_leaves_no_whole_file(tmp_path: Path) -> None:
     assert (tmp_path / "generate-test.txt").read_text() == "of an earlier run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", "interactive"])
 def test_without_standard_output(corpus: Path, command: str) -> None:
     """Where it was closed before Python began, nothing is printed, and all goes well."""

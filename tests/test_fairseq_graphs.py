@@ -287,6 +287,7 @@ def test_kernels(name: str, beams: int, kernels: None, graphs: Graphs) -> None:
     assert graphs.replayed["_choose"] >= 3
 
 
+@pytest.mark.slow
 def test_kernels_of_a_choice(kernels: None, graphs: Graphs) -> None:
     """Two launches move all tables: those of tokens, scores, attention, and of what each beam sees."""
     options = {"beam_size": 4, "max_len_b": 16, "min_len": 16, "no_repeat_ngram_size": 3}
@@ -299,6 +300,7 @@ def test_kernels_of_a_choice(kernels: None, graphs: Graphs) -> None:
     assert ran.total() == 13, ran
 
 
+@pytest.mark.slow
 def test_a_replayed_step_takes_no_memory(kernels: None, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """From choice to choice, all there is to run lies in memory that is there."""
     made: list[Counter[str]] = []

@@ -85,6 +85,7 @@ def test_sentences_leave(written: list[Tensor]) -> None:
     assert not written
 
 
+@pytest.mark.slow
 def test_prefix(written: list[Tensor]) -> None:
     """Log-probabilities are written as long as there is a prefix."""
     prefix = torch.tensor([[5, 6], [7, 1], [1, 1]])

@@ -61,6 +61,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 DIRECTIONS = {"there": ("-s", "en", "-t", "es"), "back": ("-s", "es", "-t", "en")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_generate(trained: tuple[str, tuple[str, ...]], direction: str) -> None:
     """Both directions; the token of the task that knows how to hand it over as the first one too."""

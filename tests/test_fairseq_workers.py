@@ -359,6 +359,7 @@ _SLEEPERS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["interrupted", "killed", "killed while it is told"])
 def test_none_is_left_behind(how: str, tmp_path: Path) -> None:
     """Ctrl-C, which all processes of a terminal get, ends all at once; behind a parent that is killed they go too.

@@ -349,6 +349,7 @@ class _Allocations(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 def test_a_replayed_step_takes_no_memory(
     monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None], graphs: Graphs
 ) -> None:
@@ -382,6 +383,7 @@ def test_a_replayed_step_takes_no_memory(
     assert all(counted <= of_a_criterion for counted in made[8:-1]), made[8:-1]
 
 
+@pytest.mark.slow
 def test_kernels_of_a_choice(setting: Callable[[str, str], None], graphs: Graphs) -> None:
     """Two launches move all tables: those of tokens, of rows, and of what each beam sees."""
     setting("FASTGEN_OPS", "triton")

@@ -294,6 +294,7 @@ def test_a_grid_is_measured_in_pieces(tmp_path):
     assert plot.main(["--results", str(tmp_path), "--out", str(tmp_path)]) == 0
 
 
+@pytest.mark.slow
 def test_step_times_and_their_floor(tmp_path):
     assert bench("--case", "step_time", "--out", tmp_path) == 0
     cells = result_of(tmp_path, "step_time")["result"]["cells"]
@@ -340,6 +341,7 @@ def test_operations_run_and_say_how_fast_a_copy_is(tmp_path, capsys, monkeypatch
     assert plot.main(["--results", str(tmp_path), "--out", str(tmp_path)]) == 0
 
 
+@pytest.mark.slow
 def test_an_operation_that_computes_something_else_gets_no_speed(tmp_path, capsys, monkeypatch):
     from fastgen.ops import norm
 
@@ -357,6 +359,7 @@ def test_every_operation_has_a_row():
     assert {row.op for row in ops.rows()} >= kernels - {"dispatch", "token_mask"}
 
 
+@pytest.mark.slow
 def test_launches_of_a_decode_step(tmp_path):
     assert launches.main(["--scale", "tiny", "--case", "bart_large", "--out", str(tmp_path)]) == 0
     result = result_of(tmp_path, "launches")["result"]["bart_large"]

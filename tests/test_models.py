@@ -100,6 +100,7 @@ def test_an_unknown_id_is_one_line_of_the_librarys_own(cache: Path, text: Path, 
         assert f"{unknown}: there is no such folder; as a model's id on the hub: We couldn't connect to" in line
 
 
+@pytest.mark.slow
 def test_a_run_by_an_id_goes_on(cache: Path, text: Path, tmp_path: Path) -> None:
     """Also where files that nobody needs have come to the snapshot since."""
     words = ["generate", "me/marian", "--input", text, "--output", tmp_path / "out.txt", "--block", 1]

@@ -121,6 +121,7 @@ def test_a_pair_s_table_rests_on_its_results(
     assert shown[1:4] == [f"{flops:.2f}", f"{moved:.2f}", f"{flops / moved:.2f}"]
 
 
+@pytest.mark.slow
 def test_every_family_has_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in FAMILIES:
         assert families.build(name, tiny=True).config.model_type == name

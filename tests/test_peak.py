@@ -146,6 +146,7 @@ def test_an_encoder_in_c(family: str, sentences: int, length: int, more: dict[st
     assert calls["encoder", "native"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "more"), [("gpt2", {}), ("t5", {"repetition_penalty": 1.3})])
 def test_slots_that_are_given_up(family: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """How many are depends on the text, so that there are two predictions: what a call takes lies between them."""

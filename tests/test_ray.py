@@ -181,6 +181,7 @@ def test_formats_and_problems(cluster: Cluster, tmp_path: Path) -> None:
         engine.run(Options(**ARGUMENTS), output=str(tmp_path / "out"), **run)
 
 
+@pytest.mark.slow
 def test_the_command(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.txt").write_text("".join(f"{text}\n" for text in TEXTS[:6]))
     words = ["generate", str(MODEL), "--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out")]

@@ -45,6 +45,7 @@ def test_a_wrong_call_is_found(folder: Path, kind: str, message: str) -> None:
     assert message in done.stderr
 
 
+@pytest.mark.slow
 def test_odd_shapes(folder: Path) -> None:
     done = _run(folder, "--rounds", "31")
     assert done.returncode == 0, done.stderr[-4000:]

@@ -94,6 +94,7 @@ def test_screenshots(site: Path, browser: Chromium) -> None:
                 (folder / f"{name}-{width}{'-dark' * dark}.png").write_bytes(browser.screenshot(4000))
 
 
+@pytest.mark.slow
 def test_a_site_that_is_not_whole_is_not_built(tmp_path: Path) -> None:
     for name in ("docs", "fastgen"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -122,6 +122,7 @@ def test_answers_are_the_same_and_accelerated(endpoint: str, stream: bool, addre
     assert len(ours) > 20
 
 
+@pytest.mark.slow
 def test_the_command(address: str, folder: Path) -> None:
     port = _free_port()
     serve = ["transformers", "serve", str(folder), "--device", "cpu", "--dtype", "float64", "--port", str(port)]
