@@ -1,13 +1,16 @@
-"""The sample of tests that `make test` runs: of each grid of parameters, enough to have every value once.
+"""The sample of tests that `make test` runs: every test function, with a few of its combinations of parameters.
 
-A test function with several parameters runs once for each combination in `make test-all`. The sample
-has one combination for every value ("each-choice coverage", Ammann and Offutt 1994), so that
-every family, option and dtype is in it.
+A test function with several parameters runs once for each combination in `make test-all`. Of the
+combinations that together have every value once ("each-choice coverage", Ammann and Offutt 1994),
+the sample has at most `MOST`, evenly spread.
 """
 
 from collections.abc import Iterable, Sequence
 
 import pytest
+
+MOST = 6
+"""Combinations of one test function."""
 
 
 def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
@@ -19,14 +22,19 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def _beyond_each_choice(grid: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return all items of a grid but those of a greedy cover of the parameters' values."""
+    """Return all items of a grid but `MOST` of those of a greedy cover of the parameters' values."""
     values = {item: _values(item) for item in grid if hasattr(item, "callspec")}
     missing = set().union(*values.values())
     rest = list(values)
+    cover: list[pytest.Item] = []
     while missing:
         chosen = max(rest, key=lambda item: len(values[item] & missing))
         missing -= values[chosen]
         rest.remove(chosen)
+        cover.append(chosen)
+    if len(cover) > MOST:
+        kept = {cover[round(place * (len(cover) - 1) / (MOST - 1))] for place in range(MOST)}
+        rest += [item for item in cover if item not in kept]
     return rest
 
 

@@ -76,6 +76,7 @@ def test_generate(trained: tuple[str, tuple[str, ...]], direction: str) -> None:
     assert sum(line.startswith("H-") for line in ours.stdout.splitlines()) == 40
 
 
+@pytest.mark.slow
 def test_interactive(trained: tuple[str, tuple[str, ...]]) -> None:
     _, named = trained
     text = "This is a house.\nHe said that it was good.\nWhere are they?\n"

@@ -505,6 +505,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -607,6 +608,7 @@ def test_by_itself_where_there_are_threads(corpus: Path, command: str) -> None:
     assert "one process translates: Sampling may depend on the batches before" in found
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_and_cannot_be(corpus: Path) -> None:
     command = (
         "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,

@@ -364,6 +364,7 @@ def server(log: Path) -> Iterator[str]:
     assert process.wait(90) == 0
 
 
+@pytest.mark.slow
 def test_server(server: str, alone: list[str]) -> None:
     async def ask() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=server, timeout=60) as client:
@@ -386,6 +387,7 @@ def test_server(server: str, alone: list[str]) -> None:
         assert (full.status_code, full.headers["Retry-After"]) == (503, "7")
 
 
+@pytest.mark.slow
 def test_a_client_of_openai_s_streams(server: str, alone: list[str]) -> None:
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
@@ -401,6 +403,7 @@ def test_a_client_of_openai_s_streams(server: str, alone: list[str]) -> None:
     client.close()
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_its_stream_frees_its_text(server: str) -> None:
     long = {"text": " ".join(TEXTS[:8]), "options": {"num_beams": 6, "max_new_tokens": 200, "min_new_tokens": 200}}
     with httpx.Client(base_url=server, timeout=60) as client:
@@ -414,6 +417,7 @@ def test_a_client_that_leaves_its_stream_frees_its_text(server: str) -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_metrics_and_access_log(server: str, log: Path) -> None:
     with httpx.Client(base_url=server, timeout=60) as client:
         assert client.post("/generate", json={"text": TEXTS[0]}).status_code == 200
@@ -430,6 +434,7 @@ def test_metrics_and_access_log(server: str, log: Path) -> None:
     assert not re.search(r"(GET|POST) / ", log.read_text())
 
 
+@pytest.mark.slow
 def test_waiting_texts_of_a_client_that_leaves_are_dropped(server: str) -> None:
     long = {"texts": [text * 2 for text in TEXTS], "options": {"num_beams": 6, "max_new_tokens": 100}}
 
