@@ -6,6 +6,7 @@
 #   N=1000              how many calls the fuzz compares
 #   TRANSFORMERS=5.25.0 the release that `make newest` tests (default: the newest that pip finds)
 #   WITH="..."          packages that the release needs in other versions than the environment's
+#   PART=2, OUT=path    which ten minutes of `make gpu` (default: 1), and the folder of its results
 #   TORCH=cpu|default   PyTorch's CPU build, or the build that pip takes by itself (default: by machine)
 #   ARGS="..."          further arguments for the command of demo, bench, bench-ops, paper, plot, fuzz; PYTEST="..." for the tests
 
@@ -17,6 +18,7 @@ PYTEST ?= -n auto --maxprocesses=8 --dist loadfile --no-loadscope-reorder
 OLDEST := 5.17.0
 FAIRSEQ := fairseq==0.12.2
 N ?= 1000
+PART ?= 1
 
 # `origin` tells whether VENV was named by the user or comes from the line above.
 ifndef ENV_READY
@@ -74,22 +76,8 @@ cuda: $(READY)
 test-gpu: cuda  ## the tests that need a CUDA device
 	$(RUN) -m pytest -m gpu
 
-# All of it runs, whatever fails before it, and the exit status says whether anything has.
-gpu: cuda  ## all that a GPU machine is for: its tests, the operations, whole calls
-	@status=0; run() { echo "+ $$*"; "$$@" || status=1; }; \
-	export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"; bench="run $(PY) -m benchmarks --device cuda"; \
-	run $(MAKE) --no-print-directory test-gpu; \
-	run $(PY) -m benchmarks.ops --device cuda; \
-	run $(PY) -m benchmarks.ops --device cuda --dtype bfloat16; \
-	run $(PY) -m benchmarks.launches --device cuda; \
-	$$bench --dtype bfloat16 --rounds 3 --case gpu_bart_large gpu_bart_one gpu_t5_base gpu_gpt2 gpu_best_batch gpu_step_time refill graphs; \
-	$$bench --dtype bfloat16 --rounds 5 --peer compiled --case greedy greedy_one; \
-	$$bench --rounds 3 --case bart_large gpt2 t5_base marian_base trained kv_memory; \
-	if $(PY) -c 'import fastgen, fairseq' 2>/dev/null; then \
-	  $$bench --dtype float16 --rounds 3 --case fairseq_iwslt fairseq_big fairseq_bart fairseq_one fairseq_command; \
-	else echo "fairseq is not installed here: its cases are left out"; fi; \
-	run $(PY) -m benchmarks.paper --device cuda --dtype bfloat16; \
-	exit $$status
+gpu: cuda  ## ten minutes of tests and benchmarks on a GPU: PART=1 (what to run first), 2 or 3, into OUT
+	$(RUN) -m benchmarks.gpu --part $(PART) $(if $(OUT),--out '$(OUT)') $(ARGS)
 
 check: $(READY)  ## ruff (format, lint), pyright, and the workflows of .github
 	$(RUN) -m ruff format --check

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import CASES
-from benchmarks.run import RESULTS, hardware
+from benchmarks.run import RESULTS, hardware, write_whole
 
 SHORT, LONG = 8, 24
 
@@ -106,11 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ours = per_step(model, case, args.device)
         results[name] = {"stock": stock, "fastgen": ours}
         print(f"{name:<14}{stock:>8.0f} -> {ours:>6.0f} per decode step", flush=True)
+        data = {"kind": "launches", "environment": environment(), "scale": args.scale, "result": results}
+        write_whole((args.out or RESULTS / hardware(args.device)) / "launches.json", data)
         del model
-    folder = args.out or RESULTS / hardware(args.device)
-    folder.mkdir(parents=True, exist_ok=True)
-    data = {"kind": "launches", "environment": environment(), "scale": args.scale, "result": results}
-    (folder / "launches.json").write_text(json.dumps(data, indent=1) + "\n", "utf-8")
     return 0
 
 

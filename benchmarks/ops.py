@@ -12,7 +12,6 @@ benchmarks/results/<hardware>/. The exit status is 1 if any output differed.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.run import RESULTS, hardware, positive
+from benchmarks.run import RESULTS, hardware, positive, write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -522,8 +521,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{'operation':<62}{'without':>11}{'fastgen':>11}{'ratio':>8}{'GB/s':>7}{'of copy':>8}"
     )
     results: dict[str, Any] = {}
+    place = environment()
+    name = f"ops{'' if args.dtype == 'float32' else f'_{args.dtype}'}.json"
     for row in chosen:
         found = results[row.name] = measure(row, rig, args.rounds, args.seconds, bandwidth)
+        data = {
+            "kind": "ops",
+            "environment": place,
+            "arguments": {name: value for name, value in vars(args).items() if name != "out"},
+            "copy_gb_per_s": bandwidth / 1e9,
+            "paths": {f"{op} {path}": count for (op, path), count in sorted(calls.items())},
+            "result": results,
+        }
+        write_whole((args.out or RESULTS / hardware(args.device)) / name, data)
         if not found["equal"]:
             print(f"{row.name:<62}outputs differ, no speed given: {found['note']}", flush=True)
             continue
@@ -533,18 +543,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{found['gb_per_s']:>7.0f}{found['share_of_copy']:>8.0%}{missed}",
             flush=True,
         )
-    folder = args.out or RESULTS / hardware(args.device)
-    file = folder / f"ops{'' if args.dtype == 'float32' else f'_{args.dtype}'}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    data = {
-        "kind": "ops",
-        "environment": environment(),
-        "arguments": {name: value for name, value in vars(args).items() if name != "out"},
-        "copy_gb_per_s": bandwidth / 1e9,
-        "paths": {f"{op} {path}": count for (op, path), count in sorted(calls.items())},
-        "result": results,
-    }
-    file.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
     return 0 if all(found["equal"] for found in results.values()) else 1
 
 

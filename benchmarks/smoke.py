@@ -1,0 +1,194 @@
+"""Look closely at one model on one device, in a minute: what runs, how long a step takes, and what a step is made of.
+
+    python -m benchmarks.smoke --device cuda --look machine call profile exact
+
+- machine: versions, the device, the bandwidth of a copy and the rate of a matrix product;
+- call: BART-large's shape in bfloat16, one sentence and 32: seconds of the first call (kernels are compiled), graphs
+  captured, what was left off and why, a decode step's time beside its floor, and how far the logits are off;
+- profile: the kernels of some decode steps (profile_batch1.txt, profile_batch32.txt);
+- exact: tokens in float32, beside the unpatched toolkit's.
+
+smoke.json is written anew after each look, so that nothing is lost if a later one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastgen
+from benchmarks.cases import CASES, Case
+from benchmarks.kv import last_report
+from benchmarks.ops import copy_bandwidth
+from benchmarks.run import RESULTS, begin, hardware, write_whole
+from benchmarks.runners import Session
+from benchmarks.step_time import floor, product_rate
+from fastgen.cli.measure import environment
+from fastgen.models import graph
+
+LOOKS = ("machine", "call", "profile", "exact")
+NEW_TOKENS, PROFILED = 40, 8
+
+
+class Looks:
+    """The looks at one machine, each a method of its name that returns JSON-ready data.
+
+    Args:
+        out: where the tables of profiles go.
+    """
+
+    def __init__(self, session: Session, out: Path) -> None:
+        self.session, self.out = session, out
+        self._models: dict[torch.dtype, Any] = {}
+
+    def machine(self) -> Iterator[tuple[str, Any]]:
+        device, session = self.session.device, self.session
+        found: dict[str, Any] = {"copy_bytes_per_s": copy_bandwidth(device), "flop_per_s": product_rate(session)}
+        if device.startswith("cuda"):
+            properties = torch.cuda.get_device_properties(device)
+            found |= {"multiprocessors": properties.multi_processor_count, "bytes": properties.total_memory}
+            found["nvidia_smi"] = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
+        yield "machine", found
+
+    def call(self) -> Iterator[tuple[str, Any]]:
+        bandwidth, rate = copy_bandwidth(self.session.device), product_rate(self.session)
+        for case in self._cases():
+            model = self._model(case, self.session.dtype)
+            inputs, options = case.inputs(model), case.generate_options
+            seconds = []
+            with captures() as captured:
+                for _ in range(3):
+                    began = time.perf_counter()
+                    model.generate(**inputs, **options)
+                    self.session.synchronize()
+                    seconds.append(time.perf_counter() - began)
+                    captured.append("|")
+            report = last_report()
+            steps = [] if report is None else [s for _, s in report.steps[:-1]]
+            least = [floor(model, case, t, bandwidth, rate) for t in range(1, len(steps) + 1)]
+            yield f"call_batch{case.batch}", {
+                "seconds": seconds,
+                "captured": " ".join(captured),
+                "plan": report and asdict(report.plan),
+                "step_seconds": steps,
+                "over_floor": statistics.median(s / f for s, f in zip(steps, least, strict=True)) if steps else None,
+            }  # fmt: skip
+
+    def profile(self) -> Iterator[tuple[str, Any]]:
+        from torch.profiler import ProfilerActivity, profile
+
+        on_gpu = self.session.device.startswith("cuda")
+        activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+        for case in self._cases():
+            model = self._model(case, self.session.dtype)
+            tables, counts = {}, []
+            for tokens in (PROFILED, 2 * PROFILED):
+                sized = replace(case, new_tokens=tokens)
+                inputs, options = sized.inputs(model), sized.generate_options
+                model.generate(**inputs, **options)
+                with profile(activities=activities) as profiler:
+                    model.generate(**inputs, **options)
+                    self.session.synchronize()
+                events = profiler.key_averages()
+                counts.append(sum(event.count for event in events))
+                key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+                tables[tokens] = events.table(sort_by=key, row_limit=60, max_name_column_width=100)
+            file = self.out / f"profile_batch{case.batch}.txt"
+            file.write_text("\n\n".join(f"{tokens} new tokens\n{table}" for tokens, table in tables.items()), "utf-8")
+            yield (
+                f"profile_batch{case.batch}",
+                {"launches_per_step": (counts[1] - counts[0]) / PROFILED, "table": file.name},
+            )
+
+    def exact(self) -> Iterator[tuple[str, Any]]:
+        self._models.clear()
+        for case in self._cases():
+            model = self._model(case, torch.float32)
+            inputs, options = case.inputs(model), case.generate_options
+            with fastgen.disabled():
+                stock = model.generate(**inputs, **options)
+            found = model.generate(**inputs, **options)
+            same = [a == b for a, b in zip(stock.tolist(), found.tolist(), strict=True)]
+            yield f"exact_batch{case.batch}", {"equal": all(same), "sentences": len(same), "equal_sentences": sum(same)}
+
+    def _cases(self) -> Iterator[Case]:
+        case = CASES["gpu_bart_large"].tiny() if self.session.tiny else CASES["gpu_bart_large"]
+        for batch in (1, case.batch):
+            yield replace(case, batch=batch, new_tokens=min(case.new_tokens, NEW_TOKENS))
+
+    def _model(self, case: Case, dtype: torch.dtype) -> Any:
+        if dtype not in self._models:
+            assert case.shape is not None
+            self._models[dtype] = case.shape.build(dtype, self.session.device)
+        return self._models[dtype]
+
+
+@contextmanager
+def captures() -> Iterator[list[str]]:
+    """Within it, the functions that are captured as CUDA graphs are noted by name."""
+    names, capture = list[str](), graph.capture
+
+    def noted(function: Any, *args: Any) -> Any:
+        names.append(getattr(getattr(function, "func", function), "__name__", "?").lstrip("_"))
+        return capture(function, *args)
+
+    graph.capture = noted
+    try:
+        yield names
+    finally:
+        graph.capture = capture
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Take the looks that the arguments name; return 1 if one failed or found other tokens."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.smoke", description=(__doc__ or "").split("\n\n", 1)[0])
+    parser.add_argument("--look", nargs="+", choices=LOOKS, default=LOOKS, metavar="NAME", help="default: all")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    parser.add_argument(
+        "--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the looks themselves"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    args = parser.parse_args(argv)
+    begin(None)
+    folder = args.out or RESULTS / hardware(args.device)
+    folder.mkdir(parents=True, exist_ok=True)
+    looks = Looks(Session(args.device, torch.bfloat16, tiny=args.scale == "tiny"), folder)
+    results: dict[str, Any] = {}
+    well = True
+    for look in args.look:
+        try:
+            for key, found in getattr(looks, look)():
+                results[key] = found
+                well &= found.get("equal", True)
+                print(
+                    key,
+                    {name: value for name, value in found.items() if name not in ("step_seconds", "nvidia_smi")},
+                    flush=True,
+                )
+                _save(folder, args.look, results)
+        except Exception as error:  # the other looks are worth having
+            traceback.print_exc()
+            results[look] = {"error": f"{type(error).__name__}: {error}"}
+            well = False
+            _save(folder, args.look, results)
+    return 0 if well else 1
+
+
+def _save(folder: Path, looks: Sequence[str], results: dict[str, Any]) -> None:
+    name = "machine" if list(looks) == ["machine"] else "smoke"
+    write_whole(folder / f"{name}.json", {"kind": "smoke", "environment": environment(), "result": results})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
