@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastgen.cli.measure import agrees
+
 ROOT = Path(__file__).resolve().parents[1]
 STOCK, FASTGEN, PEER, GOAL = "#9a9a9a", "#1f6fb2", "#d98a29", "#b3261e"
 Data = dict[str, dict[str, Any]]
@@ -116,11 +118,12 @@ def fairseq_speed(data: Data) -> Any:
 
 def _speed(data: Data, kinds: tuple[str, ...], toolkit: str) -> Any:
     """Bars of some kinds of cases. Those whose outputs differed are left out."""
-    rows = {name: d for name, d in data.items() if d["kind"] in kinds and d["result"]["equal"]}
+    rows = {name: d for name, d in data.items() if d["kind"] in kinds and agrees(d["result"])}
     if not rows:
         return None
+    same = "same output" if all(d["result"]["equal"] for d in rows.values()) else "output equal or within rounding"
     figure, (ax,) = _axes(
-        f"Speed-up over unpatched {toolkit}, same output\n{_where(rows, toolkit)}", (7, 1.2 + len(rows) / 2)
+        f"Speed-up over unpatched {toolkit}, {same}\n{_where(rows, toolkit)}", (7, 1.2 + len(rows) / 2)
     )
     for y, d in enumerate(rows.values()):
         result = d["result"]
@@ -138,7 +141,7 @@ def _speed(data: Data, kinds: tuple[str, ...], toolkit: str) -> Any:
 
 def peer(data: Data) -> Any:
     """Seconds of stock, fastgen and the peer side by side."""
-    rows = {name: d for name, d in data.items() if d["kind"] == "peer" and d["result"]["equal"]}
+    rows = {name: d for name, d in data.items() if d["kind"] == "peer" and agrees(d["result"])}
     if not rows:
         return None
     colours = {"stock": STOCK, "fastgen": FASTGEN}
@@ -256,7 +259,7 @@ def step_time(data: Data) -> Any:
     if not rows:
         return None
     result = next(iter(rows.values()))["result"]
-    cells = [cell for cell in result["cells"].values() if cell["equal"]]
+    cells = [cell for cell in result["cells"].values() if agrees(cell)]
     names = {"new_tokens": "generated tokens", "batch": "sentences", "beams": "beams", "source": "source tokens"}
     sizes = ", ".join(f"{result['sizes'][key]} {text}" for key, text in names.items() if key != "new_tokens")
     figure, axes = _axes(f"Time of a decode step; else {sizes}\n{_where(rows)}", (13, 3.4), len(names))

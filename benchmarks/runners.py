@@ -75,7 +75,7 @@ def pair(case: Case, model: Any, session: Session, **how: Any) -> dict[str, Any]
     result = compared(
         model, inputs, options, case.batch * case.new_tokens, session, session.rounds or case.rounds, **how
     )
-    if result["equal"] and not how:
+    if measure.agrees(result) and not how:
         stock, patched = both(lambda: model.generate(**inputs, **options))
         result["peak_bytes"] = {
             "stock": measure.peak_memory(stock, session.device),
@@ -106,7 +106,7 @@ def run_best_batch(case: Case, session: Session) -> dict[str, Any]:
     model = case.shape.build(session.dtype, session.device)
     rounds: dict[str, dict[int, list[float]]] = {"stock": {}, "fastgen": {}}  # seconds per sentence, by batch
     full: set[str] = set()
-    ties, hits = 0, Hits()
+    ties, apart, hits = 0, "", Hits()
     for size in case.grid["batch"]:
         sized = replace(case, batch=size)
         inputs, options = sized.inputs(model), sized.generate_options
@@ -127,17 +127,26 @@ def run_best_batch(case: Case, session: Session) -> dict[str, Any]:
             rounds[name][size] = [seconds / size for (seconds,) in times]
             session.say(f"{name:<8}{size:>4} sentences: {1 / statistics.median(rounds[name][size]):.1f} per second")
         if not full:
-            verdict = Agreement(model, inputs, options)(*outputs)
+            try:
+                verdict = Agreement(model, inputs, options)(*outputs)
+            except torch.OutOfMemoryError:  # no time without a comparison
+                session.say(f"{size} sentences: no memory to compare the outputs in")
+                for found in rounds.values():
+                    del found[size]
+                fastgen.release()
+                continue
             ties += verdict.near_ties
-            if not verdict.equal:
-                return Outcome(False, ties, note=f"batch of {size}: {verdict.note}").to_dict() | hits.since()
+            apart = apart if verdict.equal else f"batch of {size}: {verdict.note}"
+            if not verdict.agrees:
+                return Outcome(False, ties, note=apart).to_dict() | hits.since()
     if not all(rounds.values()):
         return Outcome(False, ties, note=f"no batch fits: {case.grid['batch']}").to_dict()
     best = {
         name: min(found, key=lambda size, found=found: statistics.median(found[size])) for name, found in rounds.items()
     }
     pairs = list(zip(*(rounds[name][size] for name, size in best.items()), strict=True))
-    outcome = Outcome(True, ties, pairs, *measure.paired_ratio(*zip(*pairs, strict=True)))
+    ratio = measure.paired_ratio(*zip(*pairs, strict=True))
+    outcome = Outcome(not apart, ties, pairs, *ratio, apart, within_noise=bool(apart))
     medians = {name: {size: statistics.median(one) for size, one in found.items()} for name, found in rounds.items()}
     return outcome.to_dict() | hits.since() | {"best_batch": best, "seconds_per_sentence": medians}
 
@@ -176,7 +185,7 @@ def both(call: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], Any]]
 def figures(outcome: Outcome, tokens: int) -> dict[str, Any]:
     """Return an outcome with tokens per second of both; no speed where the outputs differ."""
     result = outcome.to_dict()
-    if outcome.equal:
+    if outcome.agrees:
         result["tokens"] = tokens
         result["tokens_per_second"] = {
             "stock": tokens / outcome.baseline_seconds,
@@ -305,7 +314,7 @@ def run_text(case: Case, session: Session) -> dict[str, Any]:
     outcome = measure.compare(stock, patched, session.rounds or case.rounds, same, synchronize=session.synchronize)
     generated = sum(int((ids[:, 1:] != model.config.pad_token_id).sum()) for ids in last[1])
     result = figures(outcome, generated) | hits.since() | {"sentences": what.sentences}
-    if outcome.equal:
+    if outcome.agrees:
         texts = [[what.tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in outputs] for outputs in last]
         result["identical_text"] = texts[0] == texts[1]
         result["steps"] = {"fastgen": steps, "stock": stock_steps(model, batches, options, session)}
@@ -377,9 +386,10 @@ def _as_it_is() -> Iterator[None]:
 
 def outcome_text(result: dict[str, Any]) -> str:
     """Return what a result says in one line; a speed only where the outputs agree."""
-    if not result["equal"]:
+    if not measure.agrees(result):
         return f"OUTPUTS DIFFER: {result['note']}"
     ties = f", {result['near_ties']} near ties" if result["near_ties"] else ""
+    ties += "" if result["equal"] else f", within rounding: {result['note']}"
     ran = "" if result.get("hits", True) else ", fastgen did not run"
     interval = f"[{result['low']:.2f}, {result['high']:.2f}]"
     seconds = f"{result['baseline_seconds']:.3f} s -> {result['candidate_seconds']:.3f} s"

@@ -17,6 +17,7 @@ import torch
 from benchmarks.kv import last_report
 from benchmarks.ops import copy_bandwidth
 from benchmarks.runners import Session, outcome_text, pair, stock_steps
+from fastgen.cli.measure import agrees
 from fastgen.ops import linear
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def run_step_time(case: Case, session: Session) -> dict[str, Any]:
         for value in values:
             cell = replace(case, **{name: value})
             found = pair(cell, model, session, precision=1.0, budget=0.0)  # no speed without the same output
-            if found["equal"]:
+            if agrees(found):
                 found["steps"] = _steps(cell, model, session)
                 found["floor"] = [floor(model, cell, t, bandwidth, rate) for t in range(1, cell.new_tokens - 1)]
                 found["over_floor"] = {side: _over(steps, found["floor"]) for side, steps in found["steps"].items()}

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fastgen.cli.measure import agrees
+
 RESULTS = Path(__file__).parent / "results"
 MEGA = 2**20
 SPACE = "\N{NO-BREAK SPACE}"
-DIFFER = "outputs differ"
+DIFFER, ROUNDED = "outputs differ", "differs within rounding"
 MACHINES = {"cpu-zen5": f"Zen{SPACE}5", "cpu": f"Zen{SPACE}4", "cpu-avx2": f"Zen{SPACE}3", "cpu-intel": "Intel"}
 """What the tables call the machine of a folder of results; others go by the folder's name."""
 WHOLE_CALLS = ("generate", "best_batch", "text", "fairseq", "command")
@@ -50,7 +52,7 @@ def headline() -> str:
     found = {name: data["result"] for name, data in _results(*WHOLE_CALLS)}
     for name, data in _results("peer"):  # where a case was measured in turn with a third system alone
         peer = data["arguments"]["peer"]
-        ratio = data["result"]["over"]["stock"] | {"equal": data["result"]["equal"]}
+        ratio = data["result"]["over"]["stock"] | {"equal": agrees(data["result"])}
         found.setdefault(name.replace(f"_{peer}.json", ".json"), ratio)
     places = _places(found)
     rows = ((text, *(_times(found.get(f"{place}/{case}.json")) for place in places)) for case, text in cases.items())
@@ -85,10 +87,10 @@ def _cell(data: dict[str, Any] | None) -> str:
     if data is None:
         return NONE
     result = data["result"]
-    if not result["equal"]:
+    if not agrees(result):
         return DIFFER
     seconds = f"{result['baseline_seconds']:.3g} → {result['candidate_seconds']:.3g} s".replace(" ", SPACE)
-    return f"**{result['ratio']:.2f}** {_interval(result)}<br>{seconds}"
+    return f"**{result['ratio']:.2f}** {_interval(result)}<br>{seconds}{'' if result['equal'] else f'<br>{ROUNDED}'}"
 
 
 def peers() -> str:
@@ -99,13 +101,13 @@ def peers() -> str:
     for file, data in _results("peer"):
         result, peer = data["result"], data["arguments"]["peer"]
         first = (f"`{data['case'].removeprefix('trained_')}`", _where(file), names[peer])
-        if not result["equal"]:
+        if not agrees(result):
             rows.append((*first, *[""] * 3, DIFFER))
             continue
         seconds = ", ".join(f"{result['systems'][name]:.3g}" for name in ("stock", peer, "fastgen"))
         over = (_ratio(result["over"][name] | {"equal": True}) for name in ("stock", peer))
         same = result.get("same_texts", {}).get(peer)
-        texts = "all tokens" if same is None else f"{same} of {result['sentences']}"
+        texts = f"{same} of {result['sentences']}" if same is not None else "all tokens" if result["equal"] else ROUNDED
         rows.append((*first, seconds, *over, texts))
     return table(head, rows)
 
@@ -176,13 +178,13 @@ def _ratios(kind: str, title: str, shown: Callable[[str], bool] = lambda name: T
 
 
 def _ratio(found: dict[str, Any]) -> str:
-    if not found["equal"]:
+    if not agrees(found):
         return DIFFER
     return f"{found['ratio']:.2f} {_interval(found)}{'' if found.get('hits', True) else ' aside'}"
 
 
 def _times(result: dict[str, Any] | None) -> str:
-    return NONE if result is None else f"{result['ratio']:.1f}" if result["equal"] else DIFFER
+    return NONE if result is None else f"{result['ratio']:.1f}" if agrees(result) else DIFFER
 
 
 def _interval(found: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Whether two outputs of `generate` agree: equal, or apart only by near ties.
 
 Floating point lets two correct programs choose differently where two candidates score the same to within rounding.
-That must not pass for an error, nor an error for that: so the toolkit's own search is replayed from its scores.
+That must not pass for an error, nor an error for that: so the toolkit's own search is replayed from its scores. In half
+precision, where texts part within a few tokens, the errors of the logits are compared instead.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import fastgen
 from fastgen.cli.measure import Verdict
+from fastgen.cli.noise import HALVES, Noise, noise
 from fastgen.decoding.margin import NEAR_TIE, closest_decision, end_tokens, prompt_length, up_to_end
 
 
@@ -25,6 +27,7 @@ class Agreement:
     def __init__(self, model: Any, inputs: dict[str, Tensor], options: dict[str, Any]) -> None:
         self.model, self.inputs, self.options = model, inputs, options
         self._known: dict[tuple, Verdict] = {}
+        self._noise: Noise | None = None
 
     def __call__(self, stock: Tensor, other: Tensor) -> Verdict:
         if stock.shape == other.shape and torch.equal(stock, other):
@@ -37,6 +40,8 @@ class Agreement:
         return self._known[known]
 
     def _judge(self, stock: Tensor, other: Tensor) -> Verdict:
+        if self.model.dtype in HALVES:
+            return self._judge_by_noise(stock, other)
         found = margins(self.model, self.inputs, self.options, stock, other)
         if not found:
             return Verdict(False, note="what follows the end tokens differs")
@@ -44,6 +49,14 @@ class Agreement:
         worst, ties = max(found, key=found.__getitem__), sum(margin < limit for margin in found.values())
         note = f"{len(found)} of {len(stock)} sequences differ, largest margin {found[worst]:.1e} (sequence {worst})"
         return Verdict(ties == len(found), ties, note)
+
+    def _judge_by_noise(self, stock: Tensor, other: Tensor) -> Verdict:
+        if self._noise is None:
+            self._noise = noise(self.model, self.inputs, self.options)
+        padded = torch.nn.utils.rnn.pad_sequence([*stock, *other], batch_first=True, padding_value=-1)
+        apart = int((padded[: len(stock)] != padded[len(stock) :]).any(1).sum())
+        note = f"{apart} of {len(stock)} sequences differ, {self._noise}"
+        return Verdict(False, note=note, within_noise=self._noise.explains)
 
 
 def margins(
@@ -72,4 +85,5 @@ def all_agree(agreements: Sequence[Agreement], stock: Sequence[Tensor], other: S
     """Return the verdict on several batches."""
     verdicts = [judge(a, b) for judge, a, b in zip(agreements, stock, other, strict=True)]
     notes = "; ".join(f"batch {i}: {v.note}" for i, v in enumerate(verdicts) if v.note)
-    return Verdict(all(v.equal for v in verdicts), sum(v.near_ties for v in verdicts), notes)
+    equal, agree = (all(getattr(v, name) for v in verdicts) for name in ("equal", "agrees"))
+    return Verdict(equal, sum(v.near_ties for v in verdicts), notes, within_noise=agree and not equal)

@@ -117,7 +117,7 @@ def _lines(cell: Cell, minutes: float) -> list[str]:
     start, outcome = f"{cell.beams:5}{cell.batch:7}", cell.outcome
     if outcome is None:
         return [f"{start}  not measured: {cell.problem or f'the {minutes:g} minutes are over'}"]
-    if not outcome.equal:
+    if not outcome.agrees:
         figures, says = f"{'-':>12}{'-':>10}{'-':>15}{'-':>16}", f"DIFFERS: {outcome.note}"
     else:
         speeds = "".join(
@@ -127,7 +127,8 @@ def _lines(cell: Cell, minutes: float) -> list[str]:
         spread = f"{outcome.low:.2f} to {outcome.high:.2f}" if len(outcome.rounds) > 1 else "one round"
         figures = f"{speeds}{outcome.ratio:15.2f}{spread:>16}"
         ties = f", near ties: {outcome.near_ties}" if outcome.near_ties else ""
-        says = f"the same (rounds: {len(outcome.rounds)}{ties})"
+        same = "the same" if outcome.equal else f"within rounding: {outcome.note}"
+        says = f"{same} (rounds: {len(outcome.rounds)}{ties})"
     notes = cell.notes() if cell.ran else ["fastgen's loops did not run", *cell.notes()]
     return [f"{start}{figures}  {says}", *(f"{'':14}{note}" for note in notes)]
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastgen.cli.measure import agrees
+
 _STOCK, _FASTGEN = "#9a9a9a", "#1f6fb2"
 
 
 def draw(data: dict[str, Any]) -> Any:
-    """Return a matplotlib figure of the cells whose outputs are the same; None where there is none."""
+    """Return a matplotlib figure of the cells whose outputs agree; None where there is none."""
     from matplotlib.figure import Figure
 
-    cells = [cell for cell in data["cells"] if cell["outcome"] and cell["outcome"]["equal"]]
+    cells = [cell for cell in data["cells"] if cell["outcome"] and agrees(cell["outcome"])]
     if not cells:
         return None
     figure = Figure(figsize=(7, 1.4 + 0.4 * len(cells)), layout="constrained")

@@ -43,7 +43,7 @@ class Cell:
     @property
     def good(self) -> bool:
         """Whether there is nothing to complain of; no time is no complaint."""
-        return self.outcome.equal if self.outcome is not None else not self.problem
+        return self.outcome.agrees if self.outcome is not None else not self.problem
 
     @property
     def ran(self) -> bool:
@@ -108,7 +108,7 @@ def measure(
     before = counts()
     try:
         outcome = compared(1)  # warms up
-        if outcome.equal:
+        if outcome.agrees:
             left = seconds - (time.perf_counter() - begin)
             outcome = compared(max(1, min(rounds, int(left / sum(outcome.rounds[0])))))
     except Exception as error:  # what a model raises is its own affair, and no other cell's

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,24 +40,32 @@ class Verdict:
         equal: the outputs agree, exactly or apart from near ties.
         near_ties: how many parts of the output (sentences) differ only by a near tie.
         note: what differs, in words.
+        within_noise: they differ, and half precision's rounding explains it (`fastgen.cli.noise`).
     """
 
     equal: bool
     near_ties: int = 0
     note: str = ""
+    within_noise: bool = False
+
+    @property
+    def agrees(self) -> bool:
+        """Whether neither output is wrong: only then does a time say anything."""
+        return self.equal or self.within_noise
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of `compare`. When the outputs differed (`equal` is false) it holds no times and no ratio.
+    """The result of `compare`. When the outputs did not agree it holds no times and no ratio.
 
     Attributes:
-        equal: the outputs agreed in the warm-up and in every round.
+        equal: the outputs were equal in the warm-up and in every round.
         near_ties: the most near ties seen in one round.
         rounds: seconds (baseline, candidate) of each round.
         ratio: median over the rounds of baseline / candidate: above 1 the candidate is faster.
         low, high: bootstrap 95% interval of that median.
         note: what differs, in words.
+        within_noise: where they were not equal, half precision's rounding explains it in all of them.
     """
 
     equal: bool
@@ -67,6 +75,12 @@ class Outcome:
     low: float = math.nan
     high: float = math.nan
     note: str = ""
+    within_noise: bool = False
+
+    @property
+    def agrees(self) -> bool:
+        """Whether there are times: the outputs were equal, or rounding explains what differed."""
+        return self.equal or self.within_noise
 
     @property
     def baseline_seconds(self) -> float:
@@ -87,6 +101,7 @@ class Outcome:
         }
         return {
             "equal": self.equal,
+            "within_noise": self.within_noise,
             "near_ties": self.near_ties,
             "note": self.note,
             **{name: None if math.isnan(value) else value for name, value in figures.items()},
@@ -94,10 +109,11 @@ class Outcome:
         }
 
     def __str__(self) -> str:
-        if not self.equal:
+        if not self.agrees:
             return f"outputs differ, no speed given: {self.note}"
-        ties = f", {self.near_ties} near ties" if self.near_ties else ""
-        return f"{self.ratio:.2f}x [{self.low:.2f}, {self.high:.2f}] over {len(self.rounds)} rounds{ties}"
+        remark = f", {self.near_ties} near ties" if self.near_ties else ""
+        remark += f", outputs differ within rounding: {self.note}" if self.within_noise else ""
+        return f"{self.ratio:.2f}x [{self.low:.2f}, {self.high:.2f}] over {len(self.rounds)} rounds{remark}"
 
 
 def compare(
@@ -125,13 +141,15 @@ def compare(
     Raises:
         ValueError: rounds < 1 or warmup < 0.
     """
-    ties = 0
+    ties, apart = 0, ""
 
     def check(outputs: Sequence[T]) -> str | None:
-        nonlocal ties
+        nonlocal ties, apart
         verdict = same(outputs[0], outputs[1])
         ties = max(ties, verdict.near_ties)
-        return None if verdict.equal else verdict.note or "no details"
+        if not verdict.equal:
+            apart = verdict.note or "no details"
+        return None if verdict.agrees else apart
 
     def enough(times: list[tuple[float, ...]], elapsed: float) -> bool:
         if len(times) < MIN_ROUNDS:
@@ -147,7 +165,7 @@ def compare(
     if difference is not None:
         return Outcome(False, ties, note=difference)
     ratio, low, high = paired_ratio([t[0] for t in times], [t[1] for t in times])
-    return Outcome(True, ties, [(t[0], t[1]) for t in times], ratio, low, high)
+    return Outcome(not apart, ties, [(t[0], t[1]) for t in times], ratio, low, high, apart, within_noise=bool(apart))
 
 
 def interleave(
@@ -218,6 +236,11 @@ def _timed(call: Callable[[], T], synchronize: Callable[[], object] | None) -> t
     finally:
         if enabled:
             gc.enable()
+
+
+def agrees(result: Mapping[str, Any]) -> bool:
+    """Whether a result that was written as JSON has times: `Outcome.agrees`."""
+    return result["equal"] or result.get("within_noise", False)
 
 
 def paired_ratio(baseline: Sequence[float], candidate: Sequence[float], seed: int = 0) -> tuple[float, float, float]:

@@ -83,7 +83,7 @@ def _gap(values: Tensor, kept: int) -> float:
 
 def prompt_length(run: Any) -> int:
     """Return how many tokens of what a search returned it did not generate."""
-    new = run.beam_indices.shape[1] if "beam_indices" in run else len(run.scores)
+    new = run.beam_indices.shape[1] if "beam_indices" in run else len(run.scores or run.logits)
     return run.sequences.shape[1] - new
 
 
