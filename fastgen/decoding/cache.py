@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastgen.models import graph
 from fastgen.models.memory import Memory
 from fastgen.ops.cache import move_sentences_, reorder_rows_, write_slots_
 from fastgen.ops.tables import Table, extend_rows_
@@ -25,9 +26,27 @@ _GROWTH = 64
 """Decode steps for which a buffer gets room at least, when it grows and the text may become that long."""
 
 
-def room_for(steps: int, longest: int) -> int:
-    """Steps to make room for beyond the `steps` that are filled: half as many again, and never beyond `longest`."""
-    return max(1, min(max(_GROWTH, steps // 2), longest - steps))
+_ALIGNED = 16
+"""Slots of which a buffer has a multiple where kernels read it: they load several at once then."""
+
+
+def room_for(steps: int, longest: int, like: Tensor, elements: int) -> int:
+    """Steps to make room for beyond the `steps` that are filled: half as many again, and never beyond `longest`.
+
+    Where what reads the buffer is captured, all up to `longest`, unless that takes too much memory.
+
+    Args:
+        like: a tensor of the buffer's dtype and device.
+        elements: of a step.
+    """
+    left = longest - steps
+    if graph.may_be_roomy(like, longest * elements):
+        return max(1, left)
+    return max(1, min(max(_GROWTH, steps // 2), left))
+
+
+def _aligned(slots: int, like: Tensor) -> int:
+    return -(-slots // _ALIGNED) * _ALIGNED if graph.wanted(like) else slots
 
 
 class Ancestry:
@@ -65,7 +84,8 @@ class Ancestry:
         """Make room for one more token of every beam."""
         filled = self.filled
         if self._visible.shape[2] < filled + self.beams:
-            slots = filled + room_for(self.steps, self.longest) * self.beams
+            elements = self._visible.shape[0] * self.beams**2
+            slots = filled + room_for(self.steps, self.longest, self._visible, elements) * self.beams
             grown = self._visible.new_empty(*self._visible.shape[:2], slots)
             grown[:, :, :filled] = self.visible
             self._visible, self._whole = grown, None
@@ -91,7 +111,8 @@ class Ancestry:
         """
         if self._whole is None:
             sentences, beams, slots = self._visible.shape
-            self.move(self._visible.new_zeros(sentences, beams, prefix + slots), prefix, mask)
+            slots = _aligned(prefix + slots, self._visible)
+            self.move(self._visible.new_zeros(sentences, beams, slots), prefix, mask)
         assert self._whole is not None
         return self._whole
 
@@ -263,9 +284,8 @@ class LayerKV:
         """Append tokens that every beam shares: keys, values (B, Hkv, L, D)."""
         added = keys.shape[2]
         prefix = self.prefix + added
-        self._reserve(
-            keys, values, prefix + room_for(0, self.longest) * self.expected, prefix + self.longest * self.expected
-        )
+        room = room_for(0, self.longest, keys, self._elements(keys) * self.expected)
+        self._reserve(keys, values, prefix + room * self.expected, prefix + self.longest * self.expected)
         assert self._keys is not None
         assert self._values is not None
         self._keys[:, :, self.prefix : self.prefix + added] = keys
@@ -331,7 +351,7 @@ class LayerKV:
         keys, values = self.room
         full = keys.shape[2] < self.prefix + steps
         if full:
-            least = steps + room_for(steps, self.longest)
+            least = steps + room_for(steps, self.longest, keys, self._elements(keys))
             self._reserve(keys, values, self.prefix + least, self.prefix + max(least, self.longest))
         if full or not self._blank:
             for buffer in self.room:
@@ -341,7 +361,8 @@ class LayerKV:
 
     def _grow(self, keys: Tensor, values: Tensor, tokens: int = 1) -> None:
         """Make room for some more steps, of the shape of keys and values; for `tokens` of them at least."""
-        more = room_for(self.steps, self.longest), self.longest - self.steps
+        elements = self._elements(keys) * self.beams
+        more = room_for(self.steps, self.longest, keys, elements), self.longest - self.steps
         least, most = (self.slots + max(tokens, steps) * self.beams for steps in more)
         self._reserve(keys, values, least, most)
 
@@ -395,9 +416,15 @@ class LayerKV:
         What is outgrown is given up: what comes after it is larger, too.
         """
         rows = keys.shape[0] if self._keys is None else self._keys.shape[0]
-        slots = self.memory.room(keys, rows * keys.shape[1] * keys.shape[3], least, most) if least < most else least
+        slots = self.memory.room(keys, self._elements(keys), least, most) if least < most else least
+        slots = _aligned(slots, keys)
         self._keys = self._moved(self._keys, keys, rows, slots)
         self._values = self._moved(self._values, values, rows, slots)
+
+    def _elements(self, keys: Tensor) -> int:
+        """Of a slot of all sentences, whose keys have the shape of new ones, or of those that are there."""
+        rows = keys.shape[0] if self._keys is None else self._keys.shape[0]
+        return rows * keys.shape[1] * keys.shape[3]
 
     def _moved(self, old: Tensor | None, new: Tensor, rows: int, slots: int) -> Tensor:
         """Return a buffer of so many slots that holds what an old one holds, of the shape of new keys or values."""

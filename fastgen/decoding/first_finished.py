@@ -156,7 +156,10 @@ class Attention:
         longest = self.origins.shape[2]
         least = min(step + steps, max(step + 1, longest))
         if least > self.rows.shape[0]:
-            grown = self.rows.new_empty(max(least, step + room_for(step, longest)), *self.rows.shape[1:])
+            elements = self.rows.shape[1:].numel()
+            grown = self.rows.new_empty(
+                max(least, step + room_for(step, longest, self.rows, elements)), *self.rows.shape[1:]
+            )
             grown[: self.rows.shape[0]] = self.rows
             self.rows = grown
 

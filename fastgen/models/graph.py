@@ -8,6 +8,7 @@ Source: NVIDIA, CUDA C++ Programming Guide, CUDA graphs; PyTorch, `torch.cuda.CU
 
 import contextlib
 import functools
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -25,6 +26,23 @@ def wanted(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda" and config.settings().graphs != "off"
 
 
+ROOMY = 2048
+"""One part in so many of a device's memory, up to which a buffer may be made for the longest text at once."""
+
+
+def may_be_roomy(like: Tensor, elements: int) -> bool:
+    """Whether a buffer of so many elements may be larger than a text needs now: a graph holds until its memory moves.
+
+    A model has two of them for each layer, all of which then take a few hundredths of the device's memory.
+    """
+    return wanted(like) and elements * like.element_size() <= _bytes_of(like.device) // ROOMY
+
+
+@functools.cache
+def _bytes_of(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**36
+
+
 class NotCaptured(Exception):
     """A function cannot be captured; it has not run."""
 
@@ -40,6 +58,10 @@ class Place:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self._first = torch.cuda.CUDAGraph()  # as long as it lives, the pool does
         with torch.cuda.stream(self.stream):
+            # cuBLAS makes its workspace for a stream at the first product there: outside of the pool, which would never
+            # get it back.
+            one = torch.ones(1, 1, device=device, dtype=torch.float32)
+            torch.mm(one, one)
             self._first.capture_begin(capture_error_mode="thread_local")
             try:
                 torch.zeros(1, device=device, dtype=torch.float32)
@@ -67,7 +89,9 @@ def capture(function: Callable[[], _T], device: torch.device, place: Place | Non
     assert place is not None
     graph = torch.cuda.CUDAGraph()
     place.stream.wait_stream(torch.cuda.current_stream(device))
+    collects = gc.isenabled()
     try:
+        gc.disable()  # a graph that is collected meanwhile would end the capture
         with torch.cuda.stream(place.stream):
             graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")
             try:
@@ -79,6 +103,9 @@ def capture(function: Callable[[], _T], device: torch.device, place: Place | Non
         if not isinstance(error, Exception):
             raise
         raise NotCaptured(str(error).partition("\n")[0]) from error
+    finally:
+        if collects:
+            gc.enable()
     return graph.replay, result
 
 
