@@ -73,8 +73,17 @@ def main(devices: list[str]) -> None:
         if kernel.hash not in seen:
             seen.add(kernel.hash)
             spills = re.findall(r"(\d+) bytes spill stores", log.getvalue())
-            assert spills, f"the assembler's log does not say what spills: {log.getvalue()}"
-            found.append(said | {"error": None, "shared": kernel.metadata.shared, "spills": sum(map(int, spills))})
+            registers = re.findall(r"Used (\d+) registers", log.getvalue())
+            assert min(len(spills), len(registers)) > 0, f"no use of registers in {log.getvalue()}"
+            ptx = kernel.asm["ptx"]
+            found.append(said | {
+                "error": None,
+                "shared": kernel.metadata.shared,
+                "spills": sum(map(int, spills)),
+                "registers": max(map(int, registers)),
+                "barriers": ptx.count("bar.sync"),
+                "copies": ptx.count("cp.async.cg") + ptx.count("cp.async.ca"),
+            })  # fmt: skip
 
     JITFunction.run, dispatch.INTERPRETED, seen = run, True, set[str]()
     for device in devices:
@@ -95,7 +104,8 @@ def _calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     for dims, (beams, groups) in itertools.product((32, 64, 128, 256), ((4, 1), (4, 8), (8, 8), (16, 8))):
         query = torch.zeros(1, beams, groups, dims, dtype=dtype)
         keys, mask = torch.zeros(1, 1, 1_100, dims, dtype=dtype), torch.zeros(1, 1, beams, 1_100)
-        yield partial(beam_attention.beam_attention, query, keys, keys, mask, 1.0)
+        for seen in (None, torch.tensor([1_000])):  # as captured steps have it
+            yield partial(beam_attention.beam_attention, query, keys, keys, mask, 1.0, seen=seen)
     for b, m, v, k in ((2, 4, 50_264, 8), (1, 16, 262_144, 64), (1, 1, 300, 1)):
         logits, scores = torch.zeros(b, m, v, dtype=dtype), torch.zeros(b, m)
         tokens, banned = torch.zeros(b * m, 40).long(), torch.zeros(b * m, -(-v // 32), dtype=torch.int32)

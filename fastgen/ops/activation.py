@@ -119,7 +119,7 @@ def kind_of(function: Callable[[Tensor], Tensor]) -> str | None:
     )
 
 
-@jit
+@jit("count")
 def _activation_kernel(
     x_ptr, bias_ptr, gate_ptr, y_ptr, count, dims, KIND: constexpr, BIAS: constexpr, GATE: constexpr,
     BLOCK: constexpr,

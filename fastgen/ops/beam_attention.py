@@ -252,7 +252,7 @@ def _beam_attention_triton(
     return out
 
 
-@jit
+@jit("sentences", "beams", "kv_heads", "groups", "chunks")
 def _attention_kernel(
     query_ptr, keys_ptr, values_ptr, mask_ptr, seen_ptr, mixed_ptr, highest_ptr, sum_ptr, sentences, beams, kv_heads,
     groups, chunks, dims, count, length, scale, softcap, query_b, query_m, query_h, query_d, keys_b, keys_h, keys_n,
@@ -281,7 +281,8 @@ def _attention_kernel(
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
-    end = tl.minimum(count, (part + 1) * length)
+    room = tl.minimum(count, (part + 1) * length)
+    end = room
     if COUNTED:
         end = tl.minimum(end, tl.load(seen_ptr)).to(tl.int32)
     for start in range(part * length, end, BLOCK):
@@ -296,7 +297,9 @@ def _attention_kernel(
             scores = (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * softcap
         if MASKED:
             where = (head * mask_h + beam * mask_m)[:, None] + (slot * mask_n)[None, :]
-            scores += tl.load(mask_ptr + where, mask=is_row[:, None] & is_slot[None, :], other=0.0).to(tl.float32)
+            # Up to the end of the room, a multiple of 16: else it would be read one by one, and not ahead of its use.
+            is_there = is_row[:, None] & (slot < room)[None, :]
+            scores += tl.load(mask_ptr + where, mask=is_there, other=0.0).to(tl.float32)
         scores = tl.where(is_slot[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -318,7 +321,7 @@ def _attention_kernel(
     tl.store(mixed_ptr + (at * dims)[:, None] + dim[None, :], mixed.to(mixed_ptr.dtype.element_ty), mask=seen)
 
 
-@jit
+@jit("rows", "parts")
 def _sum_parts_kernel(mixed_ptr, highest_ptr, sum_ptr, out_ptr, rows, parts, dims, PARTS: constexpr, DIMS: constexpr):
     """The attention of one beam and head, from that over the parts of the keys."""
     row = tl.program_id(0).to(tl.int64)

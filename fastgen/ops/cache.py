@@ -127,7 +127,7 @@ def reorder_rows_(table: Tensor, parents: Tensor) -> None:
     )  # fmt: skip
 
 
-@jit
+@jit("beams", "start", "keys_b", "values_b", "new_keys_r", "new_values_r")
 def _write_slots_kernel(
     keys_ptr, values_ptr, new_keys_ptr, new_values_ptr, beams, dims, start, keys_b, keys_h, keys_n, keys_d, values_b,
     values_h, values_n, values_d, new_keys_r, new_keys_h, new_keys_d, new_values_r, new_values_h, new_values_d,
@@ -145,7 +145,7 @@ def _write_slots_kernel(
     tl.store(values_ptr + sentence * values_b + head * values_h + slot * values_n + dim * values_d, values, mask=there)
 
 
-@jit
+@jit("size", "sentence_stride", "head_stride")
 def _move_sentences_kernel(buffer_ptr, to_ptr, origin_ptr, size, sentence_stride, head_stride, BLOCK: constexpr):
     pair, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = head * head_stride + tl.program_id(2).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -154,7 +154,7 @@ def _move_sentences_kernel(buffer_ptr, to_ptr, origin_ptr, size, sentence_stride
     tl.store(buffer_ptr + tl.load(to_ptr + pair) * sentence_stride + at, values, mask=inside)
 
 
-@jit
+@jit("beams", "count", "table_b", "table_m", "parents_b", "parents_m")
 def _reorder_rows_kernel(
     table_ptr, parents_ptr, beams, count, table_b, table_m, table_n, parents_b, parents_m, BEAMS: constexpr,
     BLOCK: constexpr,

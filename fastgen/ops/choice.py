@@ -155,7 +155,7 @@ def _bytes(flags: Tensor) -> Tensor:
     return flags.view(torch.uint8)
 
 
-@jit
+@jit("candidates", "far")
 def _choose_kernel(
     values_ptr, beam_ptr, token_ptr, hits_ptr, scores_ptr, finished_ptr, done_ptr, improvable_ptr, over_ptr, powers_ptr,
     new_tokens_ptr, parents_ptr, tokens_ptr, order_ptr, flags_ptr, candidates, far, never, BEAMS: constexpr,
@@ -227,7 +227,7 @@ def _choose_kernel(
     tl.store(flags_ptr + 3 * sentences + sentence, tl.min(hit.to(tl.int32), 0).to(tl.uint8))
 
 
-@jit
+@jit("sentences")
 def _over_kernel(flags_ptr, over_ptr, sentences, EARLY: constexpr, BLOCK: constexpr):
     """Whether the search is over: the fourth flag, which has said of every sentence whether all its candidates end."""
     sentence = tl.arange(0, BLOCK)
@@ -245,7 +245,7 @@ def _over_kernel(flags_ptr, over_ptr, sentences, EARLY: constexpr, BLOCK: conste
     tl.store(flags_ptr + 3 * sentences, tl.broadcast_to(over.to(tl.uint8), [BLOCK]), mask=inside)
 
 
-@jit
+@jit("candidates", "end")
 def _choose_first_kernel(
     scores_ptr, tokens_ptr, beams_ptr, ignored_ptr, counts_ptr, lengths_ptr, length, running_ptr, chosen_ptr, over_ptr,
     candidates, end, BEAMS: constexpr, SLOTS: constexpr, CANDIDATES: constexpr, LAST: constexpr,

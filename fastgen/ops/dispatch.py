@@ -45,9 +45,13 @@ uncounted: ContextVar[bool] = ContextVar("fastgen_uncounted", default=False)
 """Whether the calls of this context are on tensors without values (`models.footprint`), which are none to count."""
 
 
-def jit(kernel: Callable[..., Any]) -> Any:
-    """Declare a kernel."""
-    return kernel if triton is None else triton.jit(kernel)
+def jit(*varying: str) -> Callable[[Callable[..., Any]], Any]:
+    """Declare a kernel.
+
+    varying: names of its integers that are compiled for no value: Triton compiles a kernel anew for a 1 and for a
+        multiple of 16 in place of another number, which pays for strides and for what ends an aligned load alone.
+    """
+    return lambda kernel: kernel if triton is None else triton.jit(kernel, do_not_specialize=list(varying))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:

@@ -147,7 +147,7 @@ def argmax(logits: Tensor) -> Tensor:
     return 0x7FFFFFFF - (keys.amax(1) & 0xFFFFFFFF)
 
 
-@jit
+@jit()
 def _ordered(value):
     """Floating-point numbers as int32 of the same order; NaN comes first of all."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)  # + 0: both zeros are equal
@@ -155,28 +155,28 @@ def _ordered(value):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@jit
+@jit()
 def _unordered(ordered):
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@jit
+@jit()
 def key_of(value, index):
     """(value, index) as an int64 that sorts by the value, then by the lowest index."""
     return (_ordered(value).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
-@jit
+@jit()
 def value_of(key):
     return _unordered((key >> 32).to(tl.int32))
 
 
-@jit
+@jit()
 def index_of(key):
     return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
 
 
-@jit
+@jit()
 def _tempered(logits_ptr, bias_ptr, token, inside, sharpness, BIAS: constexpr):
     """Logits of a row, biased and tempered; -inf where there are none."""
     value = tl.load(logits_ptr + token, mask=inside, other=float("-inf")).to(tl.float32)
@@ -185,14 +185,14 @@ def _tempered(logits_ptr, bias_ptr, token, inside, sharpness, BIAS: constexpr):
     return value * sharpness
 
 
-@jit
+@jit()
 def _has(mask_ptr, token, inside):
     """Whether a token mask's row has these tokens."""
     words = tl.load(mask_ptr + token // 32, mask=inside, other=0)
     return (words >> (token % 32).to(tl.int32)) & 1 != 0
 
 
-@jit
+@jit()
 def _of_part(
     logits_ptr, bias_ptr, banned_ptr, highest_ptr, sum_ptr, token, inside, sharpness, BIAS: constexpr,
     BANNED: constexpr, SUMMED: constexpr,
@@ -208,7 +208,7 @@ def _of_part(
     return value
 
 
-@jit
+@jit()
 def _part_kernel(
     logits_ptr, bias_ptr, banned_ptr, keys_ptr, highest_ptr, sum_ptr, vocabulary, row_stride, banned_stride, sharpness,
     KEPT: constexpr, BLOCK: constexpr, BIAS: constexpr, BANNED: constexpr, SUMMED: constexpr,
@@ -230,7 +230,7 @@ def _part_kernel(
         key = tl.where(key == best, lowest, key)
 
 
-@jit
+@jit("groups")
 def _group_kernel(
     logits_ptr, bias_ptr, banned_ptr, maxima_ptr, highest_ptr, sum_ptr, vocabulary, groups, row_stride, banned_stride,
     sharpness, GROUP: constexpr, BLOCK: constexpr, BIAS: constexpr, BANNED: constexpr, SUMMED: constexpr,
@@ -249,13 +249,13 @@ def _group_kernel(
     tl.store(maxima_ptr + row * groups + group, maxima, mask=group < groups)
 
 
-@jit
+@jit()
 def _of_beam(values, beam, of):
     """values (BEAMS,) at the beams `of` (SLOTS,)."""
     return tl.sum(tl.where(of[:, None] == beam[None, :], values[None, :], 0.0), 1)
 
 
-@jit
+@jit()
 def _normalised(value, top, rest, WITHOUT_NAN: constexpr):
     """Log-probabilities of logits, whose row's normaliser is top + rest."""
     value = (value - top) - rest
@@ -264,7 +264,7 @@ def _normalised(value, top, rest, WITHOUT_NAN: constexpr):
     return value
 
 
-@jit
+@jit("beams", "parts", "groups", "changes")
 def _merge_kernel(
     logits_ptr, bias_ptr, taken_out_ptr, banned_ptr, scores_ptr, found_ptr, highest_ptr, sum_ptr, tokens_ptr,
     factors_ptr, offsets_ptr, forced_ptr, values_ptr, indices_ptr, normalisers_ptr, beams, vocabulary, parts, groups,

@@ -161,7 +161,7 @@ def _launch(
     )  # fmt: skip
 
 
-@jit
+@jit("n", "length", "starts", "rows_per_text")
 def _ngram_kernel(
     target_ptr, ids_ptr, text_ptr, n, length, starts, vocabulary, rows_per_text, target_stride, token_stride,
     ids_stride, id_stride, text_stride, word_stride, PACKED: constexpr, COUNTED: constexpr, OWN: constexpr,

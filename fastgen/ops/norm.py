@@ -126,7 +126,7 @@ def norm(
     return normalised, total
 
 
-@jit
+@jit()
 def _norm_kernel(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, added_ptr, normalised_ptr, total_ptr, dims, eps, offset,
     BLOCK: constexpr, WEIGHT: constexpr, BIAS: constexpr, RESIDUAL: constexpr, ADDED: constexpr,

@@ -135,14 +135,14 @@ def sample(
     return tokens
 
 
-@jit
+@jit()
 def _ordered(value):
     """Floating-point numbers as int32 of the same order."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@jit
+@jit()
 def _block(row_ptr, start, vocabulary, sharpness, BLOCK: constexpr):
     """One block of a row, tempered; -inf beyond its end."""
     token = start + tl.arange(0, BLOCK)
@@ -150,7 +150,7 @@ def _block(row_ptr, start, vocabulary, sharpness, BLOCK: constexpr):
     return token, value * sharpness
 
 
-@jit
+@jit()
 def _is_left(value, least, highest, min_p, MIN_P: constexpr):
     """Whether tokens are left by top-k, top-p and min-p."""
     left = (_ordered(value) >= least) & (value > float("-inf"))
@@ -159,7 +159,7 @@ def _is_left(value, least, highest, min_p, MIN_P: constexpr):
     return left
 
 
-@jit
+@jit()
 def _sample_kernel(
     logits_ptr, tokens_ptr, seed_ptr, vocabulary, row_stride, sharpness, top_k, top_p, min_p, typical_p,
     TOP_K: constexpr, TOP_P: constexpr, MIN_P: constexpr, TYPICAL_P: constexpr, BLOCK: constexpr,

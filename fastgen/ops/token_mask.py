@@ -66,14 +66,14 @@ def add_tokens_(mask: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     return mask
 
 
-@jit
+@jit()
 def add_bits(mask_ptr, tokens, valid):
     """Set the bits of valid tokens in the row at mask_ptr."""
     bit = (tl.full(tokens.shape, 1, tl.int32) << (tokens % 32).to(tl.int32)).to(tl.int32)
     tl.atomic_or(mask_ptr + tokens // 32, bit, mask=valid)
 
 
-@jit
+@jit()
 def _add_tokens_kernel(
     mask_ptr, tokens_ptr, count, vocabulary, mask_stride, tokens_stride, token_stride, BLOCK: constexpr
 ):
