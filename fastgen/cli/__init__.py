@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from fastgen._version import __version__
-from fastgen.cli import bench, bild, demo, doctor, explain, generate, hook, run, serve, status
+from fastgen.cli import bench, bild, demo, doctor, explain, generate, hook, run, serve, status, warmup
 from fastgen.cli.parser import CommandParser
 from fastgen.errors import CommandError, SetupError
 from fastgen.patches import check
@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": generate,
     "bench": bench,
     "explain": explain,
+    "warmup": warmup,
     "serve": serve,
     "bild": bild,
     "install-hook": hook.install,

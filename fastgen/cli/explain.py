@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     model = models.load_model(args.model, models.usable_device(args.device, None), args.dtype)
     try:
-        explanation = fastgen.explain(model, **_inputs(model, args), **options)
+        explanation = fastgen.explain(model, **placeholders(model, args.batch_size, args.source_tokens), **options)
     except Exception as error:  # `generate` may raise any; a traceback would mean status 1
         problem = f"{type(error).__name__}: {models.first_line(error)}"
         raise CommandError(f"generate would raise {problem}") from error
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if explanation.plan is not None else 1
 
 
-def _inputs(model: Any, args: argparse.Namespace) -> dict[str, Any]:
+def placeholders(model: Any, batch: int, tokens: int) -> dict[str, Any]:
     """Return placeholder sources (B, S) without padding: the plan depends on their shape alone."""
     import torch
 
@@ -79,5 +79,5 @@ def _inputs(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     ends = config.eos_token_id
     special = {config.pad_token_id, *(ends if isinstance(ends, list) else [ends])}
     token = next(token for token in itertools.count() if token not in special)
-    ids = torch.full((args.batch_size, args.source_tokens), token, device=model.device, dtype=torch.int64)
+    ids = torch.full((batch, tokens), token, device=model.device, dtype=torch.int64)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

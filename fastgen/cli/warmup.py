@@ -1,0 +1,84 @@
+"""Compile what the calls of a service will need, before its first user waits for it.
+
+    fastgen warmup MODEL --dtype bfloat16 --batch-size 1 8 32 --source-tokens 32 512 --num-beams 4
+
+On a GPU, the first call of a kind compiles Triton's kernels, which takes seconds; Triton keeps them on
+disk (`~/.triton/cache`, or TRITON_CACHE_DIR), where every later process finds them. Run it once in a
+container's image, or after an update of fastgen, Triton or the driver, with the options of `generate`
+that the service uses. On a CPU there is nothing to compile.
+
+For each batch size and length of sources it generates three times and prints how long each call took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+from fastgen.cli import generation
+from fastgen.cli.explain import PYTHON_ONLY, placeholders
+from fastgen.cli.parser import CommandParser
+from fastgen.corpus import models
+from fastgen.errors import CommandError
+from fastgen.number import COUNT
+
+HELP = "compile what a service's calls will need on a GPU, before its first user waits for it"
+CALLS = 3
+"""The first compiles kernels, the second captures graphs, the third shows what a call takes from then on."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    models.need("transformers")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "fastgen warmup MODEL [option ...]"
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="folder of the model, or its id on the hub; no tokenizer is needed")
+    add("--batch-size", type=COUNT, nargs="+", default=[1, 8], metavar="N", help="sentences in a batch (1 8)")
+    add("--source-tokens", type=COUNT, nargs="+", default=[32, 512], metavar="N",
+        help="tokens in each source or prompt (32 512)")  # fmt: skip
+    add("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"],
+        help="type of the weights (%(default)s)")  # fmt: skip
+    add("--device", help="default: cuda where there is one")
+    generation.arguments(parser)
+    if isinstance(parser, CommandParser):
+        parser.answer({name.replace("_", "-"): hint for name, hint in PYTHON_ONLY.items()})
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate and print; return 1 if fastgen did not run."""
+    models.folder_of(args.model)
+    options = {"max_new_tokens": 32} | generation.given(args, PYTHON_ONLY)
+    from transformers.utils import logging
+
+    from fastgen.cli.cell import LOOPS
+    from fastgen.cli.counts import counts
+
+    logging.disable_progress_bar()
+    model = models.load_model(args.model, models.usable_device(args.device, None), args.dtype)
+    before, said = counts(), f"{'sentences':>9}{'tokens':>8}"
+    print(said + "".join(f"{f'call {i + 1}':>12}" for i in range(CALLS)))
+    for batch, tokens in itertools.product(args.batch_size, args.source_tokens):
+        seconds = [_seconds(model, batch, tokens, options) for _ in range(CALLS)]
+        print(f"{batch:9}{tokens:8}" + "".join(f"{each:10.3f} s" for each in seconds), flush=True)
+    ran = counts().since(before)
+    for reason, calls in sorted(ran.fallbacks.items()):
+        print(f"declined {calls} calls: {reason}")
+    return 0 if any(name in ran.hits for name in LOOPS) else 1
+
+
+def _seconds(model: Any, batch: int, tokens: int, options: dict[str, Any]) -> float:
+    import torch
+
+    inputs = placeholders(model, batch, tokens)
+    began = time.perf_counter()
+    try:
+        model.generate(**inputs, **options)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+    except Exception as error:  # `generate` may raise any
+        problem = f"{type(error).__name__}: {models.first_line(error)}"
+        raise CommandError(f"{batch} sentences of {tokens} tokens: generate raises {problem}") from error
+    return time.perf_counter() - began
