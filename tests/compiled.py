@@ -33,7 +33,7 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from benchmarks.ops import Rig, rows  # noqa: E402
-from fastgen.ops import beam_attention, cache, choice, dispatch, tables, token_mask  # noqa: E402
+from fastgen.ops import beam_attention, cache, choice, dispatch, rotation, tables, token_mask  # noqa: E402
 from fastgen.ops.kbest import Changes, SparseEdits, best_of_log_probs, kbest  # noqa: E402
 
 
@@ -117,6 +117,10 @@ def _calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     keys, new = torch.zeros(4, 16, 600, 64, dtype=dtype), torch.zeros(16, 16, 1, 64, dtype=dtype)
     for start in (5, torch.tensor([5])):
         yield partial(cache.write_slots_, keys, keys.clone(), new, new, start)
+    heads, angle = torch.zeros(16, 16, 64, dtype=dtype), torch.zeros(16, 1, 64, dtype=dtype)
+    for start, neighbours in ((5, False), (torch.tensor([5]), True)):
+        turn = rotation.Rotation(angle, angle, neighbours)
+        yield partial(rotation.turn_into_slots_, heads, heads, heads, turn, keys, keys.clone(), start)
     yield partial(cache.move_sentences_, keys, torch.tensor([0]), torch.tensor([3]))
     for beams, steps in itertools.product((4, 16), (9, torch.tensor([9]))):
         parents, rows_of = torch.zeros(2, beams).long(), torch.zeros(2, beams, 512)

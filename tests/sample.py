@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-MOST = 6
+MOST = 4
 """Combinations of one test function."""
 
 

@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 import fastgen
 from fastgen.decoding.beam_replay import ReplayedBeamSearch
 from fastgen.models import graph, step
+from fastgen.ops.rotation import Rotation
 from fastgen.patches.transformers.report import CallReport, last_call
 from tests import zoo
 from tests.parity import assert_same
@@ -428,9 +429,9 @@ def test_a_value_that_is_asked_for(graphs: Graphs, monkeypatch: pytest.MonkeyPat
     """The recorder refuses what a graph does: a step whose Python looks at what the device has computed."""
     rotated = step.rotated
 
-    def asking(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighbours: bool) -> Any:
-        assert cosine.max() <= 1
-        return rotated(x, cosine, sine, neighbours)
+    def asking(x: torch.Tensor, rotation: Rotation) -> Any:
+        assert rotation.cosine.max() <= 1
+        return rotated(x, rotation)
 
     monkeypatch.setattr(step, "rotated", asking)
     call = _same(_build("llama"), zoo.batch(_build("llama"), 3, 9) | {"max_new_tokens": 20})

@@ -33,6 +33,7 @@ from fastgen.ops import (
     kbest_kernels,
     ngram_block,
     norm,
+    rotation,
     sample,
     tables,
     token_mask,
@@ -627,6 +628,36 @@ def test_cache(device: str) -> None:
     _check_cache(cache, device)
 
 
+# Rotary positions
+
+
+def _check_rotation(ops: Any, device: str, dtype: torch.dtype, dims: int, turned: int, neighbours: bool) -> None:
+    b, m, heads, kv_heads = 2, 3, 4, 2
+    made = _randn(b * m, heads + 2 * kv_heads, dims, dtype=dtype, device=device)
+    query, key, value = made.split((heads, kv_heads, kv_heads), 1)  # as they come of one product
+    for rows, angles in ((1, torch.float32), (b * m, dtype)):
+        angle = _randn(rows, 1, turned, seed=1, device=device)
+        turn = ops.Rotation(angle.cos().to(angles), angle.sin().to(angles), neighbours)
+        exact = ops.Rotation(turn.cosine.double(), turn.sine.double(), neighbours)
+        for start in (4, torch.tensor([4], device=device)):
+            keys, values = (_randn(b, kv_heads, 9, dims, seed=s, dtype=dtype, device=device) for s in (2, 3))
+            wanted_keys = cache.write_slots_reference(keys, ops.rotated(key, turn)[:, :, None], start)
+            exact_keys = cache.write_slots_reference(keys.double(), ops.rotated(key.double(), exact)[:, :, None], start)
+            wanted_values = cache.write_slots_reference(values, value[:, :, None], start)
+            with _Watched(query, key, value, turn=1):
+                found = ops.turn_into_slots_(query, key, value, turn, keys, values, start)
+            _close(found, ops.rotated(query, turn), ops.rotated(query.double(), exact), 1e-6)
+            _close(keys, wanted_keys, exact_keys, 1e-6)
+            assert torch.equal(values, wanted_values)
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize(("dims", "turned"), [(8, 8), (80, 32)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rotation(dtype: torch.dtype, dims: int, turned: int, neighbours: bool, device: str) -> None:
+    _check_rotation(rotation, device, dtype, dims, turned, neighbours)
+
+
 # Tables of a beam search
 
 
@@ -935,6 +966,18 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
     "sample: entropy": (
         sample, "highest + weighted / whole", "highest - weighted / whole",
         lambda ops: _check_sample(ops, "cpu", {"typical_p": 0.3}),
+    ),
+    "rotation: the sign": (
+        rotation, "tl.where(first, -other, other)", "other",
+        lambda ops: _check_rotation(ops, "cpu", torch.float32, 8, 8, True),
+    ),
+    "rotation: whose head": (
+        rotation, "head -= heads\n", "head -= heads + 1\n",
+        lambda ops: _check_rotation(ops, "cpu", torch.float32, 8, 8, False),
+    ),
+    "rotation: what is not turned": (
+        rotation, "tl.where(is_turned, (straight", "tl.where(there, (straight",
+        lambda ops: _check_rotation(ops, "cpu", torch.float32, 80, 32, False),
     ),
     "cache: slots": (cache, "start + row % beams", "start + row // beams", lambda ops: _check_cache(ops, "cpu")),
     "cache: parents": (cache, "(parents * table_m)", "(beam * table_m)", lambda ops: _check_cache(ops, "cpu")),

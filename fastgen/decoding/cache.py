@@ -17,6 +17,7 @@ from torch import Tensor
 from fastgen.models import graph
 from fastgen.models.memory import Memory
 from fastgen.ops.cache import move_sentences_, reorder_rows_, write_slots_
+from fastgen.ops.rotation import Rotation, turn_into_slots_
 from fastgen.ops.tables import Table, extend_rows_
 
 SWEEP = 16
@@ -311,6 +312,15 @@ class LayerKV:
         self.make_room()
         write_slots_(*self.room, keys, values, self.slots)
         self.note_step()
+
+    def append_turned(self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+        """The same of keys that are turned first, key, value (B*M, Hkv, D); return the turned queries (B*M, H, D)."""
+        if self._keys is None:
+            self._grow(key[:, :, None], value[:, :, None])
+        self.make_room()
+        turned = turn_into_slots_(query, key, value, rotation, *self.room, self.slots)
+        self.note_step()
+        return turned
 
     def append_asking(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write one token of every beam into its slot, and behind it what stays until the next token comes.

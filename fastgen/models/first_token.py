@@ -12,6 +12,7 @@ from torch import Tensor
 from fastgen.models.linear import Product
 from fastgen.models.positions import Bias
 from fastgen.models.step import Context, DecoderStep, SourceAttention, TextAttention
+from fastgen.ops.rotation import Rotation, rotated
 
 Kept = tuple[Tensor, Tensor]
 """Keys and values (B, Hkv, N, D) of a layer."""
@@ -74,6 +75,10 @@ class Room:
         self.keys.copy_(keys)
         self.values.copy_(values)
         self.note_step()
+
+    def append_turned(self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+        self.append(rotated(key, rotation)[:, :, None], value[:, :, None])
+        return rotated(query, rotation)
 
 
 class FirstToken(Context):

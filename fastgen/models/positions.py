@@ -33,21 +33,6 @@ class RotationTable:
         return cosine, sine
 
 
-def rotated(x: Tensor, cosine: Tensor, sine: Tensor, neighbours: bool = False) -> Tensor:
-    """Rotary positions (Su et al. 2021) of the first E of x (R, H, D); cosine and sine (1 or R, 1, E).
-
-    neighbours: whether a pair that is turned together stands side by side, and not E / 2 apart.
-    """
-    turned, rest = x[..., : cosine.shape[-1]], x[..., cosine.shape[-1] :]
-    if neighbours:
-        crossed = torch.stack([-turned[..., 1::2], turned[..., ::2]], -1).flatten(-2)
-    else:
-        first, second = turned.chunk(2, -1)
-        crossed = torch.cat([-second, first], -1)
-    turned = (turned * cosine + crossed * sine).to(x.dtype)  # OLMo 2 turns in fp32
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
-
-
 @dataclass(frozen=True)
 class Bias:
     """What is added to attention scores by where a key stands.

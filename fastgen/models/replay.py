@@ -22,6 +22,7 @@ from fastgen.models.memory import is_out_of_memory
 from fastgen.models.seats import Ground, Layer, Reads, Seat
 from fastgen.models.step import Context, DecoderStep
 from fastgen.ops.cache import write_slots_
+from fastgen.ops.rotation import Rotation, turn_into_slots_
 
 WORTH = 8
 """Steps that must be left at least: a capture takes the time of two."""
@@ -47,6 +48,9 @@ class _Fixed:
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         write_slots_(self.keys, self.values, keys, values, self.start)
+
+    def append_turned(self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+        return turn_into_slots_(query, key, value, rotation, self.keys, self.values, self.start)
 
     def append_asking(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.append(keys, values)

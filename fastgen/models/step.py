@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from fastgen.models.linear import Product
 from fastgen.models.norm import NormLike, unnormed
-from fastgen.models.positions import Bias, Rotary, rotated, turned_once
+from fastgen.models.positions import Bias, Rotary, turned_once
 from fastgen.ops.activation import fused_activation
 from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weights
 from fastgen.ops.embedding import embedding, rows_of_positions
+from fastgen.ops.rotation import Rotation, rotated, turns_into_slots
 
 rounding: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("fastgen_rounding", default=None)
 """Rounds once more what a sublayer puts out, while it is tried what rounding does to a model (`models.proof`)."""
@@ -36,6 +37,10 @@ class KeysAndValues(Protocol):
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Write the newest token of every beam: keys, values (B * M, Hkv, 1, D)."""
+
+    def append_turned(self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+        """The same of keys that are turned first, (B * M, Hkv, D); return the turned queries."""
+        ...
 
 
 class Surroundings(Protocol):
@@ -142,10 +147,14 @@ class Context:
 
     def over_text(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
-        softcap: float | None,
+        softcap: float | None, rotation: Rotation | None = None,
     ) -> Tensor:  # fmt: skip
+        """Arguments as `Surroundings` has them; rotation: of queries and keys that are not turned yet."""
         kept = self.text[layer]
-        kept.append(key[:, :, None], value[:, :, None])
+        if rotation is None:
+            kept.append(key[:, :, None], value[:, :, None])
+        else:
+            query = kept.append_turned(query, key, value, rotation)
         rows, mask = query.shape[0], self.text_mask_with(bias)
         query = query.reshape(self.sentences, -1, *query.shape[1:])
         return beam_attention(query, kept.keys, kept.values, mask, scale, softcap, self.seen).reshape(rows, -1)
@@ -202,8 +211,10 @@ class TextAttention:
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
         if self.rotary is not None:
-            turned = context.rotation(self.rotary, x)
-            query, key = (rotated(each, *turned, self.neighbours) for each in (query, key))
+            rotation = Rotation(*context.rotation(self.rotary, x), self.neighbours)
+            if type(context) is Context and not self.spread and turns_into_slots(query):
+                return context.over_text(layer, query, key, value, self.bias, self.scale, self.softcap, rotation)
+            query, key = rotated(query, rotation), rotated(key, rotation)
         if self.spread:
             key, value = (each.repeat_interleave(self.heads // each.shape[1], 1) for each in (key, value))
         return context.over_text(layer, query, key, value, self.bias, self.scale, self.softcap)

@@ -1,0 +1,134 @@
+"""Rotary positions, and on a device the newest keys and values written to their slots in the same launch.
+
+By torch's operators a step turns queries and keys in ten launches a layer, and writes the slots in one more. One kernel
+reads queries, keys and values once, returns the turned queries and writes the rest to where it stays.
+
+Source: Su et al. 2021 (RoFormer), section 3.4.2.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastgen.ops.cache import write_slots_
+from fastgen.ops.dispatch import constexpr, jit, launch, power_of_two, runs_kernels, tl, use_triton
+
+_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Rotation(NamedTuple):
+    """Of the first E numbers of each head.
+
+    Attributes:
+        cosine, sine: (1 or R, 1, E), of the queries' dtype or fp32, in which the products are then made.
+        neighbours: whether a pair that is turned together stands side by side, and not E / 2 apart.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+    neighbours: bool = False
+
+
+def rotated(x: Tensor, rotation: Rotation) -> Tensor:
+    """Return x (R, H, D) turned."""
+    cosine, sine, neighbours = rotation
+    turned, rest = x[..., : cosine.shape[-1]], x[..., cosine.shape[-1] :]
+    if neighbours:
+        crossed = torch.stack([-turned[..., 1::2], turned[..., ::2]], -1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, -1)
+        crossed = torch.cat([-second, first], -1)
+    turned = (turned * cosine + crossed * sine).to(x.dtype)  # OLMo 2 turns in fp32
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+
+def turn_into_slots_(
+    query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, start: int | Tensor
+) -> Tensor:
+    """Write the newest tokens' turned keys, and their values, to their slots; return the turned queries (R, H, D).
+
+    Args:
+        query: (R, H, D), key, value: (R, Hkv, D), of R = B * M rows; the last dimension is contiguous.
+        keys, values: (B, Hkv, N, D), where they are written, as `ops.cache.write_slots_` has it.
+        start: the first of the M slots of each sentence; (1,) int64 where only the device knows.
+    Raises:
+        ValueError: on shapes that do not fit; the message holds them.
+    """
+    (rows, heads, dims), (b, kv_heads, _, d) = query.shape, keys.shape
+    fits = key.shape == value.shape == (rows, kv_heads, d) and dims == d and b > 0 and rows % b == 0
+    if not fits:
+        raise ValueError(
+            f"query {tuple(query.shape)} (R, H, D), key {tuple(key.shape)} and value {tuple(value.shape)} (R, Hkv, D) "
+            f"do not fit {tuple(keys.shape)} (B, Hkv, N, D)"
+        )
+    if not use_triton("rotation", lambda: _able(query, key, value, rotation, keys, values), query, key, value, keys):
+        query, key = rotated(query, rotation), rotated(key, rotation)
+        write_slots_(keys, values, key[:, :, None], value[:, :, None], start)
+        return query
+    cosine, sine, neighbours = rotation
+    out = query.new_empty(query.shape)
+    launch(
+        _turn_kernel, (rows, heads + 2 * kv_heads), query, key, value, cosine, sine, out, keys, values, start,
+        rows // b, heads, kv_heads, dims, cosine.shape[-1], *query.stride()[:2], *key.stride()[:2],
+        *value.stride()[:2], cosine.stride(0) if cosine.shape[0] > 1 else 0, *keys.stride()[:3], *values.stride()[:3],
+        NEIGHBOURS=neighbours, ROUNDS=cosine.dtype == query.dtype != torch.float32, COUNTED=isinstance(start, Tensor),
+        BLOCK=power_of_two(dims), num_warps=1 if dims <= 128 else 4,
+    )  # fmt: skip
+    return out
+
+
+def turns_into_slots(query: Tensor) -> bool:
+    """Whether `turn_into_slots_` saves launches: elsewhere there is none."""
+    return runs_kernels(query)
+
+
+def _able(query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, *buffers: Tensor) -> bool:
+    cosine, sine, _ = rotation
+    contiguous = all(each.stride(-1) == 1 for each in (query, key, value, cosine, sine, *buffers))
+    same = key.dtype == value.dtype == query.dtype and all(each.dtype == query.dtype for each in buffers)
+    angles = (
+        cosine.dtype == sine.dtype and cosine.dtype in (query.dtype, torch.float32) and cosine.stride() == sine.stride()
+    )
+    return query.dtype in _KERNEL_DTYPES and contiguous and same and angles and cosine.shape[-1] % 2 == 0
+
+
+@jit("beams", "heads", "kv_heads", "start", "query_r", "key_r", "value_r", "angle_r", "keys_b", "values_b")
+def _turn_kernel(
+    query_ptr, key_ptr, value_ptr, cosine_ptr, sine_ptr, out_ptr, keys_ptr, values_ptr, start, beams, heads, kv_heads,
+    dims, turned, query_r, query_h, key_r, key_h, value_r, value_h, angle_r, keys_b, keys_h, keys_n, values_b, values_h,
+    values_n, NEIGHBOURS: constexpr, ROUNDS: constexpr, COUNTED: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    """One head of one row: of a query, a key or a value."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    if COUNTED:
+        start = tl.load(start)
+    sentence, slot = row // beams, start + row % beams
+    dim = tl.arange(0, BLOCK)
+    there = dim < dims
+    if head >= heads + kv_heads:
+        head -= heads + kv_heads
+        value = tl.load(value_ptr + row * value_r + head * value_h + dim, mask=there)
+        tl.store(values_ptr + sentence * values_b + head * values_h + slot * values_n + dim, value, mask=there)
+    else:
+        if head < heads:
+            from_ptr = query_ptr + row * query_r + head * query_h
+            to_ptr = out_ptr + (row * heads + head) * dims
+        else:
+            head -= heads
+            from_ptr = key_ptr + row * key_r + head * key_h
+            to_ptr = keys_ptr + sentence * keys_b + head * keys_h + slot * keys_n
+        if NEIGHBOURS:
+            partner, first = dim ^ 1, dim % 2 == 0
+        else:
+            first = dim < turned // 2
+            partner = tl.where(first, dim + turned // 2, dim - turned // 2)
+        is_turned = dim < turned
+        x = tl.load(from_ptr + dim, mask=there, other=0.0)
+        other = tl.load(from_ptr + partner, mask=is_turned, other=0.0).to(tl.float32)
+        cosine = tl.load(cosine_ptr + row * angle_r + dim, mask=is_turned, other=0.0).to(tl.float32)
+        sine = tl.load(sine_ptr + row * angle_r + dim, mask=is_turned, other=0.0).to(tl.float32)
+        straight, crossed = x.to(tl.float32) * cosine, tl.where(first, -other, other) * sine
+        if ROUNDS:  # as torch's operators do
+            straight, crossed = straight.to(x.dtype).to(tl.float32), crossed.to(x.dtype).to(tl.float32)
+        tl.store(to_ptr + dim, tl.where(is_turned, (straight + crossed).to(x.dtype), x), mask=there)
