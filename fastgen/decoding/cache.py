@@ -46,8 +46,9 @@ def room_for(steps: int, longest: int, like: Tensor, elements: int) -> int:
     return max(1, min(max(_GROWTH, steps // 2), left))
 
 
-def _aligned(slots: int, like: Tensor) -> int:
-    return -(-slots // _ALIGNED) * _ALIGNED if graph.wanted(like) else slots
+def _aligned(slots: int, most: int, like: Tensor) -> int:
+    """Slots of a buffer that never grows again; others grow together with what goes with them."""
+    return -(-slots // _ALIGNED) * _ALIGNED if slots == most and graph.wanted(like) else slots
 
 
 class Ancestry:
@@ -112,7 +113,7 @@ class Ancestry:
         """
         if self._whole is None:
             sentences, beams, slots = self._visible.shape
-            slots = _aligned(prefix + slots, self._visible)
+            slots = _aligned(prefix + slots, prefix + self.longest * beams, self._visible)
             self.move(self._visible.new_zeros(sentences, beams, slots), prefix, mask)
         assert self._whole is not None
         return self._whole
@@ -427,7 +428,7 @@ class LayerKV:
         """
         rows = keys.shape[0] if self._keys is None else self._keys.shape[0]
         slots = self.memory.room(keys, self._elements(keys), least, most) if least < most else least
-        slots = _aligned(slots, keys)
+        slots = _aligned(slots, most, keys)
         self._keys = self._moved(self._keys, keys, rows, slots)
         self._values = self._moved(self._values, values, rows, slots)
 

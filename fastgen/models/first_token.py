@@ -89,9 +89,12 @@ class FirstToken(Context):
 
     def over_text(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
-        softcap: float | None,
+        softcap: float | None, rotation: Rotation | None = None,
     ) -> Tensor:  # fmt: skip
-        self.text[layer].append(key[:, :, None], value[:, :, None])
+        if rotation is None:
+            self.text[layer].append(key[:, :, None], value[:, :, None])
+        else:
+            self.text[layer].append_turned(query, key, value, rotation)
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).flatten(1)  # which has all the weight
 
 

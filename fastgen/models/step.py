@@ -212,7 +212,7 @@ class TextAttention:
             query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
         if self.rotary is not None:
             rotation = Rotation(*context.rotation(self.rotary, x), self.neighbours)
-            if type(context) is Context and not self.spread and turns_into_slots(query):
+            if isinstance(context, Context) and not self.spread and turns_into_slots(query):
                 return context.over_text(layer, query, key, value, self.bias, self.scale, self.softcap, rotation)
             query, key = rotated(query, rotation), rotated(key, rotation)
         if self.spread:
