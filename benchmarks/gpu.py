@@ -94,7 +94,7 @@ PARTS = {
         Stage("float32", 120, f"{_BENCH} --rounds 3 --case bart_large gpt2 t5_base marian_base kv_memory"),
         Stage("refill", 60, f"{_HALF} --case refill trained"),
         Stage(
-            "races", 60, f"{_TESTS} tests/test_kernels.py -k 'table or choice or cache'",
+            "races", 60, f"{_TESTS} tests/test_kernels.py -k 'table or choice or cache or rotation'",
             tool="compute-sanitizer --tool racecheck --target-processes all",
         ),
         Stage(

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Call = Callable[[], Any]
+REPEATED = 20
+"""Calls in one CUDA graph."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,12 @@ def rows() -> Iterator[Row]:
         yield Row(
             "tables", f"{b}x{m}, {t} of {2 * t} tokens", "transformers' gathers",
             lambda rig, b=b, m=m, t=t: _tables(rig, b, m, t), lambda _: 0, {},
+        )  # fmt: skip
+    for b, m, h, kv, d in ((32, 4, 32, 8, 128), (1, 4, 32, 8, 128)):
+        yield Row(
+            "rotation", f"{b}x{m}x{h}+{kv}x{d}", "torch's operators",
+            lambda rig, b=b, m=m, h=h, kv=kv, d=d: _rotation(rig, b, m, h, kv, d),
+            lambda rig, b=b, m=m, h=h, kv=kv, d=d: 2 * b * m * (h + 2 * kv) * d * rig.width, {}, only="cuda",
         )  # fmt: skip
     for b, m in ((32, 4), (1, 4), (32, 9)):
         yield Row(
@@ -345,6 +353,23 @@ def _choice(rig: Rig, b: int, m: int) -> tuple[Call, Call]:
     return stock, ours
 
 
+def _rotation(rig: Rig, b: int, m: int, h: int, kv: int, d: int) -> tuple[Call, Call]:
+    """The newest tokens' queries and keys turned, keys and values written to their slots."""
+    from fastgen.ops.cache import write_slots_
+    from fastgen.ops.rotation import Rotation, rotated, turn_into_slots_
+
+    query, key, value = rig.randn(b * m, h + 2 * kv, d).split((h, kv, kv), 1)
+    angle = rig.randn(1, 1, d)
+    turn, keys, values, start = Rotation(angle.cos(), angle.sin()), *(rig.randn(b, kv, 256, d) for _ in "kv"), 128
+
+    def separate() -> Any:
+        turned, newest = rotated(query, turn), rotated(key, turn)
+        write_slots_(keys, values, newest[:, :, None], value[:, :, None], start)
+        return turned
+
+    return separate, lambda: turn_into_slots_(query, key, value, turn, keys, values, start)
+
+
 def _tables(rig: Rig, b: int, m: int, t: int) -> tuple[Call, Call]:
     """The running tables of tokens and of rows, half full: transformers makes those of 2M candidates, and chooses M."""
     import torch
@@ -390,11 +415,27 @@ def same(op: str, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
     return agree
 
 
-def repeated(call: Call, device: str, seconds: float) -> tuple[Call, int]:
-    """Return a call of as many repetitions as last about `seconds`, and how many; on CUDA as a graph where possible."""
+def copies(needed: int, device: str) -> int:
+    """How many sets of inputs a row takes in turn: of four times the size of a GPU's cache, which then holds none.
+
+    needed: bytes of one.
+    """
     import torch
 
-    result = call()
+    if not device.startswith("cuda"):
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, min(REPEATED, -(-4 * cache // max(1, needed))))
+
+
+def repeated(calls: Sequence[Call], device: str, seconds: float) -> tuple[Call, int]:
+    """Return a call of as many repetitions as last about `seconds`, and how many; on CUDA as a graph where possible.
+
+    calls: the same with other inputs, which take turns; on a CPU one.
+    """
+    import torch
+
+    call, results = calls[0], [call() for call in calls]
     if device == "cpu":
         times = []
         for _ in range(3):
@@ -409,20 +450,20 @@ def repeated(call: Call, device: str, seconds: float) -> tuple[Call, int]:
             return call()
 
         return many, count
-    count = 20
+    count = REPEATED
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            for _ in range(count):
-                result = call()
+            for i in range(count):
+                results[-1] = calls[i % len(calls)]()
     except RuntimeError:  # the host looks at the device in between: timed as it is
         torch.cuda.synchronize()
         return call, 1
 
     def replay() -> Any:
         graph.replay()
-        return result
+        return results[-1]
 
     return replay, count
 
@@ -456,18 +497,18 @@ def measure(row: Row, rig: Rig, rounds: int, seconds: float, bandwidth: float) -
     from fastgen.cli.measure import compare
 
     torch.manual_seed(0)
-    baseline, candidate = row.make(rig)
+    needed = row.bytes(rig)
+    baselines, candidates = zip(*(row.make(rig) for _ in range(copies(needed, rig.device))), strict=True)
     check = same(row.op, rig.dtype)
-    verdict = check(baseline(), candidate())
+    verdict = check(baselines[0](), candidates[0]())
     if not verdict.equal:
         return {"equal": False, "note": verdict.note}
-    (one, times), (other, more) = (repeated(call, rig.device, seconds) for call in (baseline, candidate))
+    (one, times), (other, more) = (repeated(calls, rig.device, seconds) for calls in (baselines, candidates))
     outcome = compare(one, other, rounds, check, synchronize=lambda: synchronize(rig.device))
     if not outcome.equal:
         return {"equal": False, "note": outcome.note}
     before, after = outcome.baseline_seconds / times, outcome.candidate_seconds / more
     scale = more / times
-    needed = row.bytes(rig)
     return {
         "equal": True,
         "baseline_us": before * 1e6,

@@ -4,8 +4,9 @@
 
 For each compute capability the operations run at the shapes of `benchmarks.ops`, and attention at its largest, in the
 dtype named, with kernels that are compiled and never launched. Prints a JSON list of objects: kernel, capability,
-shared (bytes of shared memory of a program), spills (bytes of registers that a thread spills), constants, error (None
-where it was compiled). Runs in a process of its own, as it says that there is a device.
+shared (bytes of shared memory of a program), spills (bytes of registers that a thread spills), registers (of a
+thread), barriers and copies (instructions that wait for all threads, and that load ahead), constants, error (None where
+it was compiled). Runs in a process of its own, as it says that there is a device.
 """
 
 import contextlib
@@ -103,7 +104,7 @@ def _calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
             yield row.make(rig)[1]
     for dims, (beams, groups) in itertools.product((32, 64, 128, 256), ((4, 1), (4, 8), (8, 8), (16, 8))):
         query = torch.zeros(1, beams, groups, dims, dtype=dtype)
-        keys, mask = torch.zeros(1, 1, 1_100, dims, dtype=dtype), torch.zeros(1, 1, beams, 1_100)
+        keys, mask = torch.zeros(1, 1, 1_104, dims, dtype=dtype), torch.zeros(1, 1, beams, 1_104)
         for seen in (None, torch.tensor([1_000])):  # as captured steps have it
             yield partial(beam_attention.beam_attention, query, keys, keys, mask, 1.0, seen=seen)
     for b, m, v, k in ((2, 4, 50_264, 8), (1, 16, 262_144, 64), (1, 1, 300, 1)):

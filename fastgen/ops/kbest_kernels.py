@@ -144,7 +144,17 @@ def argmax(logits: Tensor) -> Tensor:
         _part_kernel, (rows, parts), logits, logits, logits, keys, keys, keys, v, logits.stride(0), 0, 1.0, KEPT=1,
         BLOCK=min(PART, power_of_two(v)), BIAS=False, BANNED=False, SUMMED=False,
     )  # fmt: skip
-    return 0x7FFFFFFF - (keys.amax(1) & 0xFFFFFFFF)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    launch(_highest_kernel, (rows,), keys, tokens, parts, PARTS=power_of_two(parts), num_warps=1)
+    return tokens
+
+
+@jit("parts")
+def _highest_kernel(keys_ptr, tokens_ptr, parts, PARTS: constexpr):
+    """The token of a row's highest key, of those of its parts."""
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
+    keys = tl.load(keys_ptr + row * parts + part, mask=part < parts, other=-0x7FFFFFFFFFFFFFFF)
+    tl.store(tokens_ptr + row, index_of(tl.max(keys, 0)).to(tl.int64))
 
 
 @jit()
