@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-MOST = 4
+MOST = 3
 """Combinations of one test function."""
 
 
