@@ -34,14 +34,15 @@ _ALIGNED = 16
 def room_for(steps: int, longest: int, like: Tensor, elements: int) -> int:
     """Steps to make room for beyond the `steps` that are filled: half as many again, and never beyond `longest`.
 
-    Where what reads the buffer is captured, all up to `longest`, unless that takes too much memory.
+    Where what reads the buffer is captured, all up to `longest`, unless that takes too much memory, or is a limit that
+    few texts come near to.
 
     Args:
         like: a tensor of the buffer's dtype and device.
         elements: of a step.
     """
     left = longest - steps
-    if graph.may_be_roomy(like, longest * elements):
+    if longest <= 8 * _GROWTH and graph.may_be_roomy(like, longest * elements):
         return max(1, left)
     return max(1, min(max(_GROWTH, steps // 2), left))
 
