@@ -10,7 +10,7 @@ comes after it runs. Three files are written to the folder of `--out`:
 
 - results.jsonl: every result in a line of its own, as soon as it is known, and how each stage has ended;
 - log.txt: what the stages printed;
-- results.tar.gz: the stages' files, made anew after each stage, to be unpacked in benchmarks/results.
+- results.tar.gz: the stages' files, made anew after each stage, to be unpacked in benchmarks/results/<gpu>.
 
 The exit status is 1 if a stage failed.
 """
@@ -185,8 +185,11 @@ class Run:
             before, keys = self._seen.get(file, (0, set()))
             if changed == before:
                 continue
+            try:
+                data = json.loads(file.read_text("utf-8"))
+            except ValueError:  # it is being written
+                continue
             self._seen[file] = changed, keys
-            data = json.loads(file.read_text("utf-8"))
             for key, result in results_of(data):
                 if key not in keys:
                     keys.add(key)

@@ -4,7 +4,7 @@
 
 - machine: versions, the device, the bandwidth of a copy and the rate of a matrix product;
 - call: BART-large's shape in bfloat16, one sentence and 32: seconds of the first call (kernels are compiled), graphs
-  captured, what was left off and why, a decode step's time beside its floor, and how far the logits are off;
+  captured, what was left off and why, and a decode step's time beside its floor;
 - profile: the kernels of some decode steps (profile_batch1.txt, profile_batch32.txt);
 - exact: tokens in float32, beside the unpatched toolkit's.
 

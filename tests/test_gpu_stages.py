@@ -1,5 +1,6 @@
 """`make gpu`: what hangs, dies or runs out of memory loses neither what came before it nor what comes after it."""
 
+import importlib.util
 import json
 import os
 import shlex
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu, launches, ops, run, smoke
+from benchmarks import gpu, ops, run
 from benchmarks.gpu import PARTS, Run, Stage
 
+ROOT = Path(__file__).parents[1]
 _WRITES = "import json, sys; json.dump({{'kind': 'ops', 'result': {{'first': 1}}}}, open('{out}/%s.json', 'w'));"
 
 
@@ -98,18 +100,31 @@ def test_the_deadline_cuts_a_stage(tmp_path):
     assert time.monotonic() - began < 300
 
 
-def test_an_interrupt_ends_the_stage_and_keeps_the_archive(tmp_path, monkeypatch):
+def test_an_interrupt_ends_the_stage(tmp_path, monkeypatch):
     found = Run(tmp_path / "out", 60.0)
     (tmp_path / "work").mkdir()
 
+    def numbers() -> list[int]:
+        return [int(line) for line in (tmp_path / "out/log.txt").read_text("utf-8").splitlines() if line.isdigit()]
+
     def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
+        if numbers():  # the process runs
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(found, "_take", interrupted)
     pid = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     with pytest.raises(KeyboardInterrupt):
         found.stages([_stage("long", pid)], tmp_path / "work")
-    assert all(_is_gone(int(line)) for line in (tmp_path / "out/log.txt").read_text().splitlines() if line.isdigit())
+    assert all(map(_is_gone, numbers()))
+
+
+def test_a_file_that_is_only_half_written_is_read_at_the_next_look(tmp_path):
+    run, file = Run(tmp_path / "out", 60.0), tmp_path / "work/some.json"
+    file.parent.mkdir()
+    for text in ('{"kind": "ops", "resu', '{"kind": "ops", "result": {"first": 1}}'):
+        file.write_text(text, "utf-8")
+        run._take(_stage("some"), file.parent)
+    assert [line["result"] for line in _lines(tmp_path / "out")] == [1]
 
 
 def test_cells_are_written_once_each():
@@ -124,23 +139,20 @@ def test_ten_minutes(part):
 
 
 @pytest.mark.parametrize("stage", [stage for part in PARTS.values() for stage in part], ids=lambda stage: stage.name)
-def test_what_a_stage_runs_is_there(stage, tmp_path, monkeypatch, capsys):
+def test_what_a_stage_runs_is_there(stage, tmp_path, capsys):
     """Its cases, operations and files, as the programs read them."""
     _, _, module, *arguments = stage.arguments("cpu", "tiny", tmp_path)[len(shlex.split(stage.tool)) :]
     if module == "pytest":
         files = [argument for argument in arguments if argument.startswith("tests/")]
         assert files
-        assert all(Path(file).is_file() for file in files)
+        assert all((ROOT / file).is_file() for file in files)
     elif module == "benchmarks":
         assert run.arguments().parse_args(arguments).device == "cpu"
     elif module == "benchmarks.ops":
         assert ops.main([*arguments, "--list"]) == 0
         assert capsys.readouterr().out
     else:
-        main = {"benchmarks.smoke": smoke, "benchmarks.launches": launches}.get(module)
-        if main is not None:
-            monkeypatch.setattr(main, "environment", None, raising=False)
-        assert "--device" in arguments
+        assert importlib.util.find_spec(module) is not None
 
 
 def test_an_unknown_stage(capsys):
@@ -166,4 +178,4 @@ def test_the_first_part_at_tiny_size(tmp_path):
     assert {line["file"] for line in lines if line["stage"] == "calls" and "file" in line} == {
         f"gpu_{name}_bfloat16.json" for name in ("bart_large", "bart_one", "step_time", "gpt2")
     }
-    assert os.listdir(tmp_path).sort() == ["log.txt", "results.jsonl", "results.tar.gz"].sort()
+    assert sorted(os.listdir(tmp_path)) == ["log.txt", "results.jsonl", "results.tar.gz"]

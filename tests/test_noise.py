@@ -29,7 +29,7 @@ def test_fastgen_rounds_no_worse_than_the_toolkit(family, options, dtype):
 
 @pytest.mark.parametrize("family", ["bart", "gpt2"])
 def test_an_error_is_no_rounding(family, monkeypatch):
-    """A mask that is wrong in one place: the first token of each source is not seen."""
+    """A mask that is wrong in one place: the last token but one of each source is not seen."""
     model = _model(family, torch.bfloat16)
     generate = type(model).generate
 

@@ -37,21 +37,34 @@ PYTHON_ONLY = dict.fromkeys(
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    call_arguments(parser, "explain")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def call_arguments(parser: argparse.ArgumentParser, command: str, several: bool = False) -> None:
+    """Add those of a call of random text: a model, the size of its batch, and options of `generate`.
+
+    several: whether sizes are lists.
+    """
     models.need("transformers")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = "fastgen explain MODEL [option ...]"
+    parser.usage = f"fastgen {command} MODEL [option ...]"
     add = parser.add_argument
+    size: dict[str, Any] = {"type": COUNT, "metavar": "N"} | ({"nargs": "+"} if several else {})
+    batches, lengths = ([1, 8], [32, 512]) if several else (1, 32)
     add("model", type=Path, metavar="MODEL", help="folder of the model, or its id on the hub; no tokenizer is needed")
-    add("--batch-size", type=COUNT, default=1, metavar="N", help="sentences in the batch (%(default)s)")
-    add("--source-tokens", type=COUNT, default=32, metavar="N",
-        help="tokens in each source or prompt (%(default)s)")  # fmt: skip
+    add("--batch-size", default=batches, help=f"sentences in the batch ({_words(batches)})", **size)
+    add("--source-tokens", default=lengths, help=f"tokens in each source or prompt ({_words(lengths)})", **size)
     add("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"],
         help="type of the weights (%(default)s)")  # fmt: skip
     add("--device", help="default: cuda where there is one")
-    add("--json", action="store_true", help="print JSON instead of text")
     generation.arguments(parser)
     if isinstance(parser, CommandParser):
         parser.answer({name.replace("_", "-"): hint for name, hint in PYTHON_ONLY.items()})
+
+
+def _words(default: int | list[int]) -> str:
+    return " ".join(map(str, default)) if isinstance(default, list) else str(default)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,15 +15,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from pathlib import Path
 from typing import Any
 
 from fastgen.cli import generation
-from fastgen.cli.explain import PYTHON_ONLY, placeholders
-from fastgen.cli.parser import CommandParser
+from fastgen.cli.explain import PYTHON_ONLY, call_arguments, placeholders
 from fastgen.corpus import models
 from fastgen.errors import CommandError
-from fastgen.number import COUNT
 
 HELP = "compile what a service's calls will need on a GPU, before its first user waits for it"
 CALLS = 3
@@ -31,20 +28,7 @@ CALLS = 3
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    models.need("transformers")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = "fastgen warmup MODEL [option ...]"
-    add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="folder of the model, or its id on the hub; no tokenizer is needed")
-    add("--batch-size", type=COUNT, nargs="+", default=[1, 8], metavar="N", help="sentences in a batch (1 8)")
-    add("--source-tokens", type=COUNT, nargs="+", default=[32, 512], metavar="N",
-        help="tokens in each source or prompt (32 512)")  # fmt: skip
-    add("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"],
-        help="type of the weights (%(default)s)")  # fmt: skip
-    add("--device", help="default: cuda where there is one")
-    generation.arguments(parser)
-    if isinstance(parser, CommandParser):
-        parser.answer({name.replace("_", "-"): hint for name, hint in PYTHON_ONLY.items()})
+    call_arguments(parser, "warmup", several=True)
 
 
 def run(args: argparse.Namespace) -> int:

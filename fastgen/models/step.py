@@ -18,8 +18,9 @@ from fastgen.models.norm import NormLike, unnormed
 from fastgen.models.positions import Bias, Rotary, turned_once
 from fastgen.ops.activation import fused_activation
 from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weights
+from fastgen.ops.dispatch import runs_kernels
 from fastgen.ops.embedding import embedding, rows_of_positions
-from fastgen.ops.rotation import Rotation, rotated, turns_into_slots
+from fastgen.ops.rotation import Rotation, rotated
 
 rounding: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("fastgen_rounding", default=None)
 """Rounds once more what a sublayer puts out, while it is tried what rounding does to a model (`models.proof`)."""
@@ -212,7 +213,7 @@ class TextAttention:
             query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
         if self.rotary is not None:
             rotation = Rotation(*context.rotation(self.rotary, x), self.neighbours)
-            if isinstance(context, Context) and not self.spread and turns_into_slots(query):
+            if isinstance(context, Context) and not self.spread and runs_kernels(query):
                 return context.over_text(layer, query, key, value, self.bias, self.scale, self.softcap, rotation)
             query, key = rotated(query, rotation), rotated(key, rotation)
         if self.spread:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops.cache import write_slots_
-from fastgen.ops.dispatch import constexpr, jit, launch, power_of_two, runs_kernels, tl, use_triton
+from fastgen.ops.dispatch import constexpr, jit, launch, power_of_two, tl, use_triton
 
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -76,11 +76,6 @@ def turn_into_slots_(
         BLOCK=power_of_two(dims), num_warps=1 if dims <= 128 else 4,
     )  # fmt: skip
     return out
-
-
-def turns_into_slots(query: Tensor) -> bool:
-    """Whether `turn_into_slots_` saves launches: elsewhere there is none."""
-    return runs_kernels(query)
 
 
 def _able(query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, *buffers: Tensor) -> bool:
