@@ -187,6 +187,26 @@ def test_accelerate_hooks() -> None:
     _check_at_rest()
 
 
+def test_a_users_hook_by_accelerate() -> None:
+    """A user's hook sees the rows that stock gives it: it may add a vector to each of them."""
+    from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module
+
+    class AddsByRow(ModelHook):
+        def __init__(self) -> None:
+            self.rows: list[int] = []
+
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            self.rows.append(len(output))
+            return output + torch.arange(len(output), dtype=output.dtype)[:, None, None] / 7
+
+    model = _large()
+    hook = AddsByRow()
+    add_hook_to_module(model.model.layers[0].mlp.down_proj, SequentialHook(ModelHook(), hook))
+    _check(model, **_inputs(model), **BEAMS)
+    expected, hook.rows[:] = hook.rows[: len(hook.rows) // 2], hook.rows[len(hook.rows) // 2 :]
+    assert hook.rows == expected
+
+
 def _lora(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 

@@ -128,8 +128,11 @@ def reads_rows(module: nn.Module) -> str | None:
     if foreign_hook(module):
         return f"a hook on a {type(module).__name__}"
     own = module.__dict__.get("forward")
-    if own is None or isinstance(own, Routed) or runs_its_class(module) or hasattr(module, "_hf_hook"):
+    if own is None or isinstance(own, Routed) or runs_its_class(module):
         return None
+    if (hook := getattr(module, "_hf_hook", None)) is not None:  # accelerate's `add_hook_to_module` put it there
+        users = [inner for inner in getattr(hook, "hooks", [hook]) if not _moves_only(inner)]
+        return f"a hook ({name_of(users[0])}) on a {type(module).__name__}" if users else None
     return f"a forward of its own of a {type(module).__name__}"
 
 
@@ -142,6 +145,11 @@ def _along(model: nn.Module, path: str) -> list[nn.Module]:
     for name in path.split(".") if path else ():
         found.append(at(found[-1], name))
     return found
+
+
+def _moves_only(hook: object) -> bool:
+    """Whether a hook of accelerate's is one of its own, which move or cast what a module computes with, row by row."""
+    return type(hook).__module__.partition(".")[0] == "accelerate"
 
 
 def _foreign(hook: Any) -> bool:
