@@ -37,6 +37,10 @@ def pytest_configure() -> None:
     found = _version("transformers")
     if wanted and found != wanted:
         pytest.exit(f"EXPECT_TRANSFORMERS={wanted}, but transformers {found} is the one that would be imported", 4)
+    if os.environ.get("PRETEND_GPU") == "1":
+        from tests.pretended import Pretended
+
+        Pretended(pytest.MonkeyPatch())
 
 
 LONGEST = (

@@ -4,6 +4,7 @@ As in a capture, whatever Python computed is fixed, and nothing may ask for a va
 number that changes from step to step is not read from memory, and where memory has moved.
 """
 
+import ctypes
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +31,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._before: dict[int, tuple[torch.UntypedStorage, bytes]] = {}  # what they held, by where they lie
         self.runs: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,7 +56,9 @@ class Recorder(TorchDispatchMode):
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+                at = storage.data_ptr()
+                if at not in self._before:
+                    self._before[at] = storage, ctypes.string_at(at, storage.nbytes())
 
     @property
     def kernels(self) -> Counter[str]:
@@ -69,8 +72,8 @@ class Recorder(TorchDispatchMode):
         return found - Counter({name: found[name] for name in _ALLOCATES})
 
     def undo(self) -> None:
-        for storage, before in self._before.values():
-            storage.copy_(before)
+        for at, (_, before) in reversed(self._before.items()):  # what is noted later may lie within
+            ctypes.memmove(at, before, len(before))
 
     def replay(self) -> None:
         for run, args, kwargs, result in self.runs:

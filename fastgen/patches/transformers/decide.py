@@ -189,7 +189,7 @@ def check_call(
     for name in compat.CALLED_BY_LOOP[loop]:
         if name in vars(model) or compat.has_own(model, name):
             raise Unsupported(f"{type(model).__name__} has its own {name}")
-    if (default := torch.get_default_device()).type != model.device.type:
+    if (default := torch.get_default_device()).type not in ("cpu", model.device.type):
         raise Unsupported(f"the default device is {default}, and the model is on {model.device}")
     if kwargs.get("synced_gpus"):
         raise Unsupported("synced_gpus=True")
