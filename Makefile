@@ -43,7 +43,7 @@ RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 TORCH_PIN = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all newest cuda test-gpu gpu check docs tables bench bench-ops paper plot fuzz sanitize clean
+.PHONY: help demo test test-all test-every newest cuda test-gpu gpu check docs tables bench bench-ops paper plot fuzz sanitize clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -56,11 +56,14 @@ test: $(READY)  ## a sample of the tests that covers every area (about 10 minute
 	$(RUN) -m pytest -m "not slow" $(PYTEST)
 
 # On the oldest transformers the sample is enough: what a release changes lies in one file, patches/transformers/compat.py.
-test-all: $(READY) $(OLDEST_READY)  ## all tests, then the sample on the oldest supported transformers (about 40 minutes)
-	$(RUN) -m pytest $(PYTEST)
+test-all: $(READY) $(OLDEST_READY)  ## all tests, with each value of each parameter, then a sample on the oldest transformers
+	$(RUN) -m pytest -m "not combination" $(PYTEST)
 	@if [ -d $(OLDEST_DIR) ]; then export PYTHONPATH=$(OLDEST_DIR) EXPECT_TRANSFORMERS=$(OLDEST); set -x; \
 	  $(RUN) -m pytest -m "not slow" $(PYTEST) $(NO_TOOLKIT); \
 	else echo "not tested on transformers $(OLDEST): $(OLDEST_DIR) is missing and ENV_READY=1 says to install nothing"; fi
+
+test-every: $(READY)  ## all tests with every combination of their parameters (about 70 minutes on 2 cores)
+	$(RUN) -m pytest $(PYTEST)
 
 newest: $(READY)  ## the tests that touch transformers, on the newest release or on TRANSFORMERS=5.25.0
 	rm -rf $(NEWEST_DIR)

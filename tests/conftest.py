@@ -131,10 +131,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Put the longest files first, so that no worker waits in the end; mark what the sample leaves out."""
     order = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
-    for item in sample.left_out(items):
+    not_in_cover, not_in_sample = sample.beyond(items)
+    for item in not_in_cover:
+        item.add_marker(pytest.mark.combination)
+    for item in (*not_in_cover, *not_in_sample):
         item.add_marker(pytest.mark.slow)
     slow = sum(item.get_closest_marker("slow") is not None for item in items)
-    _counts(config).update(tests=len(items), slow=slow)
+    _counts(config).update(tests=len(items), sample=len(items) - slow, all=len(items) - len(not_in_cover))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
@@ -159,8 +162,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     counts = _counts(config)
     if counts:
         terminalreporter.write_line(
-            f"{counts['tests'] - counts['slow']} of {counts['tests']} tests make up the sample that `make test` runs; "
-            f"`make test-all` runs the {counts['slow']} slow ones, too"
+            f"of {counts['tests']} tests `make test` runs {counts['sample']}, `make test-all` {counts['all']}, "
+            "and `make test-every` every combination of parameters"
         )
 
 

@@ -1,8 +1,7 @@
-"""The sample of tests that `make test` runs: every test function, with a few of its combinations of parameters.
+"""Which combinations of parameters each command runs: `make test` a few, `make test-all` a cover, `make test-every` all.
 
-A test function with several parameters runs once for each combination in `make test-all`. Of the
-combinations that together have every value once ("each-choice coverage", Ammann and Offutt 1994),
-the sample has at most `MOST`, evenly spread.
+A cover of a test function's combinations has every value of every parameter at least once ("each-choice coverage",
+Ammann and Offutt 1994). The sample of `make test` has at most `MOST` of them, evenly spread.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,16 +12,22 @@ MOST = 3
 """Combinations of one test function."""
 
 
-def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Return the items that the sample leaves out, in the order of `items`."""
+def beyond(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the items that are in no cover, and those that are in one and not in the sample."""
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
         grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return [item for grid in grids.values() for item in _beyond_each_choice(grid)]
+    not_in_cover: list[pytest.Item] = []
+    not_in_sample: list[pytest.Item] = []
+    for grid in grids.values():
+        cover = _cover(grid)
+        not_in_cover += [item for item in grid if hasattr(item, "callspec") and item not in cover]
+        not_in_sample += [item for item in cover if item not in _spread(cover)]
+    return not_in_cover, not_in_sample
 
 
-def _beyond_each_choice(grid: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return all items of a grid but `MOST` of those of a greedy cover of the parameters' values."""
+def _cover(grid: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return items of a grid that together have all values of its parameters, found greedily."""
     values = {item: _values(item) for item in grid if hasattr(item, "callspec")}
     missing = set().union(*values.values())
     rest = list(values)
@@ -32,10 +37,14 @@ def _beyond_each_choice(grid: Sequence[pytest.Item]) -> list[pytest.Item]:
         missing -= values[chosen]
         rest.remove(chosen)
         cover.append(chosen)
-    if len(cover) > MOST:
-        kept = {cover[round(place * (len(cover) - 1) / (MOST - 1))] for place in range(MOST)}
-        rest += [item for item in cover if item not in kept]
-    return rest
+    return cover
+
+
+def _spread(cover: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    """Return `MOST` items of a cover."""
+    if len(cover) <= MOST:
+        return cover
+    return [cover[round(place * (len(cover) - 1) / (MOST - 1))] for place in range(MOST)]
 
 
 def _values(item: pytest.Item) -> set[tuple[str, int]]:

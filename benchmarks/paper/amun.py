@@ -70,7 +70,7 @@ def table3(order: Order) -> Result:
 
 def _medians(parts: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, float]:
     """Seconds of a call of each, taking turns."""
-    many = {name: ops.repeated(call, device, 0.05) for name, call in parts.items()}
+    many = {name: ops.repeated([call], device, 0.05) for name, call in parts.items()}
     spent, _ = interleave(
         [call for call, _ in many.values()], rounds, lambda _: None, synchronize=lambda: ops.synchronize(device)
     )
