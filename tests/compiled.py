@@ -105,8 +105,9 @@ def _calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     for dims, (beams, groups) in itertools.product((32, 64, 128, 256), ((4, 1), (4, 8), (8, 8), (16, 8))):
         query = torch.zeros(1, beams, groups, dims, dtype=dtype)
         keys, mask = torch.zeros(1, 1, 1_104, dims, dtype=dtype), torch.zeros(1, 1, beams, 1_104)
-        for seen in (None, torch.tensor([1_000])):  # as captured steps have it
-            yield partial(beam_attention.beam_attention, query, keys, keys, mask, 1.0, seen=seen)
+        newest = beam_attention.Newest(*torch.zeros(2, beams, 1, dims, dtype=dtype))
+        for seen, new in ((None, None), (torch.tensor([1_000]), None), (torch.tensor([1_000]), newest)):
+            yield partial(beam_attention.beam_attention, query, keys, keys, mask, 1.0, seen=seen, newest=new)
     for b, m, v, k in ((2, 4, 50_264, 8), (1, 16, 262_144, 64), (1, 1, 300, 1)):
         logits, scores = torch.zeros(b, m, v, dtype=dtype), torch.zeros(b, m)
         tokens, banned = torch.zeros(b * m, 40).long(), torch.zeros(b * m, -(-v // 32), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Which combinations of parameters each command runs: `make test` a few, `make test-all` a cover, `make test-every` all.
+"""Which combinations of parameters a command runs: `make test` a few, `make test-all` a cover, `make test-every` all.
 
 A cover of a test function's combinations has every value of every parameter at least once ("each-choice coverage",
 Ammann and Offutt 1994). The sample of `make test` has at most `MOST` of them, evenly spread.

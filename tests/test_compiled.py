@@ -53,11 +53,14 @@ def test_captured_attention_loads_ahead_as_the_other_does(compiled: list[dict[st
     found: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
     for each in compiled:
         if each["kernel"] == "_attention_kernel" and each["constants"]["MASKED"] == "True":
-            others = [f"{k}={v}" for k, v in sorted(each["constants"].items()) if k != "COUNTED"]
-            found.setdefault((each["capability"], *others), {})[each["constants"]["COUNTED"]] = each
-    pairs = [(by["False"], by["True"]) for by in found.values() if len(by) == 2]
-    assert len(pairs) >= 8
-    for plain, counted in pairs:
-        assert counted["copies"] <= plain["copies"], (plain, counted)
-        assert counted["barriers"] <= plain["barriers"], (plain, counted)
-        assert counted["registers"] <= plain["registers"] + MORE, (plain, counted)
+            constants = {**each["constants"]}
+            kind = constants.pop("COUNTED") + (" and writes" if constants.pop("NEW") != "0" else "")
+            others = [f"{k}={v}" for k, v in sorted(constants.items())]
+            found.setdefault((each["capability"], *others), {})[kind] = each
+    for kind, barriers in (("True", 0), ("True and writes", 1)):
+        pairs = [(by["False"], by[kind]) for by in found.values() if {"False", kind} <= by.keys()]
+        assert len(pairs) >= 8
+        for plain, counted in pairs:
+            assert counted["copies"] <= plain["copies"], (plain, counted)
+            assert counted["barriers"] <= plain["barriers"] + barriers, (plain, counted)
+            assert counted["registers"] <= plain["registers"] + MORE, (plain, counted)

@@ -4,8 +4,10 @@ A kernel's outputs are poisoned before it runs, its launches are counted, and a 
 operation with one place changed, must fail the same checks.
 """
 
+import faulthandler
 import importlib.util
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -460,10 +462,41 @@ def test_attention_to_some_of_the_room(seen: int, masked: bool, device: str) -> 
 
 
 def test_attention_in_parts(device: str) -> None:
-    """Few sentences: the keys are split over programs, and the parts are added up."""
-    before = dispatch.launches["_sum_parts_kernel"]
-    _check_attention(beam_attention, device, 1, 4, 2, 2, 1_100, 64, mask_shape=(1, 1, 4, 1_100))
-    assert dispatch.launches["_sum_parts_kernel"] == before + 1
+    """Few sentences: the keys are split over programs, and the last of them adds up the parts, every time."""
+    for _ in range(2):
+        _check_attention(beam_attention, device, 1, 4, 2, 2, 1_100, 64, mask_shape=(1, 1, 4, 1_100))
+    assert not dispatch.counters(torch.zeros(1, device=device).device, dispatch.MOST_COUNTED).any()
+
+
+def _check_newest(ops: Any, device: str, b: int, m: int, h: int, kv: int, n: int, d: int, room: int = 0) -> None:
+    """Of keys and values whose last M slots, of those that are seen, are not written yet."""
+    query = _randn(b, m, h, d, device=device)
+    keys, values = (_randn(b, kv, n + room, d, seed=s, device=device) for s in (1, 2))
+    made = _randn(b * m, 3 * kv, d, seed=3, device=device)  # as one product has them side by side
+    newest = ops.Newest(made[:, kv : 2 * kv], made[:, 2 * kv :])
+    written = [keys.clone(), values.clone()]
+    cache.write_slots_(*written, newest.keys[:, :, None], newest.values[:, :, None], n - m)
+    for buffer in (keys, values):
+        buffer[:, :, n - m :] = torch.nan
+    seen = torch.tensor([n], device=device) if room else None
+    mask = _randn(b, 1, m, n + room, seed=4, device=device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "_multiprocessors", lambda device: 132)  # so that 513 keys are in parts of 128
+        found = ops.beam_attention(query, keys, values, mask, 0.3, seen=seen, newest=newest)
+    for buffer, wanted in zip((keys, values), written, strict=True):
+        assert torch.equal(buffer[:, :, :n], wanted[:, :, :n])
+        assert buffer[:, :, n:].isnan().all()
+    torch.testing.assert_close(found, ops.beam_attention_reference(query, *written, mask, 0.3, seen=seen))
+
+
+@pytest.mark.parametrize("room", [0, 40])
+@pytest.mark.parametrize(
+    ("b", "m", "h", "kv", "n"),
+    [(1, 1, 1, 1, 1), (3, 5, 6, 2, 35), (1, 3, 2, 2, 513), (1, 9, 8, 1, 601), (2, 4, 4, 4, 256)],
+)
+def test_attention_writes_the_newest(b: int, m: int, h: int, kv: int, n: int, room: int, device: str) -> None:
+    """Within a part of the keys, and where one ends between them."""
+    _check_newest(beam_attention, device, b, m, h, kv, n, 8, room)
 
 
 def test_attention_rows_that_see_nothing(device: str) -> None:
@@ -929,7 +962,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_attention(ops, *_SMALL_ATTENTION),
     ),
     "attention: the running softmax": (
-        beam_attention, "mixed = mixed * shrink[:, None] +", "mixed = mixed +",
+        beam_attention, "mixed = mixed * shrink[:, None] + tl.dot", "mixed = mixed + tl.dot",
         lambda ops: _check_attention(ops, *_SMALL_ATTENTION),
     ),
     "attention: query heads of a key head": (
@@ -940,8 +973,20 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         beam_attention, "tl.program_id(0) % chunks * ROWS", "0 * chunks",
         lambda ops: _check_attention(ops, "cpu", 2, 16, 8, 1, 65, 8),
     ),
+    "attention: the newest of each sentence": (
+        beam_attention, "from_row = sentence * beams + new", "from_row = new",
+        lambda ops: _check_newest(ops, "cpu", 3, 5, 6, 2, 35, 8),
+    ),
+    "attention: the newest of each part": (
+        beam_attention, "(last - beams < end)", "(last - 1 < end)",
+        lambda ops: _check_newest(ops, "cpu", 1, 3, 2, 2, 513, 8),
+    ),
+    "attention: counters of the next launch": (
+        beam_attention, "tl.store(ended_ptr + tl.program_id(0), 0)", "tl.store(ended_ptr + tl.program_id(0), 1)",
+        lambda ops: [_check_attention(ops, "cpu", 1, 4, 2, 2, 1_100, 8) for _ in range(2)],
+    ),
     "attention: parts": (
-        beam_attention, "mixed * share[:, None]", "mixed",
+        beam_attention, "part_mixed * share[:, None]", "part_mixed",
         lambda ops: _check_attention(ops, "cpu", 1, 4, 2, 2, 1_100, 8),
     ),
     "norm: the mean over what is there": (
@@ -1070,5 +1115,18 @@ def test_mutant(name: str, tmp_path: Path) -> None:
     assert spec.loader is not None
     mutant = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutant)
-    with pytest.raises(AssertionError):
-        check(mutant)
+    assert _is_found(lambda: check(mutant))
+
+
+def _is_found(check: Callable[[], object]) -> bool:
+    """Whether a check fails in a process of its own: a mutant may write to memory that is not its own, and crash."""
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            faulthandler.disable()
+            check()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(process, 0)[1] != 0

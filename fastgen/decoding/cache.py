@@ -309,17 +309,23 @@ class LayerKV:
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Write one token of every beam into its slot: keys, values (B*M, Hkv, 1, D)."""
-        if self._keys is None:
-            self._grow(keys, values)
-        self.make_room()
+        self._open(keys, values)
         write_slots_(*self.room, keys, values, self.slots)
         self.note_step()
 
+    def reserve(self, keys: Tensor, values: Tensor) -> None:
+        """Have the slots of one token of every beam, which somebody else writes; arguments as `append`'s."""
+        self._open(keys, values)
+        self.note_step()
+
+    def _open(self, keys: Tensor, values: Tensor) -> None:
+        if self._keys is None:
+            self._grow(keys, values)
+        self.make_room()
+
     def append_turned(self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
         """The same of keys that are turned first, key, value (B*M, Hkv, D); return the turned queries (B*M, H, D)."""
-        if self._keys is None:
-            self._grow(key[:, :, None], value[:, :, None])
-        self.make_room()
+        self._open(key[:, :, None], value[:, :, None])
         turned = turn_into_slots_(query, key, value, rotation, *self.room, self.slots)
         self.note_step()
         return turned

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastgen import config
+from fastgen.ops.dispatch import counting_in, new_counters
 
 _T = TypeVar("_T")
 
@@ -62,6 +63,7 @@ class Place:
             # get it back.
             one = torch.ones(1, 1, device=device, dtype=torch.float32)
             torch.mm(one, one)
+            self.counters = new_counters(device)
             self._first.capture_begin(capture_error_mode="thread_local")
             try:
                 torch.zeros(1, device=device, dtype=torch.float32)
@@ -92,7 +94,7 @@ def capture(function: Callable[[], _T], device: torch.device, place: Place | Non
     collects = gc.isenabled()
     try:
         gc.disable()  # a graph that is collected meanwhile would end the capture
-        with torch.cuda.stream(place.stream):
+        with torch.cuda.stream(place.stream), counting_in(place.counters):
             graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")
             try:
                 result = function()

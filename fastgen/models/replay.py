@@ -49,6 +49,9 @@ class _Fixed:
     def append(self, keys: Tensor, values: Tensor) -> None:
         write_slots_(self.keys, self.values, keys, values, self.start)
 
+    def reserve(self, keys: Tensor, values: Tensor) -> None:
+        """There is room."""
+
     def append_turned(self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
         return turn_into_slots_(query, key, value, rotation, self.keys, self.values, self.start)
 

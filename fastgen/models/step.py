@@ -17,7 +17,7 @@ from fastgen.models.linear import Product
 from fastgen.models.norm import NormLike, unnormed
 from fastgen.models.positions import Bias, Rotary, turned_once
 from fastgen.ops.activation import fused_activation
-from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weights
+from fastgen.ops.beam_attention import Newest, beam_attention, beam_attention_with_weights
 from fastgen.ops.dispatch import runs_kernels
 from fastgen.ops.embedding import embedding, rows_of_positions
 from fastgen.ops.rotation import Rotation, rotated
@@ -42,6 +42,9 @@ class KeysAndValues(Protocol):
     def append_turned(self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
         """The same of keys that are turned first, (B * M, Hkv, D); return the turned queries."""
         ...
+
+    def reserve(self, keys: Tensor, values: Tensor) -> None:
+        """Have the slots of the newest token of every beam, which attention then writes; keys, values: as `append`."""
 
 
 class Surroundings(Protocol):
@@ -151,14 +154,18 @@ class Context:
         softcap: float | None, rotation: Rotation | None = None,
     ) -> Tensor:  # fmt: skip
         """Arguments as `Surroundings` has them; rotation: of queries and keys that are not turned yet."""
-        kept = self.text[layer]
-        if rotation is None:
-            kept.append(key[:, :, None], value[:, :, None])
-        else:
+        kept, newest = self.text[layer], None
+        if rotation is not None:
             query = kept.append_turned(query, key, value, rotation)
+        elif runs_kernels(query) and key.stride(2) == value.stride(2) == 1:
+            newest = Newest(key, value)
+            kept.reserve(key[:, :, None], value[:, :, None])
+        else:
+            kept.append(key[:, :, None], value[:, :, None])
         rows, mask = query.shape[0], self.text_mask_with(bias)
         query = query.reshape(self.sentences, -1, *query.shape[1:])
-        return beam_attention(query, kept.keys, kept.values, mask, scale, softcap, self.seen).reshape(rows, -1)
+        mixed = beam_attention(query, kept.keys, kept.values, mask, scale, softcap, self.seen, newest)
+        return mixed.reshape(rows, -1)
 
     def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
         kept, rows = self.source[layer], query.shape[0]

@@ -5,8 +5,8 @@ of them. Shared keys come in two kinds: the encoder's output or the prompt, whic
 generated tokens, of which a beam sees its own ancestors only. Both are told apart by the mask alone.
 
 The kernel gives a program a key head of a sentence and a part of the keys: it reads each key and value once, multiplies
-them with all beams and query heads that see them, and keeps a running softmax in fp32. A second kernel adds up the
-parts, where there are several.
+them with all beams and query heads that see them, and keeps a running softmax in fp32. Where there are several parts,
+the program that ends last adds them up. The newest keys and values are written to their slots on the way.
 
 Sources: FastSeq (Yan et al. 2021), appendix A: the einsum formulation of attention over a cache shared by beams; Dao
 2023 (Flash-Decoding): parts of the keys side by side, for few sentences.
@@ -20,12 +20,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastgen.ops import native, processor
+from fastgen.ops.cache import write_slots_
 from fastgen.ops.dispatch import (
     INTERPRETED,
     TRITON,
     cdiv,
     chosen,
     constexpr,
+    counters,
     in_c,
     jit,
     launch,
@@ -94,8 +96,11 @@ def beam_attention(
     scale: float,
     softcap: float | None = None,
     seen: Tensor | None = None,
+    newest: "Newest | None" = None,
 ) -> Tensor:
     """Return the attention of M beams over the keys of their sentence; arguments as `beam_attention_reference`.
+
+    newest: what is to be written to the last M slots of those that are seen, when given, before they are looked at.
 
     On a CPU, two batched matrix products over strided views: neither the keys nor the values are copied, and grouped
     key heads (GQA) are read once for all their query heads. This beats `scaled_dot_product_attention` for the few
@@ -129,7 +134,10 @@ def beam_attention(
     )
     by = chosen("beam_attention", able, in_c_too, query, keys, values, mask, seen)
     if by is TRITON:
-        return _beam_attention_triton(query, keys, values, mask, scale, softcap, seen)
+        return _beam_attention_triton(query, keys, values, mask, scale, softcap, seen, newest)
+    if newest is not None:
+        start = n - m if seen is None else seen - m
+        write_slots_(keys, values, newest.keys[:, :, None], newest.values[:, :, None], start)
     if in_c(by):
         return native.beam_attention(by, query, keys, values, mask, scale)
     if seen is not None:
@@ -183,6 +191,13 @@ def beam_attention_with_weights(
     return mixed, weights.float().mean(1)
 
 
+class Newest(NamedTuple):
+    """Keys and values (B * M, Hkv, D) of the newest token of every beam; the last dimension is contiguous."""
+
+    keys: Tensor
+    values: Tensor
+
+
 class _Tile(NamedTuple):
     """What a program holds: queries, and keys at a time; by how many warps, and in how many stages keys come."""
 
@@ -220,6 +235,7 @@ def _beam_attention_triton(
     scale: float,
     softcap: float | None,
     seen: Tensor | None,
+    newest: Newest | None,
 ) -> Tensor:
     b, m, h, d = query.shape
     kv_heads, n = keys.shape[1], keys.shape[2]
@@ -231,33 +247,32 @@ def _beam_attention_triton(
     length = cdiv(cdiv(n, parts), tile.block) * tile.block
     parts = cdiv(n, length)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    mixed, highest, sums = out, out, out
+    mixed, highest, sums, ended = out, out, out, out
     if parts > 1:
         mixed = torch.empty(parts, b, m, h, d, dtype=torch.float32, device=query.device)
         highest, sums = torch.empty(2, parts, b, m, h, dtype=torch.float32, device=query.device)
+        ended = counters(query.device, b * kv_heads * chunks)
     given = query if mask is None else mask.expand(b, h, m, n)
+    new_keys, new_values = (query, query) if newest is None else newest
     launch(
         _attention_kernel, (b * kv_heads * chunks, parts), query, keys, values, given, query if seen is None else seen,
-        mixed, highest, sums, b, m, kv_heads,
+        new_keys, new_values, mixed, highest, sums, ended, out, b, m, kv_heads,
         h // kv_heads, chunks, d, n, length, scale, softcap or 0.0, *query.stride(), *keys.stride(), *values.stride(),
-        *given.stride(), ROWS=tile.rows, DIMS=max(16, power_of_two(d)), BLOCK=tile.block,
+        *given.stride(), *new_keys.stride()[:2], *new_values.stride()[:2], ROWS=tile.rows,
+        DIMS=max(16, power_of_two(d)), BLOCK=tile.block, NEW=0 if newest is None else power_of_two(m),
         MASKED=mask is not None, CAPPED=softcap is not None, WHOLE=parts == 1, COUNTED=seen is not None,
         WIDE=INTERPRETED and query.dtype == torch.bfloat16, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if parts > 1:
-        launch(
-            _sum_parts_kernel, (b * m * h,), mixed, highest, sums, out, b * m * h, parts, d,
-            PARTS=power_of_two(parts), DIMS=power_of_two(d),
-        )  # fmt: skip
     return out
 
 
-@jit("sentences", "beams", "kv_heads", "groups", "chunks")
+@jit("sentences", "beams", "kv_heads", "groups", "chunks", "new_keys_r", "new_values_r")
 def _attention_kernel(
-    query_ptr, keys_ptr, values_ptr, mask_ptr, seen_ptr, mixed_ptr, highest_ptr, sum_ptr, sentences, beams, kv_heads,
-    groups, chunks, dims, count, length, scale, softcap, query_b, query_m, query_h, query_d, keys_b, keys_h, keys_n,
-    keys_d, values_b, values_h, values_n, values_d, mask_b, mask_h, mask_m, mask_n, ROWS: constexpr, DIMS: constexpr,
-    BLOCK: constexpr, MASKED: constexpr, CAPPED: constexpr, WHOLE: constexpr, COUNTED: constexpr,
+    query_ptr, keys_ptr, values_ptr, mask_ptr, seen_ptr, new_keys_ptr, new_values_ptr, mixed_ptr, highest_ptr, sum_ptr,
+    ended_ptr, out_ptr, sentences, beams, kv_heads, groups, chunks, dims, count, length, scale, softcap, query_b,
+    query_m, query_h, query_d, keys_b, keys_h, keys_n, keys_d, values_b, values_h, values_n, values_d, mask_b, mask_h,
+    mask_m, mask_n, new_keys_r, new_keys_h, new_values_r, new_values_h, ROWS: constexpr, DIMS: constexpr,
+    BLOCK: constexpr, NEW: constexpr, MASKED: constexpr, CAPPED: constexpr, WHOLE: constexpr, COUNTED: constexpr,
     WIDE: constexpr,
 ):  # fmt: skip
     """All beams and query heads of one key head of one sentence, or some of them, over one part of the keys."""
@@ -282,9 +297,26 @@ def _attention_kernel(
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
     room = tl.minimum(count, (part + 1) * length)
-    end = room
+    last = count
     if COUNTED:
-        end = tl.minimum(end, tl.load(seen_ptr)).to(tl.int32)
+        last = tl.minimum(last, tl.load(seen_ptr)).to(tl.int32)
+    end = tl.minimum(room, last)
+    if NEW > 0:
+        if (last > part * length) & (last - beams < end):  # each program writes all that it will read
+            new = tl.arange(0, NEW)
+            from_row = sentence * beams + new
+            slot = (last - beams + new).to(tl.int64)
+            is_new = (new < beams)[:, None] & is_dim[None, :]
+            keys = tl.load(
+                new_keys_ptr + (from_row * new_keys_r + kv_head * new_keys_h)[:, None] + dim[None, :], mask=is_new
+            )
+            values = tl.load(
+                new_values_ptr + (from_row * new_values_r + kv_head * new_values_h)[:, None] + dim[None, :],
+                mask=is_new,
+            )
+            tl.store(keys_ptr + (slot * keys_n)[:, None] + (dim * keys_d)[None, :], keys, mask=is_new)
+            tl.store(values_ptr + (slot * values_n)[:, None] + (dim * values_d)[None, :], values, mask=is_new)
+        tl.debug_barrier()
     for start in range(part * length, end, BLOCK):
         slot = (start + tl.arange(0, BLOCK)).to(tl.int64)
         is_slot = slot < end
@@ -312,26 +344,29 @@ def _attention_kernel(
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         highest = higher
     at = (sentence * beams + beam) * (kv_heads * groups) + head
+    out = (at * dims)[:, None] + dim[None, :]
     if WHOLE:
-        mixed = mixed / total[:, None]
+        tl.store(out_ptr + out, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=seen)
     else:
-        at += part * (sentences * beams * kv_heads * groups).to(tl.int64)
-        tl.store(highest_ptr + at, highest, mask=is_row)
-        tl.store(sum_ptr + at, total, mask=is_row)
-    tl.store(mixed_ptr + (at * dims)[:, None] + dim[None, :], mixed.to(mixed_ptr.dtype.element_ty), mask=seen)
-
-
-@jit("rows", "parts")
-def _sum_parts_kernel(mixed_ptr, highest_ptr, sum_ptr, out_ptr, rows, parts, dims, PARTS: constexpr, DIMS: constexpr):
-    """The attention of one beam and head, from that over the parts of the keys."""
-    row = tl.program_id(0).to(tl.int64)
-    part, dim = tl.arange(0, PARTS).to(tl.int64), tl.arange(0, DIMS)
-    at = part * rows + row
-    highest = tl.load(highest_ptr + at, mask=part < parts, other=float("-inf"))
-    base = tl.max(highest, 0)
-    share = tl.exp(highest - tl.where(base == float("-inf"), 0.0, base))
-    total = tl.sum(share * tl.load(sum_ptr + at, mask=part < parts, other=0.0), 0)
-    there = (part < parts)[:, None] & (dim < dims)[None, :]
-    mixed = tl.load(mixed_ptr + (at * dims)[:, None] + dim[None, :], mask=there, other=0.0)
-    mixed = tl.sum(mixed * share[:, None], 0) / total
-    tl.store(out_ptr + row * dims + dim, mixed.to(out_ptr.dtype.element_ty), mask=dim < dims)
+        rows = (sentences * beams * kv_heads * groups).to(tl.int64)
+        tl.store(highest_ptr + part * rows + at, highest, mask=is_row)
+        tl.store(sum_ptr + part * rows + at, total, mask=is_row)
+        tl.store(mixed_ptr + part * rows * dims + out, mixed, mask=seen)
+        tl.debug_barrier()  # what all threads have written is there before this program counts as ended
+        if tl.atomic_add(ended_ptr + tl.program_id(0), 1, sem="acq_rel") == tl.num_programs(1) - 1:
+            highest = tl.full([ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            mixed = tl.zeros([ROWS, DIMS], tl.float32)
+            for part in range(tl.num_programs(1)):
+                of_part = part * rows + at
+                its = tl.load(highest_ptr + of_part, mask=is_row, other=float("-inf"), cache_modifier=".cg")
+                higher = tl.maximum(highest, its)
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+                shrink, share = tl.exp(highest - base), tl.exp(its - base)
+                part_sum = tl.load(sum_ptr + of_part, mask=is_row, other=0.0, cache_modifier=".cg")
+                part_mixed = tl.load(mixed_ptr + part * rows * dims + out, mask=seen, other=0.0, cache_modifier=".cg")
+                total = total * shrink + part_sum * share
+                mixed = mixed * shrink[:, None] + part_mixed * share[:, None]
+                highest = higher
+            tl.store(out_ptr + out, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=seen)
+            tl.store(ended_ptr + tl.program_id(0), 0)  # for the next launch

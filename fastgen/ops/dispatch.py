@@ -7,9 +7,11 @@ FASTGEN_OPS=native for C on every processor, FASTGEN_OPS=triton for kernels, on 
 built for CPUs alone, kernels are plain functions that nobody calls.
 """
 
+import contextlib
 import importlib
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -63,6 +65,43 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
             kernel[grid](*args, **constants)
     else:
         kernel[grid](*args, **constants)
+
+
+MOST_COUNTED = 4096
+"""Groups of programs of one launch that count how many of them have ended."""
+
+_counted = threading.local()
+_of_stream: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def counters(device: torch.device, groups: int) -> Tensor:
+    """Return (groups,) int32 zeros, which a launch has to leave so: for kernels that run one behind the other.
+
+    Those of a stream do, and those of the graphs of one place (`counting_in`).
+    """
+    assert groups <= MOST_COUNTED, groups
+    held: Tensor | None = getattr(_counted, "held", None)
+    if held is None:
+        key = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        held = _of_stream.get(key)
+        if held is None:
+            held = _of_stream.setdefault(key, new_counters(device))
+    return held[:groups]
+
+
+def new_counters(device: torch.device) -> Tensor:
+    """Zeros that `counters` may give."""
+    return torch.zeros(MOST_COUNTED, dtype=torch.int32, device=device)
+
+
+@contextlib.contextmanager
+def counting_in(held: Tensor | None) -> Iterator[None]:
+    """Have `counters` give memory of a graph's own, as it may run beside others of its stream; None: as usual."""
+    before, _counted.held = getattr(_counted, "held", None), held
+    try:
+        yield
+    finally:
+        _counted.held = before
 
 
 def runs_kernels(tensor: Tensor) -> bool:
