@@ -228,16 +228,18 @@ class _Graph:
 def _specialisation(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
     """What `triton.jit` compiles a kernel anew for: an integer is a 1, a multiple of 16, of 32 bits or of 64."""
     unspecialised = kernel.kwargs["do_not_specialize"] or ()
-    found: list[Any] = []
-    for name, arg in zip(kernel.arg_names, tree_leaves(args), strict=False):
+
+    def key(name: str, arg: Any) -> Any:
+        if isinstance(arg, list | tuple):
+            return tuple(key(name, each) for each in arg)
         if isinstance(arg, Tensor):
-            found.append((arg.dtype, arg.data_ptr() % 16 == 0))
-        elif isinstance(arg, bool) or not isinstance(arg, int):
-            found.append(type(arg))
-        elif name in unspecialised:
-            found.append(arg.bit_length() > 31)
-        else:
-            found.append(1 if arg == 1 else (arg.bit_length() > 31, arg % 16 == 0))
+            return arg.dtype, arg.data_ptr() % 16 == 0
+        if isinstance(arg, bool) or not isinstance(arg, int):
+            return type(arg)
+        long = arg.bit_length() > 31
+        return long if name in unspecialised else 1 if arg == 1 else (long, arg % 16 == 0)
+
+    found = [key(name, arg) for name, arg in zip(kernel.arg_names, args, strict=False)]
     return kernel.__name__, *found, *sorted(constants.items())
 
 

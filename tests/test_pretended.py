@@ -95,6 +95,15 @@ def _llama() -> Any:
     )  # fmt: skip
 
 
+def _short() -> Any:
+    return tf.BartForConditionalGeneration(
+        tf.BartConfig(
+            vocab_size=2000, encoder_layers=1, decoder_layers=2, d_model=1024, encoder_ffn_dim=512,
+            decoder_ffn_dim=512,
+        )
+    )  # fmt: skip
+
+
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]) -> Callable[..., Pretended]:
     """Runs a call of a model in bfloat16, with nothing computed; returns the device."""
@@ -145,3 +154,19 @@ def test_launches(
     step, chosen = _launches(counted(build, **options))
     assert step <= layers * of_layer + beside
     assert chosen <= choice
+
+
+SHAPES = [(1, 24, 100), (1, 40, 33), (8, 24, 64), (32, 30, 7), (3, 24, 129), (16, 33, 250), (2, 64, 16), (5, 24, 77)]
+"""Of the calls of a service: sentences, new tokens, tokens of the source."""
+
+
+def test_specialisations(counted: Callable[..., Pretended]) -> None:
+    """What is compiled for the first call serves nearly all that come later, whatever their shapes."""
+    known: set[Any] = set()
+    new: list[int] = []
+    for batch, tokens, source in SHAPES:
+        found = {launch.specialisation for launch in counted(_short, batch, tokens, source, **NGRAMS).launches}
+        new.append(len(found - known))
+        known |= found
+    assert new[0] <= 19
+    assert sum(new) <= 26

@@ -95,7 +95,7 @@ def choose_(candidates: Candidates, state: State, rules: Rules, new_tokens: Tens
         DIVIDED=values.device.type != "cuda", num_warps=1 if m + k <= 128 else 4,
     )  # fmt: skip
     launch(
-        _over_kernel, (1,), _bytes(flags), over, b, EARLY=rules.stops_early, BLOCK=power_of_two(b),
+        _over_kernel, (1,), _bytes(flags), over, b, EARLY=rules.stops_early, BLOCK=max(32, power_of_two(b)),
         num_warps=1 if b <= 256 else 4,
     )  # fmt: skip
     return Chosen(parents, tokens, order, flags)

@@ -216,7 +216,7 @@ def _finish(finished: Tensor, table: Table, order: Tensor, beams: Tensor, steps:
     kept.copy_(reorder_rows_reference(torch.cat([kept, candidates], 1), order))
 
 
-@jit("steps", "beams")
+@jit("steps", "beams", "parents_strides", "strides", "newest_strides", "prefixes")
 def _extend_rows_kernel(
     parents_ptr, parents_strides, steps, beams, rows, strides, newest, newest_strides, counts, prefixes,
     COUNTED: constexpr, TABLES: constexpr, BEAMS: constexpr, BLOCK: constexpr,
@@ -243,7 +243,9 @@ def _extend_rows_kernel(
             tl.store(table + (beam * strides[i][1])[:, None] + column[None, :], values, mask=old | new)
 
 
-@jit("steps", "beams")
+@jit(
+    "steps", "beams", "order_strides", "candidates_strides", "finished_strides", "strides", "newest_strides", "prefixes"
+)
 def _finish_rows_kernel(
     order_ptr, order_strides, candidates_ptr, candidates_strides, steps, beams, finished, finished_strides, rows,
     strides, newest, newest_strides, counts, prefixes,
