@@ -58,12 +58,12 @@ class Place:
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self._first = torch.cuda.CUDAGraph()  # as long as it lives, the pool does
+        self.counters = new_counters(device)  # set to 0 on the stream that graphs are launched on
         with torch.cuda.stream(self.stream):
             # cuBLAS makes its workspace for a stream at the first product there: outside of the pool, which would never
             # get it back.
             one = torch.ones(1, 1, device=device, dtype=torch.float32)
             torch.mm(one, one)
-            self.counters = new_counters(device)
             self._first.capture_begin(capture_error_mode="thread_local")
             try:
                 torch.zeros(1, device=device, dtype=torch.float32)
