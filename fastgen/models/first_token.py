@@ -76,6 +76,9 @@ class Room:
         self.values.copy_(values)
         self.note_step()
 
+    def reserve(self, keys: Tensor, values: Tensor) -> None:
+        self.note_step()
+
     def append_turned(self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
         self.append(rotated(key, rotation)[:, :, None], value[:, :, None])
         return rotated(query, rotation)
