@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 SHARED = 99 * 1024
 """Bytes of shared memory that a program may have on the smallest of these devices (compute capability 8.6, 8.9)."""
 
-MORE = 40
-"""Registers of a thread that reading on the device what is seen may take."""
+MORE = 48
+"""Registers of a thread for reading on the device what is seen, and writing the newest keys and values."""
 
 SPILLED, FEW = 600, 32
 """Bytes that a thread may spill, and one of attention; k-best's merge of 9 beams, a program a sentence, has 548."""
