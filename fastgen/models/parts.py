@@ -131,8 +131,9 @@ def reads_rows(module: nn.Module) -> str | None:
     if own is None or isinstance(own, Routed) or runs_its_class(module):
         return None
     if (hook := getattr(module, "_hf_hook", None)) is not None:  # accelerate's `add_hook_to_module` put it there
-        users = [inner for inner in getattr(hook, "hooks", [hook]) if not _moves_only(inner)]
-        return f"a hook ({name_of(users[0])}) on a {type(module).__name__}" if users else None
+        if all(map(_moves_only, getattr(hook, "hooks", [hook]))):
+            return None
+        return f"a hook on a {type(module).__name__}"
     return f"a forward of its own of a {type(module).__name__}"
 
 
