@@ -62,7 +62,7 @@ test-all: $(READY) $(OLDEST_READY)  ## all tests, with each value of each parame
 	  $(RUN) -m pytest -m "not slow" $(PYTEST) $(NO_TOOLKIT); \
 	else echo "not tested on transformers $(OLDEST): $(OLDEST_DIR) is missing and ENV_READY=1 says to install nothing"; fi
 
-test-every: $(READY)  ## all tests with every combination of their parameters (about 70 minutes on 2 cores)
+test-every: $(READY)  ## all tests with every combination of their parameters (over an hour on 2 cores)
 	$(RUN) -m pytest $(PYTEST)
 
 newest: $(READY)  ## the tests that touch transformers, on the newest release or on TRANSFORMERS=5.25.0

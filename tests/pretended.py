@@ -80,7 +80,6 @@ class Launch(NamedTuple):
     """
 
     kernel: str
-    grid: tuple[int, ...]
     specialisation: tuple[Any, ...]
 
 
@@ -142,7 +141,7 @@ class Pretended:
     def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         dispatch.launches[kernel.__name__] += 1
         if not self._replaying:
-            self.launches.append(Launch(kernel.__name__, grid, _specialisation(kernel, args, constants)))
+            self.launches.append(Launch(kernel.__name__, _specialisation(kernel, args, constants)))
         if self._recording is None:
             self._run(kernel, grid, *args, **constants)
         else:

@@ -95,8 +95,8 @@ def new_counters(device: torch.device) -> Tensor:
 
 
 @contextlib.contextmanager
-def counting_in(held: Tensor | None) -> Iterator[None]:
-    """Have `counters` give memory of a graph's own, as it may run beside others of its stream; None: as usual."""
+def counting_in(held: Tensor) -> Iterator[None]:
+    """Have `counters` give memory of a graph's own, as it may run beside others of its stream."""
     before, _counted.held = getattr(_counted, "held", None), held
     try:
         yield
