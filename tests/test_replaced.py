@@ -4,6 +4,7 @@ Each model has been called before, so that weights are packed, plans known and s
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -269,6 +270,19 @@ def test_offloaded_weights(asked: str) -> None:
     accelerate = pytest.importorskip("accelerate")
     model, kwargs = _warm("llama", ASKED[asked], torch.float64)
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert_same(model, kwargs)
+    assert_same(model, kwargs)
+    assert "offloaded" in str(fastgen.explain(model, **kwargs))
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("part", ["model.embed_tokens", "model.layers.1", "lm_head"])
+def test_partly_offloaded_weights(asked: str, part: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, kwargs = _warm("llama", ASKED[asked], torch.float64)
+    others = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
+    devices = dict.fromkeys(others, "cpu") | {part: "disk"}
+    accelerate.dispatch_model(model, devices, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
     assert_same(model, kwargs)
     assert_same(model, kwargs)
 

@@ -229,6 +229,8 @@ def check_model(model: Any) -> None:
         raise Unsupported(reason)
     if all(family_of(part.model_type) is None for part in _configs(model)):
         raise Unsupported(f"model type {model.config.model_type!r} is not proven yet")
+    if model.device.type == "meta":
+        raise Unsupported("the model's first weights are offloaded")
     if compat.reorders_its_cache(model):
         raise Unsupported(f"{type(model).__name__} reorders its cache itself")
     if (reason := why_compiled(model)) is not None:
