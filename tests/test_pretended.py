@@ -133,8 +133,8 @@ NGRAMS = {"num_beams": 4, "no_repeat_ngram_size": 3}
 @pytest.mark.parametrize(
     ("build", "options", "layers", "of_layer", "beside", "choice"),
     [
-        (_bart, NGRAMS, 12, 12, 8, 13), (_gpt2, BEAMS, 12, 8, 8, 11), (_llama, BEAMS, 16, 12, 14, 11),
-        (_llama, {}, 16, 12, 13, 7),
+        (_bart, NGRAMS, 12, 12, 7, 13), (_gpt2, BEAMS, 12, 8, 7, 11), (_llama, BEAMS, 16, 12, 13, 11),
+        (_llama, {}, 16, 12, 12, 7),
     ],
     ids=["bart", "gpt2", "llama", "llama-greedy"],
 )  # fmt: skip

@@ -33,7 +33,10 @@ class Stepper(Protocol):
         ...
 
     def prefill(self) -> Tensor:
-        """Run the prompt; return the logits (R, V) fp32 of the first new token, which nobody may change."""
+        """Run the prompt; return the logits (R, V) of the first new token, which nobody may change.
+
+        They are fp32, or of the model's type where a captured step has made them.
+        """
         ...
 
     def step(self, ids: Tensor) -> Tensor:
@@ -247,6 +250,7 @@ class BeamSearch:
             if edits is not None:  # the log-probabilities are never written
                 best = kbest(rows, self.scores, self.rule.candidates, edits)
                 return best.values, best.indices // logits.shape[-1], best.indices % logits.shape[-1]
+        logits = logits.float()
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())
         normalised = log_softmax_reference if self.exact else log_softmax

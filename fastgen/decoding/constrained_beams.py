@@ -54,6 +54,7 @@ class ConstrainedBeamSearch(PooledBeams):
     def advance(self, model: Stepper, logits: Tensor) -> bool:
         """Choose the next token of every beam; False when the search is over."""
         b, m = self.scores.shape
+        logits = logits.float()
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())
         log_probs = edited(torch.log_softmax(logits, -1), self.text, self.edits).view(b, m, -1)

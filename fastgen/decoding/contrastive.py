@@ -140,6 +140,7 @@ class ContrastiveSearch:
 
     def _propose(self, logits: Tensor) -> None:
         """Take the likeliest tokens, by logits (B, V), for candidates."""
+        logits = logits.float()
         if self.trace.logits is not None:
             self.trace.logits.append(logits)
         scores = edited(logits.clone(), Text(self.ids, self.prompt_length), self.edits)

@@ -30,6 +30,7 @@ class DiverseBeamSearch(PooledBeams):
     def advance(self, model: Stepper, logits: Tensor) -> bool:
         """Choose the next token of every beam, group by group; False when the search is over."""
         b, m = self.scores.shape
+        logits = logits.float()
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())
         log_probs = torch.log_softmax(logits, -1)

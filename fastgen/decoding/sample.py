@@ -123,7 +123,7 @@ class Sampling:
     def _choose(self, logits: Tensor, text: Text) -> Tensor:
         kept = self.trace.logits is not None
         if self.edits or self.trace.wanted:  # the model's next step may overwrite its logits
-            logits = logits.clone()
+            logits = logits.to(torch.float32, copy=True)
         if self.trace.logits is not None:
             self.trace.logits.append(logits)
         scores = edited(logits, text, self.edits, kept)
@@ -131,12 +131,12 @@ class Sampling:
             self.trace.scores.append(scores)
         tokens = self._picked(scores, torch.multinomial)
         if self.trace.chosen is not None:
-            self.trace.chosen.append(self._of_all(chosen_of(scores, tokens).where(self.running, 0.0)))
+            self.trace.chosen.append(self._of_all(chosen_of(scores.float(), tokens).where(self.running, 0.0)))
         return tokens
 
     def _picked(self, scores: Tensor, draw: Callable[[Tensor, int], Tensor]) -> Tensor:
         """One token (R,) of each row; `draw` is `torch.multinomial` or alike."""
-        return draw(torch.softmax(scores, -1), 1).squeeze(1) if self.sample else argmax(scores)
+        return draw(torch.softmax(scores.float(), -1), 1).squeeze(1) if self.sample else argmax(scores)
 
     def _of_all(self, values: Tensor) -> Tensor:
         """Values of the present rows among those of all, 0 for those that have left."""

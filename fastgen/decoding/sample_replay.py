@@ -89,7 +89,7 @@ class ReplayedSampling(Sampling):
 
     def _choose_next(self, logits: Tensor, text: Text, last: bool) -> Tensor:
         """Write the next token of every row to the table; return what is seen: which rows run on (1, R)."""
-        scores = edited(logits.clone() if self.edits else logits, text, self.edits)
+        scores = edited(logits.to(torch.float32, copy=True), text, self.edits) if self.edits else logits
         tokens = self._picked(scores, self.choices.draw)
         if self.pad is not None:
             tokens = torch.where(self.running, tokens, self.pad)

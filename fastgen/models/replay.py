@@ -65,11 +65,10 @@ class Replay:
 
     Args:
         longest: steps at most.
-        wide: whether logits come as fp32.
     """
 
-    def __init__(self, step: DecoderStep, text: Sequence[Layer], longest: int, wide: bool = False) -> None:
-        self.step, self.text, self.longest, self.wide = step, text, longest, wide
+    def __init__(self, step: DecoderStep, text: Sequence[Layer], longest: int) -> None:
+        self.step, self.text, self.longest = step, text, longest
         self._alone, self._lent = JointReplay(), graph.Lent()
         self._seat: Seat | None = None
         self._ground: Ground | None = None
@@ -120,7 +119,7 @@ class Replay:
 
     def finished(self, logits: Tensor, weights: Tensor | None) -> Result:
         """What `__call__` returns, of what a step has made."""
-        return logits.float() if self.wide else logits, None if weights is None else weights.to(logits.dtype)
+        return logits, None if weights is None else weights.to(logits.dtype)
 
     def lose(self) -> None:
         """What is captured here is not to serve anybody else."""
@@ -130,7 +129,7 @@ class Replay:
         """Where the steps to come run: in a seat, or where everything lies."""
         seat, before = self._seat, self._seat
         if seat is None or not seat.has_room_for(reads):
-            seat = seats.borrow(self.step, reads, self.wide)
+            seat = seats.borrow(self.step, reads)
         self._seat = seat
         try:
             return Ground.own(reads, self._lent) if seat is None else seat.take(reads)

@@ -312,14 +312,11 @@ _all: "WeakKeyDictionary[nn.Module, dict[tuple[object, ...], Seats]]" = WeakKeyD
 """By decoder, and by `_circumstances`."""
 
 
-def borrow(step: DecoderStep, reads: Reads, wide: bool) -> Seat | None:
-    """A seat for a call, to be given back; None where it is to have memory of its own.
-
-    wide: whether logits come as fp32 too.
-    """
+def borrow(step: DecoderStep, reads: Reads) -> Seat | None:
+    """A seat for a call, to be given back; None where it is to have memory of its own."""
     if config.settings().graphs == "call":
         return None
-    shape = Shape.of(reads, step.head.outputs * (step.dtype.itemsize + 4 * wide))
+    shape = Shape.of(reads, step.head.outputs * step.dtype.itemsize)
     if shape.nbytes + shape.sentences * shape.outputs > most_kept():
         return None
     now = _circumstances(reads.text[0].room[0].device)

@@ -151,10 +151,13 @@ class FusedDecoder:
         self.hidden: Tensor | None = None  # (R, C), what the head has read last
         replayed = graph.wanted(cache.text[0].keys) and not self.seeing
         self._written = not self.seeing and not replayed and is_written(step)  # from ids to logits in C
-        self.replay = Replay(step, cache.text, cache.longest, wide=True) if replayed else None
+        self.replay = Replay(step, cache.text, cache.longest) if replayed else None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Return logits (R, V) fp32 of what follows ids (R, L), of which the cache holds all but the newest."""
+        """Return logits (R, V) of what follows ids (R, L), of which the cache holds all but the newest.
+
+        They are fp32, or of the model's type where the step is captured.
+        """
         if self.replay is not None and self.ready and self.replay.able(len(ids)):
             return self.replay(ids[:, -1], self._reads)[0]
         if not self.seeing:

@@ -231,8 +231,10 @@ class SharedStepper(Stepper):
         return self.fused
 
     def end_step(self, results: Sequence[Result]) -> Tensor:
-        """Return the logits (R, V) fp32 of a step that was made together with those of others."""
-        return results[0][0].float()
+        """Return the logits (R, V) of a step that was made together with those of others."""
+        assert self.fused is not None
+        logits = results[0][0]
+        return logits.float() if self.fused.replay is None else logits
 
     @property
     def ancestry(self) -> Ancestry | None:
