@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from transformers.utils import logging
 
     import fastgen
+    from fastgen.cli.bench.measure import environment
     from fastgen.cli.bild import pair
-    from fastgen.cli.measure import environment
     from fastgen.corpus import models
 
     logging.set_verbosity_error()
@@ -143,7 +143,7 @@ def _of_batch_size(
     args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
     """A cell for each way to generate in batches of this size."""
-    from fastgen.cli.agreement import Agreement, all_agree
+    from fastgen.cli.bench.agreement import Agreement, all_agree
     from fastgen.cli.bild import pair, sweep
 
     greedy = pair.greedy(large, args.max_new_tokens)
@@ -254,7 +254,7 @@ def _watched_passes(large: Any, passes: dict[tuple[bool, int], list[float]], ste
     """
     from unittest import mock
 
-    from fastgen.patches.transformers import bild
+    from fastgen.patches.transformers.bild import bild
 
     extends, steps_on = bild._Whole.extend, bild.FusedDecoder.__call__
 

@@ -29,7 +29,7 @@ SCRIPT, COMMAND, ONE, SEVERAL = "script", "fastgen generate", "one thread", "pro
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure all; return 1 if an output differed."""
     args = _arguments().parse_args(argv)
-    from fastgen.cli.measure import environment, interleave, paired_ratio
+    from fastgen.cli.bench.measure import environment, interleave, paired_ratio
 
     with tempfile.TemporaryDirectory(prefix="fastgen-corpus-") as scratch:
         runs = _Runs(Path(scratch), args)

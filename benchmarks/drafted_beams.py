@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import torch
 
+    from fastgen.cli.bench.measure import environment
     from fastgen.cli.bild import pair
-    from fastgen.cli.measure import environment
     from fastgen.corpus import models
 
     if args.threads:
@@ -78,7 +78,7 @@ def _cell(
     import torch
 
     import fastgen
-    from fastgen.cli.measure import Verdict, compare
+    from fastgen.cli.bench.measure import Verdict, compare
 
     inputs = [torch.tensor([list(source)], device=args.device) for source in sources]
 

@@ -1,6 +1,6 @@
 """Whether two outputs of fairseq's generator agree: equal, or apart only by near ties.
 
-As `fastgen/cli/agreement.py` does for transformers: where tokens differ, fairseq's own search is replayed from the
+As `cli/bench/agreement.py` does for transformers: where tokens differ, fairseq's own search is replayed from the
 scores that it is seen to choose from. Its rule is transformers': the best M candidates that do not end go on, and what
 ends counts among the best M alone.
 """
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import fastgen
-from fastgen.cli.measure import Verdict
-from fastgen.decoding.margin import NEAR_TIE, replayed
+from fastgen.cli.bench.measure import Verdict
+from fastgen.decoding.search.near_ties import NEAR_TIE, replayed
 
 Found = list[list[dict[str, Any]]]
 """For each sentence its hypotheses, best first, as `SequenceGenerator.generate` returns them."""

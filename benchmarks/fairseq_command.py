@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.cases import EXAMPLE, Case
 from benchmarks.fairseq_agreement import FairseqAgreement
-from fastgen.cli import measure
-from fastgen.cli.measure import Verdict
-from fastgen.decoding.margin import NEAR_TIE
+from fastgen.cli.bench import measure
+from fastgen.cli.bench.measure import Verdict
+from fastgen.decoding.search.near_ties import NEAR_TIE
 
 if TYPE_CHECKING:
     from benchmarks.runners import Session

@@ -97,7 +97,7 @@ def inputs_of(model: Any, sentences: int, tokens: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the families that the arguments name; return the exit status."""
-    from fastgen.models.families import FAMILIES
+    from fastgen.models.specs.families import FAMILIES
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.families", description=(__doc__ or "").split("\n\n", 1)[0]

@@ -104,7 +104,7 @@ def results_of(output: Any, mask: Any) -> list[Any]:
 def compared(model: Any, inputs: dict[str, Any], rounds: int, device: str) -> dict[str, Any]:
     """One forward beside itself unpatched: speed, and what ran."""
     from benchmarks.runners import Hits, Session, both, figures
-    from fastgen.cli import measure
+    from fastgen.cli.bench import measure
 
     def call() -> Any:
         output = None

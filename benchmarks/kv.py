@@ -67,7 +67,7 @@ class KVProbe(LogitsProcessor):
 def last_report() -> Any:
     """Return fastgen's record of its last accelerated `generate` (kv_bytes, steps), None where there is none."""
     try:
-        from fastgen.patches.transformers import report
+        from fastgen.patches.transformers.generate import report
     except ImportError:
         return None
     return report.last_call()

@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from transformers.utils import logging
 
     import fastgen
-    from fastgen.cli.measure import environment
+    from fastgen.cli.bench.measure import environment
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

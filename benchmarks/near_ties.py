@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 import fastgen
-from fastgen.cli.agreement import margins
+from fastgen.cli.bench.agreement import margins
 from fastgen.corpus.texts import Problem, TextGenerator
-from fastgen.decoding.margin import NEAR_TIE
+from fastgen.decoding.search.near_ties import NEAR_TIE
 
 
 def is_near_tie(generator: TextGenerator, generation: dict[str, Any], text: str, answer: str) -> bool:

@@ -172,7 +172,7 @@ def _kbest(rig: Rig, b: int, m: int, v: int, k: int, in_place: bool = False) -> 
     """
     import torch
 
-    from fastgen.ops.kbest import kbest
+    from fastgen.ops.selection.kbest import kbest
 
     logits, scores = rig.randn(b, m, v) * 3, torch.randn(b, m, device=rig.device)
     theirs, ours = (torch.empty(b, m, v) if rig.device == "cpu" else None for _ in range(2))
@@ -191,7 +191,7 @@ def _kbest(rig: Rig, b: int, m: int, v: int, k: int, in_place: bool = False) -> 
 def _argmax(rig: Rig, r: int, v: int) -> tuple[Call, Call]:
     import torch
 
-    from fastgen.ops.kbest import argmax
+    from fastgen.ops.selection.kbest import argmax
 
     logits = rig.randn(r, v) * 3
     return lambda: torch.argmax(logits, -1), lambda: argmax(logits)
@@ -200,7 +200,7 @@ def _argmax(rig: Rig, r: int, v: int) -> tuple[Call, Call]:
 def _strategies(rig: Rig, b: int, m: int, v: int, k: int) -> tuple[Call, Call]:
     import torch
 
-    from fastgen.ops import kbest_kernels
+    from fastgen.ops.selection import kbest_kernels
 
     logits, scores = rig.randn(b, m, v) * 3, torch.randn(b, m, device=rig.device)
     return (
@@ -212,7 +212,7 @@ def _strategies(rig: Rig, b: int, m: int, v: int, k: int) -> tuple[Call, Call]:
 def _ngrams(rig: Rig, r: int, length: int, baseline: str) -> tuple[Call, Call]:
     from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
-    from fastgen.ops.ngram_block import ngram_block_, ngram_block_reference
+    from fastgen.ops.selection.ngram_block import ngram_block_, ngram_block_reference
 
     scores, ids = rig.randn(r, 50_264), rig.integers(300, r, length)
     ours = scores.clone()
@@ -282,7 +282,7 @@ def _sample(rig: Rig, r: int, v: int) -> tuple[Call, Call]:
     import torch
     from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-    from fastgen.ops.sample import sample
+    from fastgen.ops.selection.sample import sample
 
     logits = rig.randn(r, v) * 3
     warpers = TopKLogitsWarper(50), TopPLogitsWarper(0.9)
@@ -301,7 +301,7 @@ def _nucleus(rig: Rig, r: int, v: int, left: int) -> tuple[Call, Call]:
     import torch
     from transformers.generation.logits_process import TopPLogitsWarper
 
-    from fastgen.decoding.text import Text, TopP
+    from fastgen.decoding.logits.transforms import Text, TopP
 
     logits = rig.randn(r, v) * 5
     if left:
@@ -327,10 +327,10 @@ def _choice(rig: Rig, b: int, m: int) -> tuple[Call, Call]:
     """What becomes of a step's candidates: what runs on is the same, however often it has been found."""
     import torch
 
-    from fastgen.decoding.beam import BeamSearch
-    from fastgen.decoding.rules import TransformersRule
-    from fastgen.decoding.stop import Stop
-    from fastgen.ops.choice import Candidates, State
+    from fastgen.decoding.search.beam_search import BeamSearch
+    from fastgen.decoding.search.finishing_rules import TransformersRule
+    from fastgen.decoding.search.stopping import Stop
+    from fastgen.ops.selection.choice import Candidates, State
 
     rule = TransformersRule(m, 64, 1, 1, 1.0, early_stopping=False)
     prompt = torch.zeros(b, 1, dtype=torch.int64, device=rig.device)
@@ -396,7 +396,7 @@ def same(op: str, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
     """Return the comparison of an operation's outputs with its baseline's."""
     import torch
 
-    from fastgen.cli.measure import Verdict
+    from fastgen.cli.bench.measure import Verdict
 
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
 
@@ -494,7 +494,7 @@ def measure(row: Row, rig: Rig, rounds: int, seconds: float, bandwidth: float) -
     """Time one row; what differs has no times."""
     import torch
 
-    from fastgen.cli.measure import compare
+    from fastgen.cli.bench.measure import compare
 
     torch.manual_seed(0)
     needed = row.bytes(rig)
@@ -549,7 +549,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     import torch
 
-    from fastgen.cli.measure import environment
+    from fastgen.cli.bench.measure import environment
     from fastgen.ops.counts import calls
 
     torch.set_grad_enabled(False)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.cases import Case
-from fastgen.cli.agreement import Agreement, all_agree
+from fastgen.cli.bench.agreement import Agreement, all_agree
 
 VERSION = "4.8.5"
 ALIKE = 0.9  # of the texts of a trained model must be the same

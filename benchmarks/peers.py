@@ -9,9 +9,9 @@ from torch import Tensor
 
 from benchmarks.cases import Case
 from benchmarks.runners import Hits, Session, both
-from fastgen.cli import measure
-from fastgen.cli.agreement import Agreement
-from fastgen.cli.measure import agrees
+from fastgen.cli.bench import measure
+from fastgen.cli.bench.agreement import Agreement
+from fastgen.cli.bench.measure import agrees
 
 
 def one_batch(

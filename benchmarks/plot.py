@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastgen.cli.measure import agrees
+from fastgen.cli.bench.measure import agrees
 
 ROOT = Path(__file__).resolve().parents[1]
 STOCK, FASTGEN, PEER, GOAL = "#9a9a9a", "#1f6fb2", "#d98a29", "#b3261e"

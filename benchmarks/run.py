@@ -169,7 +169,7 @@ def hardware(device: str) -> str:
 def write(file: Path, case: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Write everything a figure rests on; a plot needs nothing else."""
     import fastgen
-    from fastgen.cli.measure import environment
+    from fastgen.cli.bench.measure import environment
 
     # Of a folder its name: where it lies on this machine, and where this is written, say nothing of the figures.
     given = {name: value for name, value in vars(args).items() if name != "out"}
@@ -198,7 +198,7 @@ def measured(args: argparse.Namespace, name: str, cells: Iterable[tuple[str, str
         1 if any output differed, else 0.
     """
     from benchmarks.runners import outcome_text
-    from fastgen.cli.measure import agrees, environment
+    from fastgen.cli.bench.measure import agrees, environment
 
     results: dict[str, dict[str, Any]] = {}
     for model, call, found in cells:
@@ -221,7 +221,7 @@ def write_whole(file: Path, data: dict[str, Any]) -> None:
 
 def agreed(result: dict[str, Any]) -> bool:
     """Return whether all outputs agreed; a table of memory compares none."""
-    from fastgen.cli.measure import agrees
+    from fastgen.cli.bench.measure import agrees
 
     return all(map(agrees, result.get("cells", {}).values())) and ("equal" not in result or agrees(result))
 

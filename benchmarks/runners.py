@@ -20,9 +20,9 @@ from benchmarks.cases import CASES, EXAMPLE, Case
 from benchmarks.fairseq_agreement import FairseqAgreement
 from benchmarks.fairseq_command import run_command
 from benchmarks.kv import KVProbe, expected_bytes, last_report
-from fastgen.cli import measure
-from fastgen.cli.agreement import Agreement, all_agree
-from fastgen.cli.measure import Outcome, Verdict
+from fastgen.cli.bench import measure
+from fastgen.cli.bench.agreement import Agreement, all_agree
+from fastgen.cli.bench.measure import Outcome, Verdict
 
 # A cell of the grid ends when the interval is this narrow, or this many seconds have gone into it.
 CELL_PRECISION, CELL_BUDGET = 0.01, 120.0

@@ -5,7 +5,7 @@
 The same server runs twice in turn, patched and with FASTGEN=0 in its processes; each round sends every client's texts
 to both, in alternating order. A closed loop: a client sends its next text when it has its answer. The reference is
 made one text at a time, by transformers alone. An answer that is not the reference's is wrong, but for a near tie
-(`fastgen.cli.agreement`); no speed is given where one is wrong or missing. Exit status 1 then.
+(`fastgen.cli.bench.agreement`); no speed is given where one is wrong or missing. Exit status 1 then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import fastgen
 from benchmarks.cases import EXAMPLE
 from benchmarks.near_ties import is_near_tie
 from benchmarks.run import RESULTS, hardware, positive
-from fastgen.cli.measure import environment, paired_ratio
+from fastgen.cli.bench.measure import environment, paired_ratio
 from fastgen.corpus.texts import Options, Output, TextGenerator
 
 ARMS = {"stock": "0", "fastgen": "1"}

@@ -14,8 +14,8 @@ from torch import Tensor
 import fastgen
 from benchmarks.runners import Hits, Session
 from fastgen import config
-from fastgen.cli import measure
-from fastgen.cli.agreement import Agreement, all_agree
+from fastgen.cli.bench import measure
+from fastgen.cli.bench.agreement import Agreement, all_agree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

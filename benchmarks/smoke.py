@@ -34,8 +34,8 @@ from benchmarks.ops import copy_bandwidth
 from benchmarks.run import RESULTS, begin, hardware, write_whole
 from benchmarks.runners import Session
 from benchmarks.step_time import floor, product_rate
-from fastgen.cli.measure import environment
-from fastgen.models import graph
+from fastgen.cli.bench.measure import environment
+from fastgen.models.cuda_graphs import graph
 
 LOOKS = ("machine", "call", "profile", "exact")
 NEW_TOKENS, PROFILED = 40, 8

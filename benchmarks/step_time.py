@@ -17,7 +17,7 @@ import torch
 from benchmarks.kv import last_report
 from benchmarks.ops import copy_bandwidth
 from benchmarks.runners import Session, outcome_text, pair, stock_steps
-from fastgen.cli.measure import agrees
+from fastgen.cli.bench.measure import agrees
 from fastgen.ops import linear
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fastgen.cli.measure import agrees
+from fastgen.cli.bench.measure import agrees
 
 RESULTS = Path(__file__).parent / "results"
 MEGA = 2**20

@@ -49,7 +49,7 @@ def explain(model: Any, **generate_kwargs: Any) -> Any:
         model: a transformers model that can generate.
         generate_kwargs: what `generate` would be given.
     """
-    from fastgen.patches.transformers.explain import explain as explain_transformers
+    from fastgen.patches.transformers.introspection.explain import explain as explain_transformers
 
     return explain_transformers(model, **generate_kwargs)
 
@@ -83,7 +83,7 @@ def bild(
     Raises:
         ValueError, TypeError: an option is not one that it can have; a generator cannot decode so (when it is called).
     """
-    from fastgen.patches.fairseq.bild import bild as bild_of_fairseq
+    from fastgen.patches.fairseq.bild.bild import bild as bild_of_fairseq
 
     given = {
         "fallback_threshold": fallback_threshold,
@@ -108,9 +108,9 @@ def generate_stream(model: Any, inputs: Iterable[Any], **options: Any) -> Iterat
             ``forced_bos_token_id`` may have a token for each sentence.
 
     Yields:
-        (N, L) int64: the sequences of a sentence; see `fastgen.patches.transformers.stream`.
+        (N, L) int64: the sequences of a sentence; see `fastgen.patches.transformers.streaming.stream`.
     """
-    from fastgen.patches.transformers.stream import generate_stream as stream
+    from fastgen.patches.transformers.streaming.stream import generate_stream as stream
 
     return stream(model, inputs, **options)
 
@@ -142,13 +142,13 @@ def score(
         max_tokens: tokens of a batch, padding counted.
 
     Returns:
-        `fastgen.patches.transformers.score.TextScore`, one for each text: `log_probs` (L,), `tokens`, `total`.
+        `TextScore` objects (`introspection.score`), one for each text: `log_probs` (L,), `tokens`, `total`.
 
     Raises:
         TypeError: texts are strings and there is no `tokenizer`, or they are one string and not several.
         ValueError: an option or a text is not one that there can be, or the model is of another family.
     """
-    from fastgen.patches.transformers.score import score as score_texts
+    from fastgen.patches.transformers.introspection.score import score as score_texts
 
     return score_texts(model, texts, sources, tokenizer, max_length, stride, max_tokens)
 

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.decoding.beam import BeamSearch, Choice
-from fastgen.decoding.rules import TransformersRule
-from fastgen.decoding.stop import Stop
-from fastgen.ops.choice import Candidates
+from fastgen.decoding.search.beam_search import BeamSearch, Choice
+from fastgen.decoding.search.finishing_rules import TransformersRule
+from fastgen.decoding.search.stopping import Stop
+from fastgen.ops.selection.choice import Candidates
 
 LONGEST, PROMPT = 40, 7
 

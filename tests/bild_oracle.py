@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastgen.models.ragged import Span
+from fastgen.models.runtime.ragged_step import Span
 
 Scores = Callable[[Sequence[int]], Tensor]
 """Of the token that follows a text, prompt included: (V,)."""

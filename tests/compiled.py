@@ -34,8 +34,9 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from benchmarks.ops import Rig, rows  # noqa: E402
-from fastgen.ops import beam_attention, cache, choice, dispatch, rotation, tables, token_mask  # noqa: E402
-from fastgen.ops.kbest import Changes, SparseEdits, best_of_log_probs, kbest  # noqa: E402
+from fastgen.ops import beam_attention, cache, dispatch, rotation, tables  # noqa: E402
+from fastgen.ops.selection import choice, token_mask  # noqa: E402
+from fastgen.ops.selection.kbest import Changes, SparseEdits, best_of_log_probs, kbest  # noqa: E402
 
 
 class Device:

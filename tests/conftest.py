@@ -72,14 +72,14 @@ def _canary() -> None:
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
     """What a test, or a command that it calls in this process, sets for the whole process is set back behind it."""
-    from fastgen.models import packed
+    from fastgen.models.layers import packed_weights
 
     threads = torch.get_num_threads()
     with torch.random.fork_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
         yield
     torch.set_num_threads(threads)
-    if packed.has_given_up():
-        packed.release()
+    if packed_weights.has_given_up():
+        packed_weights.release()
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def _processor(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _system_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are packed whatever else takes the machine's memory now."""
-    from fastgen.models import budget
+    from fastgen.models.memory import budget
 
     monkeypatch.setattr(budget, "system_memory", lambda: None)
 

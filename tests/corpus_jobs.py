@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastgen.corpus import claims, journal
-from fastgen.corpus import job as jobs
-from fastgen.corpus.identity import digest
-from fastgen.corpus.job import Job
-from fastgen.corpus.records import Record
+from fastgen.corpus.formats.records import Record
+from fastgen.corpus.run import claims, journal
+from fastgen.corpus.run import job as jobs
+from fastgen.corpus.run.identity import digest
+from fastgen.corpus.run.job import Job
 from fastgen.corpus.texts import Options, Output, Problem, TextGenerator
 from fastgen.errors import CommandError
 

@@ -50,7 +50,7 @@ TOOLKIT = {
         TABLE = {"double": lambda x: 2 * x}
     """,
     "declaration.py": """
-        from fastgen.patches._engine import Patch, Toolkit
+        from fastgen.patches.engine.engine import Patch, Toolkit
 
         TOOLKIT = Toolkit("toolkit", "toolkit", ">=1.2", "1.5", canary="canary:parts", install_hint="get toolkit")
 
@@ -67,7 +67,7 @@ TOOLKIT = {
         )
     """,
     "ours.py": """
-        from fastgen.patches._engine import hit
+        from fastgen.patches.engine.engine import hit
 
         def _replacement(name):
             def replacement(original, /, *args, **kwargs):

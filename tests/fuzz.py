@@ -27,10 +27,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
-from fastgen.decoding import cache as kv
-from fastgen.ops import kbest
-from fastgen.patches.transformers import decide
+from fastgen.decoding.kv_cache import kv_cache as kv
+from fastgen.ops.selection import kbest
 from fastgen.patches.transformers.compat import CACHE
+from fastgen.patches.transformers.generate import decide
 from tests import zoo
 from tests.parity import assert_same, fallbacks, hits, same
 from tests.parity import call as run

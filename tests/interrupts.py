@@ -22,8 +22,10 @@ from torch import nn
 
 import fastgen
 from fastgen.context import PREFIX
-from fastgen.models import graph, packed, routes, seats
-from fastgen.patches import _engine
+from fastgen.models.cuda_graphs import graph, graph_buffers
+from fastgen.models.layers import packed_weights
+from fastgen.models.routing import routes
+from fastgen.patches.engine import engine
 
 SIZES: dict[str, Any] = {"vocab_size": 211, "pad_token_id": 0, "eos_token_id": 2}
 _SEQ2SEQ: dict[str, Any] = SIZES | {
@@ -159,12 +161,17 @@ def left_behind(*models: nn.Module) -> list[str]:
         if "forward" in vars(part)
     ]
     found += [f"a route of {len(route.before)} layers" for route in routes._routes.values()]
-    if _engine._count_running():
+    if engine._count_running():
         found.append("a running plan")
     for variable, value in contextvars.copy_context().items():
         if variable.name.startswith(PREFIX) and value not in (None, False):
             found.append(f"{variable.name} is {value!r}")
-    locks = {"engine": _engine.lock, "routes": routes._lock, "packed": packed._lock, "seats": seats._lock}
+    locks = {
+        "engine": engine.lock,
+        "routes": routes._lock,
+        "packed": packed_weights._lock,
+        "seats": graph_buffers._lock,
+    }
     for name, lock in (locks | {"graph": graph._lock}).items():
         if not _free_for_others(lock):
             found.append(f"the lock of {name}")

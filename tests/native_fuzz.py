@@ -25,15 +25,16 @@ import transformers as tf
 from torch import Tensor
 
 from fastgen import config
-from fastgen.models import packed as weights
-from fastgen.ops import native, token_mask
+from fastgen.models.layers import packed_weights as weights
+from fastgen.ops import native
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
 from fastgen.ops.cache import move_sentences_
 from fastgen.ops.counts import calls
 from fastgen.ops.embedding import embedding, embedding_reference
-from fastgen.ops.kbest import SparseEdits, kbest, kbest_reference
-from fastgen.ops.log_softmax import log_softmax, log_softmax_reference
-from fastgen.ops.ngram_block import ngram_block_reference, ngram_mask_
+from fastgen.ops.selection import token_mask
+from fastgen.ops.selection.kbest import SparseEdits, kbest, kbest_reference
+from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
+from fastgen.ops.selection.ngram_block import ngram_block_reference, ngram_mask_
 from fastgen.ops.tables import Table, extend_rows_, extend_rows_reference, finish_rows_, finish_rows_reference
 from tests.beam_choices import assert_alike, choice
 from tests.parity import assert_same

@@ -248,7 +248,7 @@ def _without_pinning(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _forget_devices() -> None:
     """What fastgen has found of a device is asked anew."""
-    from fastgen.models import graph
+    from fastgen.models.cuda_graphs import graph
     from fastgen.ops import beam_attention
 
     for function in (graph._bytes_of, graph.draws_alike, beam_attention._multiprocessors):

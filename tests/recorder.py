@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from fastgen.decoding import cache
-from fastgen.models import graph
-from fastgen.models.replay import JointReplay
+from fastgen.decoding.kv_cache import kv_cache
+from fastgen.models.cuda_graphs import graph
+from fastgen.models.cuda_graphs.replay import JointReplay
 from fastgen.ops import native
 
 _T = TypeVar("_T")
@@ -95,7 +95,7 @@ def _views(result: Any, arguments: Any) -> bool:
 
 
 class Graphs:
-    """Stands in for `models.graph` on a CPU; counts what is captured and replayed, by the name of the function.
+    """Stands in for `graph` on a CPU; counts what is captured and replayed, by the name of the function.
 
     kernels: of the newest capture of each. texts: how often steps of how many texts at once were replayed.
     """
@@ -108,7 +108,7 @@ class Graphs:
         self.texts: Counter[int] = Counter()
         self._recording: Recorder | None = None
         monkeypatch.setattr(graph, "wanted", lambda _: True)
-        monkeypatch.setattr(cache, "SWEEP", 10**9)  # on CPUs only
+        monkeypatch.setattr(kv_cache, "SWEEP", 10**9)  # on CPUs only
         monkeypatch.setattr(native, "library", lambda: None)  # so are these; and no dispatcher sees what they do
         monkeypatch.setattr(graph, "capture", self._capture)
         monkeypatch.setattr(JointReplay, "__call__", self._counting(JointReplay.__call__))

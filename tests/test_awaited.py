@@ -8,8 +8,8 @@ import torch
 
 import fastgen
 from fastgen import config
-from fastgen.models.step import DecoderStep
-from fastgen.patches.transformers.report import last_call
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.patches.transformers.generate.report import last_call
 from tests import zoo
 from tests.recorder import Graphs
 from tests.together import start_soon

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.patches.fairseq.background import InOrder
+from fastgen.patches.fairseq.commands.background import InOrder
 
 
 def _through(
@@ -105,7 +105,7 @@ def test_no_process_outlives_who_has_forked_it(how: signal.Signals) -> None:
     """As where a scheduler ends a run."""
     code = (
         "import multiprocessing as m, time\n"
-        "from fastgen.patches.fairseq.background import InOrder\n"
+        "from fastgen.patches.fairseq.commands.background import InOrder\n"
         "with InOrder(time.sleep, print, 2) as background:\n"
         "    background.hand_in(0), background.hand_in(60)\n"
         "    print(*(p.pid for p in m.active_children()), flush=True)\n"

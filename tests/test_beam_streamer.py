@@ -13,8 +13,8 @@ from transformers import TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
-from fastgen.decoding.beam import BeamSearch
-from fastgen.models import graph
+from fastgen.decoding.search.beam_search import BeamSearch
+from fastgen.models.cuda_graphs import graph
 from tests import zoo
 from tests.fuzz import tokenizer
 from tests.parity import fallbacks, notes

@@ -10,8 +10,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MarianMTModel
 
 from fastgen import config
-from fastgen.cli import cell, main
-from fastgen.patches import _engine
+from fastgen.cli import main
+from fastgen.cli.bench import benchmark_cell
+from fastgen.patches.engine import engine
 from tests.test_bild_tools import LINES, llama, marian, tokenizer_of
 
 NEW = 6
@@ -83,7 +84,7 @@ def test_no_speed_where_outputs_differ(
 
     def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
         ids = right(self, *args, **kwargs)
-        if not _engine.is_disabled() and kwargs["num_beams"] == 2:
+        if not engine.is_disabled() and kwargs["num_beams"] == 2:
             ids[0, -1] = (ids[0, -1] + 7) % 259
         return ids
 
@@ -104,7 +105,7 @@ def test_no_speed_where_outputs_differ(
 def test_what_fastgen_declines_has_its_reason(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fastgen.models.families import FAMILIES
+    from fastgen.models.specs.families import FAMILIES
 
     monkeypatch.delitem(FAMILIES, "gpt2")
     assert bench(folder / "unproven", "--num-beams", 2, "--batch-size", 2) == 0
@@ -146,7 +147,7 @@ def test_it_ends_in_time(
 
 
 def test_nothing_measured_is_no_success(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cell, "compare", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(benchmark_cell, "compare", lambda *args, **kwargs: 1 / 0)
     assert bench(folder / "llama", "--num-beams", 1, "--batch-size", 1) == 1
 
 

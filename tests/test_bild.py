@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.decoding.bild import Bild
-from fastgen.decoding.pace import REST, TRIAL, Pace, pace_of
-from fastgen.decoding.policies import Drawn, Likeliest, Noting, Rejection
-from fastgen.decoding.stop import Stop
-from fastgen.models.ragged import Span
+from fastgen.decoding.search.stopping import Stop
+from fastgen.decoding.speculative.adaptive_drafting import REST, TRIAL, Pace, pace_of
+from fastgen.decoding.speculative.bild import Bild
+from fastgen.decoding.speculative.policies import Drawn, Likeliest, Noting, Rejection
+from fastgen.models.runtime.ragged_step import Span
 from tests.bild_oracle import Held, Toy, bild, greedy
 
 EOS, PAD = 1, 0

@@ -26,11 +26,12 @@ import fastgen
 from benchmarks import bild as benchmark
 from benchmarks import plot
 from fastgen import config
-from fastgen.cli import main, quality
+from fastgen.cli import main
 from fastgen.cli.bild import align, outputs, pair, sweep, tune
 from fastgen.cli.bild.finetune import collate, examples
-from fastgen.corpus.identity import digest
+from fastgen.cli.generate import quality
 from fastgen.corpus.models import load_tokenizer
+from fastgen.corpus.run.identity import digest
 from fastgen.errors import CommandError
 
 LINES = ["a dog runs", "two men sit on a bench", "", "the cat", "a girl in a red coat", "one", "snow falls on a town"]

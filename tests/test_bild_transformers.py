@@ -16,14 +16,14 @@ from transformers.generation import logits_process as lp
 
 import fastgen
 from fastgen import config
-from fastgen.decoding.pace import Pace, pace_of
-from fastgen.models.layouts import LAYOUTS
-from fastgen.models.ragged import Span
-from fastgen.models.step import DecoderStep
-from fastgen.patches.transformers import bild as transformers_bild
-from fastgen.patches.transformers.bild import BildDecoderOnlyOutput, BildEncoderDecoderOutput
-from fastgen.patches.transformers.fused import FusedDecoder
-from fastgen.patches.transformers.report import last_call
+from fastgen.decoding.speculative.adaptive_drafting import Pace, pace_of
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.runtime.ragged_step import Span
+from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.patches.transformers.bild import bild as transformers_bild
+from fastgen.patches.transformers.bild.bild import BildDecoderOnlyOutput, BildEncoderDecoderOutput
+from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
+from fastgen.patches.transformers.generate.report import last_call
 from tests import zoo
 from tests.bild_oracle import Scores, bild
 from tests.parity import counts

@@ -10,11 +10,12 @@ import torch
 import transformers as tf
 
 import fastgen
-from fastgen.models import budget, memory, packed
-from fastgen.models.budget import SystemMemory, shortage
+from fastgen.models.layers import packed_weights
+from fastgen.models.memory import budget, scratch
+from fastgen.models.memory.budget import SystemMemory, shortage
 from fastgen.ops import linear as ops
 from fastgen.ops import native
-from fastgen.patches.transformers.report import last_call
+from fastgen.patches.transformers.generate.report import last_call
 from tests import zoo
 
 GIB, MIB = 2**30, 2**20
@@ -111,19 +112,19 @@ def test_memory_of_this_machine() -> None:
 @pytest.fixture
 def model() -> Iterator[Any]:
     """A model whose weights are worth a copy in every layout, and in panels fill them."""
-    packed.release()
-    memory.release()
+    packed_weights.release()
+    scratch.release()
     torch.manual_seed(0)
     config = tf.GPT2Config(
         vocab_size=512, n_embd=256, n_layer=1, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2, pad_token_id=0
     )
     yield tf.GPT2LMHeadModel(config).eval()
-    packed.release()
+    packed_weights.release()
 
 
 def _generate(model: Any) -> Any:
     kwargs = zoo.batch(model, 4, 6, "none") | {"max_new_tokens": 6, "min_new_tokens": 6, "num_beams": 2}
-    return [model.generate(**kwargs).tolist() for _ in range(packed.OFTEN)]
+    return [model.generate(**kwargs).tolist() for _ in range(packed_weights.OFTEN)]
 
 
 def _weights(model: Any) -> dict[str, int]:
@@ -136,7 +137,7 @@ def test_what_is_held(model: Any) -> None:
     _generate(model)
     status = fastgen.status()
     held = status.memory
-    assert held["packed weights"] == packed.packed_bytes() == sum(_weights(model).values()), "one copy of each"
+    assert held["packed weights"] == packed_weights.packed_bytes() == sum(_weights(model).values()), "one copy of each"
     assert held["buffers"] > 0
     assert status.memory_by_model == {"GPT2LMHeadModel": {name: size for name, size in held.items() if size}}
     assert f"\n  GPT2LMHeadModel: packed weights {held['packed weights'] / MIB:.4g} MiB, buffers" in str(status)
@@ -214,10 +215,10 @@ def test_a_limit(model: Any, limit: str, setting: Callable[[str, str], None]) ->
 
 
 def test_buffers_within_a_limit(setting: Callable[[str, str], None]) -> None:
-    memory.release()
-    packed.release()
+    scratch.release()
+    packed_weights.release()
     owner, like = torch.nn.Linear(1, 1), torch.zeros(1)
-    of = memory.memory_of(owner)
+    of = scratch.memory_of(owner)
     setting("FASTGEN_MEMORY", "64KiB")
     kept, fresh = of.take(like, 8 * 1024), of.take(like, 16 * 1024)
     assert kept.numel() * 4 <= fastgen.status().memory["buffers"] <= 64 * 1024

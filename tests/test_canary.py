@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgen.patches.transformers import CACHES, LOSS, PATCHES, canary, compat, generate, loss, part_of, shared
+from fastgen.patches.transformers import CACHES, LOSS, PATCHES, compat, part_of
+from fastgen.patches.transformers.generate import generate, shared_stepper
+from fastgen.patches.transformers.introspection import canary, loss
 
 ROOT = Path(__file__).parents[1]
 BEAM_SAMPLING = {part_of("beam sampling", True), part_of("beam sampling", False)}
@@ -43,21 +45,21 @@ def _no_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    stepper = shared.SharedStepper.step
+    stepper = shared_stepper.SharedStepper.step
 
-    def step(self: shared.SharedStepper, ids: torch.Tensor) -> torch.Tensor:
+    def step(self: shared_stepper.SharedStepper, ids: torch.Tensor) -> torch.Tensor:
         if self.plan.method == "sampling":
             torch.rand(1)
         return stepper(self, ids)
 
-    monkeypatch.setattr(shared.SharedStepper, "step", step)
+    monkeypatch.setattr(shared_stepper.SharedStepper, "step", step)
 
 
 def _nothing_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_stock(self: object) -> object:
         return self.stock  # pyright: ignore[reportAttributeAccessIssue]
 
-    monkeypatch.setattr("fastgen.patches.transformers.cache.SharedCache.as_stock", as_stock)
+    monkeypatch.setattr("fastgen.patches.transformers.cache.shared_cache.SharedCache.as_stock", as_stock)
 
 
 def _another_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import MarianConfig, MarianMTModel, PreTrainedTokenizerFast
 
 import fastgen
-from fastgen.cli import main, status
-from fastgen.cli.workloads import Workload
+from fastgen.cli import main
+from fastgen.cli.bench.workloads import Workload
+from fastgen.cli.environment import status
 from fastgen.config import VARIABLES
 from fastgen.patches.fairseq import TOOLKIT as FAIRSEQ
 from tests.processes import python
@@ -136,7 +137,7 @@ def test_demo_shows_speed_only_for_equal_output(
 
     def one_token_changed_where_patched(self, after_batch):
         outputs = run(self, after_batch)
-        if not fastgen.patches._engine.is_disabled():
+        if not fastgen.patches.engine.engine.is_disabled():
             outputs[0][0, 1] += 1
         return outputs
 

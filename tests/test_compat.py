@@ -30,7 +30,7 @@ OF_OTHERS = {
 
 def private_names(folder: Path) -> Iterator[tuple[str, int, str]]:
     """Yield (file, line, name) of private names that the files of a folder use and none of them defines."""
-    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.py"))}
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(folder.rglob("*.py"))}
     own = {name for tree in trees.values() for name in _defined(tree)}
     for file, tree in trees.items():
         if file.name in ("__init__.py", "compat.py"):
@@ -83,7 +83,7 @@ def test_a_planted_private_name_is_found(tmp_path: Path, text: str) -> None:
 
 def test_no_other_module_asks_for_a_version() -> None:
     """Of transformers: what differs by release is a field of `Release`."""
-    for file in FOLDER.glob("*.py"):
+    for file in FOLDER.rglob("*.py"):
         assert file.name == "compat.py" or "__version__" not in file.read_text(encoding="utf-8"), file.name
 
 

@@ -32,7 +32,7 @@ def compiled() -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_every_kernel_is_compiled(compiled: list[dict[str, Any]]) -> None:
-    sources = "".join(file.read_text("utf-8") for file in (ROOT / "fastgen/ops").glob("*.py"))
+    sources = "".join(file.read_text("utf-8") for file in (ROOT / "fastgen/ops").rglob("*.py"))
     launched = set(re.findall(r"launch\(\s*(_\w+)", sources))
     assert {each["kernel"] for each in compiled} == launched
     assert [each for each in compiled if each["error"] is not None] == []

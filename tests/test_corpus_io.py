@@ -23,11 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("zstandard", reason="needs fastgen[corpus]")
-from fastgen.corpus import compression, formats, store, writers
-from fastgen.corpus.readers import Files
-from fastgen.corpus.records import Record
+from fastgen.corpus.formats import compression, formats, writers
+from fastgen.corpus.formats.readers import Files
+from fastgen.corpus.formats.records import Record
+from fastgen.corpus.formats.writers import File
+from fastgen.corpus.run import store
 from fastgen.corpus.texts import Output, Problem
-from fastgen.corpus.writers import File
 from fastgen.errors import CommandError
 
 ODD = ["plain", " spaces ", "", "a\tb", 'quo"te', '"', "'", "a,b", "\u2028", "\x85 \x0b \x0c", "\x00", "\r", "a\rb",
@@ -392,7 +393,7 @@ def test_parquet_of_half_a_pair_of_surrogates(tmp_path: Path) -> None:
 
 def test_parquet_has_a_type_for_every_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the values are, and however they are spread over groups of rows."""
-    monkeypatch.setattr("fastgen.corpus.parquet._ROWS", 2)
+    monkeypatch.setattr("fastgen.corpus.formats.parquet._ROWS", 2)
     values: dict[str, list[Any]] = {
         "ints": [1, 2, 3, None, 2**60 + 1], "floats": [1, 2, 0.5, None, 2**60 + 1], "mixed": [1, "a", None, [1], {}],
         "late": [None, None, None, None, "x"], "huge": [2**70, 1, 2, 3, 4], "empty": [{}, {}, {}, {}, {}],

@@ -23,16 +23,16 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.corpus import assembly, claims, job, journal, pipeline, store, worker, workers
-from fastgen.corpus.assembly import Assembly, in_progress
-from fastgen.corpus.blocks import Blocks
-from fastgen.corpus.claims import Claims
-from fastgen.corpus.identity import digest
-from fastgen.corpus.journal import Entry, Journal, Part
-from fastgen.corpus.lead import header_of
+from fastgen.corpus.formats.records import Record
 from fastgen.corpus.limits import Limit
-from fastgen.corpus.records import Record
-from fastgen.corpus.summary import Report, summarise
+from fastgen.corpus.run import assembly, claims, job, journal, pipeline, store, worker, workers
+from fastgen.corpus.run.assembly import Assembly, in_progress
+from fastgen.corpus.run.blocks import Blocks
+from fastgen.corpus.run.claims import Claims
+from fastgen.corpus.run.identity import digest
+from fastgen.corpus.run.journal import Entry, Journal, Part
+from fastgen.corpus.run.lead import header_of
+from fastgen.corpus.run.summary import Report, summarise
 from fastgen.corpus.texts import Output, Problem, TextGenerator
 from fastgen.errors import CommandError
 from tests.corpus_jobs import Lines, Texts, job_of

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.cli import checks, hook, main
-from fastgen.cli.checks import Finding, examine, openmp_runtimes
-from fastgen.cli.doctor import CHECKS
-from fastgen.cli.self_check import self_check
+from fastgen.cli import main
+from fastgen.cli.environment import checks, hook
+from fastgen.cli.environment.checks import Finding, examine, openmp_runtimes
+from fastgen.cli.environment.doctor import CHECKS
+from fastgen.cli.environment.self_check import self_check
 from fastgen.ops import processor
-from fastgen.patches import _counts, _engine
-from fastgen.patches.transformers import PATCHES, canary
+from fastgen.patches.engine import counts, engine
+from fastgen.patches.transformers import PATCHES
+from fastgen.patches.transformers.introspection import canary
 
 ROOT = Path(__file__).parents[1]
 CODE = """
@@ -239,10 +241,10 @@ def test_other_tokens_are_trouble(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
     def agrees_in_parity_mode() -> tuple[bool, str]:
         """What is returned is equal, as it is the toolkit's own both times."""
-        _engine.compared("different")
+        engine.compared("different")
         return True, "equal"
 
-    _counts.parity.clear()
+    counts.parity.clear()
     monkeypatch.setattr(canary, "agree", agrees_in_parity_mode)
     found = examine(self_check)[0]
     assert (found.level, found.text) == ("trouble", "other tokens than without fastgen: equal")

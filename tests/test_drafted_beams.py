@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import fastgen
-from fastgen.decoding.drafted_beams import DraftedBeams
-from fastgen.models.tree import ROOT
+from fastgen.decoding.speculative.drafted_beams import DraftedBeams
+from fastgen.models.runtime.tree_step import ROOT
 from tests import zoo
 from tests.bild_oracle import Toy
 from tests.test_bild_transformers import ENDS, FAMILIES, NEW, pair

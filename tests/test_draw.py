@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.decoding.draw import draw
-from fastgen.models import graph
+from fastgen.decoding.search.multinomial import draw
+from fastgen.models.cuda_graphs import graph
 from tests.recorder import Graphs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

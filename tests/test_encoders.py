@@ -12,11 +12,11 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastgen
-from fastgen.models import encoder as encoders
-from fastgen.models.encoder import pays
-from fastgen.models.linear import Own
+from fastgen.models.layers.linear import Own
+from fastgen.models.runtime import encoder as encoders
+from fastgen.models.runtime.encoder import pays
 from fastgen.ops import processor
-from fastgen.patches.transformers import encoder
+from fastgen.patches.transformers.encoders import encoder
 from tests import zoo
 from tests.parity import assert_same, same
 

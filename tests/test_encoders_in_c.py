@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.models import encoder_reader
-from fastgen.models.encoder import Encoder, Group, Sentences, arranged, whole
-from fastgen.models.encoder_layouts import ENCODERS
-from fastgen.models.encoder_reader import encoder_of
+from fastgen.models.build import encoder_builder
+from fastgen.models.build.encoder_builder import encoder_of
+from fastgen.models.runtime.encoder import Encoder, Group, Sentences, arranged, whole
+from fastgen.models.specs.encoder_layouts import ENCODERS
 from fastgen.ops import native
 from fastgen.ops.counts import calls
-from fastgen.patches.transformers import source
+from fastgen.patches.transformers.encoders import unpadded_encoder
 from tests import zoo
 from tests.parity import assert_same
 from tests.test_in_c import _wide  # noqa: F401  a fixture
@@ -108,7 +108,7 @@ def _on_no_cpu_of_ours(patch: pytest.MonkeyPatch) -> None:
 
 
 def _known(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(encoder_reader, "encoded_together", lambda *_: None)
+    patch.setattr(encoder_builder, "encoded_together", lambda *_: None)
 
 
 @pytest.mark.parametrize(("where", "read"), [(_on_no_cpu_of_ours, 0), (_known, 1)])
@@ -121,7 +121,7 @@ def test_without_padding_only_for_c(
     """There is nothing to gain elsewhere; parts that are not written in C are looked at once."""
     where(monkeypatch)
     model, times = zoo.build("marian", torch.float32), list[int]()
-    monkeypatch.setattr(source, "encoder_of", lambda *given: times.append(1) or encoder_of(*given))
+    monkeypatch.setattr(unpadded_encoder, "encoder_of", lambda *given: times.append(1) or encoder_of(*given))
     for _ in range(3):
         assert assert_same(model, zoo.batch(model, 3, 8) | {"max_new_tokens": 4}).error is None
     assert len(times) == read

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.patches._remedies import remedy_for
+from fastgen.patches.engine.remedies import remedy_for
 from tests.fake_toolkit import Sandbox
 
 
@@ -314,7 +314,7 @@ def test_keyword_arguments_of_any_name_get_through(sandbox: Sandbox) -> None:
     sandbox.write(
         "declaration.py",
         """
-        from fastgen.patches._engine import Patch, Toolkit
+        from fastgen.patches.engine.engine import Patch, Toolkit
         TOOLKIT = Toolkit("toolkit", "toolkit", ">=1", "1.5")
         PATCHES = (Patch("toolkit.add", TOOLKIT, "toolkit.gen:take", "ours:add", ("first",), "a test"),)
         """,
@@ -333,7 +333,7 @@ def test_a_patch_that_mends_stays_where_the_toolkits_own_code_runs(sandbox: Sand
     sandbox.write(
         "declaration.py",
         """
-        from fastgen.patches._engine import Patch, Toolkit
+        from fastgen.patches.engine.engine import Patch, Toolkit
         TOOLKIT = Toolkit("toolkit", "toolkit", ">=1", "1.5")
         PATCHES = (
             Patch("toolkit.add", TOOLKIT, "toolkit.gen:Model.add", "ours:add", ("a", "b"), "a test", mends=True),
@@ -365,7 +365,7 @@ def test_a_patch_can_wait_for_another_module_than_its_targets(sandbox: Sandbox) 
     sandbox.write(
         "declaration.py",
         """
-        from fastgen.patches._engine import Patch, Toolkit
+        from fastgen.patches.engine.engine import Patch, Toolkit
         TOOLKIT = Toolkit("toolkit", "toolkit", ">=1", "1.5")
         PATCHES = (
             Patch("toolkit.add", TOOLKIT, "elsewhere:take", "ours:add", ("first",), "a test", when="toolkit.early"),
@@ -625,7 +625,7 @@ def test_counts_are_exact_under_threads(sandbox: Sandbox) -> None:
         import sys, threading
         sys.setswitchinterval(1e-6)
         import fastgen
-        from fastgen.patches._engine import fallback
+        from fastgen.patches.engine.engine import fallback
         from toolkit import gen
         def work():
             for _ in range(2000):
@@ -642,7 +642,7 @@ def test_callbacks_release_caches(sandbox: Sandbox) -> None:
     sandbox.run(
         """
         import fastgen
-        from fastgen.patches._engine import on_disable, on_release
+        from fastgen.patches.engine.engine import on_disable, on_release
         calls = []
         on_disable(lambda: calls.append("disable"))
         @on_release
@@ -907,7 +907,7 @@ def test_replacement_that_cannot_be_imported(sandbox: Sandbox) -> None:
 def test_bad_declarations(sandbox: Sandbox, call: str, message: str) -> None:
     sandbox.run(
         f"""
-        from fastgen.patches._engine import *
+        from fastgen.patches.engine.engine import *
         from declaration import TOOLKIT as T
         try:
             {call}
@@ -1083,7 +1083,7 @@ def test_canary_whose_calls_fall_back_proves_nothing(newer: Sandbox) -> None:
     newer.write(
         "ours.py",
         """
-        from fastgen.patches._engine import fallback
+        from fastgen.patches.engine.engine import fallback
         def greet(original, /, *args, **kwargs):
             fallback("toolkit.greet", "too small")
             return original(*args, **kwargs)
@@ -1159,7 +1159,7 @@ def test_status_prints_and_serialises(sandbox: Sandbox) -> None:
     printed = sandbox.run(
         """
         import json, fastgen
-        from fastgen.patches._engine import fallback
+        from fastgen.patches.engine.engine import fallback
         patched()
         fallback("toolkit.step", "one beam")
         fallback("toolkit.step", "one beam")

@@ -22,11 +22,11 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import config
-from fastgen.decoding import cache
-from fastgen.models import replaced
-from fastgen.models.proof import by_modules
+from fastgen.decoding.kv_cache import kv_cache as cache
+from fastgen.models.build import patched_torch
+from fastgen.models.build.equivalence_check import by_modules
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.report import last_call
+from fastgen.patches.transformers.generate.report import last_call
 from tests import zoo
 from tests.parity import counts, fallbacks, left_off, notes
 from tests.processes import python
@@ -56,7 +56,7 @@ def _explain(model: Any, kwargs: dict[str, Any]) -> Any:
     before = counts(), torch.get_rng_state(), last_call(), set(vars(model)), len(kwargs)
     given = copy.deepcopy({name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)})
     # A hook would show in what is explained; so would the function, were its place looked at.
-    with patch.object(torch.nn.Module, "__call__", noted), patch.object(replaced, "_PLACES", []):
+    with patch.object(torch.nn.Module, "__call__", noted), patch.object(patched_torch, "_PLACES", []):
         explanation = fastgen.explain(model, **kwargs)
     assert ran == [], "a forward of numbers ran"
     after = counts(), torch.get_rng_state(), last_call(), set(vars(model)), len(kwargs)
@@ -328,11 +328,12 @@ def test_linear_layers(linear_mode: Any, request: pytest.FixtureRequest) -> None
     model = tf.GPT2LMHeadModel(
         tf.GPT2Config(vocab_size=512, n_embd=256, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
     ).eval()
-    from fastgen.models import packed, routes
+    from fastgen.models.layers import packed_weights
+    from fastgen.models.routing import routes
     from fastgen.ops import native
 
     kwargs = zoo.batch(model, 4, 6, "none") | {"max_new_tokens": 4, "num_beams": 2, "pad_token_id": 0}
-    packed.release()
+    packed_weights.release()
     linear_mode("packed")
     explained = _explain(model, kwargs).linears
     assert explained.packed
@@ -341,7 +342,7 @@ def test_linear_layers(linear_mode: Any, request: pytest.FixtureRequest) -> None
         assert explained.routed == routed
         assert fastgen.explain(model, **kwargs).linears == explained, "while another call runs"
     model.generate(**kwargs)
-    assert 0 < packed.packed_bytes() <= explained.packed_bytes * 1.1 + 4096, "a packed layout may pad a little"
+    assert 0 < packed_weights.packed_bytes() <= explained.packed_bytes * 1.1 + 4096, "a packed layout may pad a little"
     assert (" in C, packed copies of" in str(explained)) == (native.library() is not None)
     request.getfixturevalue("by_torch_alone")
     few = _explain(model, {"input_ids": kwargs["input_ids"][:1, :1], "max_new_tokens": 4, "pad_token_id": 0}).linears
@@ -350,7 +351,7 @@ def test_linear_layers(linear_mode: Any, request: pytest.FixtureRequest) -> None
     assert not _explain(model, kwargs).linears.packed
     linear_mode("off")
     assert _explain(model, kwargs).linears.reason == "FASTGEN_LINEAR=off"
-    packed.release()
+    packed_weights.release()
     linear_mode("auto")
     assert _explain(zoo.build("gpt2"), kwargs).linears.reason == "weights are float64, not float32"
 
@@ -442,16 +443,19 @@ def test_the_documentation_lists_every_reason() -> None:
     pages = ((ROOT / "docs" / name).read_text("utf-8") for name in ("supported.md", "switches.md"))
     supported, switches = (" ".join(page.split()) for page in pages)  # whatever the ends of lines
     folder = ROOT / "fastgen" / "patches" / "transformers"
-    decide, parity, peak = ((folder / name).read_text("utf-8") for name in ("decide.py", "parity.py", "peak.py"))
+    decide, parity, peak = (
+        (folder / name).read_text("utf-8")
+        for name in ("generate/decide.py", "introspection/parity.py", "introspection/peak.py")
+    )
     parity = parity.partition("def _reason_not_to_repeat")[2].partition("\ndef ")[0]
     fused = "".join(
         (ROOT / "fastgen" / name).read_text("utf-8")
         for name in (
-            "models/reader.py",
-            "models/parts.py",
-            "patches/transformers/fused.py",
-            "patches/transformers/captured.py",
-            "patches/fairseq/stepper.py",
+            "models/build/step_builder.py",
+            "models/build/introspection.py",
+            "patches/transformers/generate/fused_decoder.py",
+            "patches/transformers/generate/captured_module_step.py",
+            "patches/fairseq/generator/shared_stepper.py",
         )
     )
     for code, text in ((decide, supported), (parity, switches), (fused, supported), (peak, switches)):

@@ -12,8 +12,8 @@ import torch
 
 import fastgen
 from fastgen import config
-from fastgen.decoding import cache
-from fastgen.models import encoder as encoders
+from fastgen.decoding.kv_cache import kv_cache
+from fastgen.models.runtime import encoder as encoders
 
 pytest.importorskip("fairseq")
 from fairseq import utils
@@ -29,7 +29,7 @@ from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from fairseq.token_generation_constraints import pack_constraints
 from omegaconf import OmegaConf
 
-from fastgen.patches.fairseq.generate import source_lengths
+from fastgen.patches.fairseq.generator.generate import source_lengths
 from tests import fairseq_zoo as zoo
 from tests.recorder import Graphs
 
@@ -267,10 +267,10 @@ def test_alignment(kind: str) -> None:
 @pytest.mark.parametrize("name", ["transformer", "prenorm", "lm"])
 def test_many_sentences(name: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a few: some leave while others go on, and change places; slots that no beam sees are given up."""
-    monkeypatch.setattr(cache, "SWEEP", every)
+    monkeypatch.setattr(kv_cache, "SWEEP", every)
     swept: list[int] = []
-    sweep = cache.LayerKV.sweep
-    monkeypatch.setattr(cache.LayerKV, "sweep", lambda layer, slots: (swept.append(1), sweep(layer, slots)))
+    sweep = kv_cache.LayerKV.sweep
+    monkeypatch.setattr(kv_cache.LayerKV, "sweep", lambda layer, slots: (swept.append(1), sweep(layer, slots)))
     options = {"beam_size": 3, "max_len_b": 40, "no_repeat_ngram_size": 3}
     _served([zoo.build(name, seed=1)], zoo.batch(60, 12), options)
     assert swept or every > 1 or name == "lm"

@@ -17,9 +17,9 @@ from fairseq import utils
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 
-from fastgen.decoding.bild import Bild, Counts
-from fastgen.decoding.pace import Pace, pace_of
-from fastgen.patches.fairseq import bild as fairseq_bild
+from fastgen.decoding.speculative.adaptive_drafting import Pace, pace_of
+from fastgen.decoding.speculative.bild import Bild, Counts
+from fastgen.patches.fairseq.bild import bild as fairseq_bild
 from tests import fairseq_zoo as zoo
 from tests.bild_oracle import Scores, bild
 

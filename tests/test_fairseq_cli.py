@@ -26,10 +26,10 @@ from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.tasks import setup_task
 from fairseq_cli import eval_lm, generate, interactive
 
-from fastgen.cli.run import run_target
-from fastgen.patches.fairseq.bild_command import Pair
+from fastgen.cli.environment.run import run_target
+from fastgen.patches.fairseq.bild.bild_command import Pair
+from fastgen.patches.fairseq.commands.options import given
 from fastgen.patches.fairseq.mend import UntrustedCheckpointError
-from fastgen.patches.fairseq.options import given
 from tests.fairseq_commands import GENERATE, STOCK, assert_alike, known_to_fairseq, preprocess, run, train
 from tests.together import start_soon
 
@@ -490,7 +490,7 @@ def test_a_number_that_is_too_small(corpus: Path, option: str, value: str, said:
 
 
 def test_a_run_that_fails_leaves_no_whole_file(tmp_path: Path) -> None:
-    from fastgen.patches.fairseq.generate_command import _output
+    from fastgen.patches.fairseq.commands.generate_command import _output
 
     cfg = argparse.Namespace(
         common_eval=argparse.Namespace(results_path=str(tmp_path)), dataset=argparse.Namespace(gen_subset="test")

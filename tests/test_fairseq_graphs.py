@@ -17,11 +17,11 @@ from fairseq import utils
 from fairseq.search import BeamSearch
 from fairseq.sequence_generator import SequenceGenerator
 
-from fastgen.decoding import cache
-from fastgen.decoding.first_finished_replay import ReplayedFirstFinished
-from fastgen.models import graph
+from fastgen.decoding.backends.captured_first_finished import ReplayedFirstFinished
+from fastgen.decoding.kv_cache import kv_cache
+from fastgen.models.cuda_graphs import graph
 from fastgen.ops import dispatch
-from fastgen.patches.fairseq.stepper import Stepper
+from fastgen.patches.fairseq.generator.shared_stepper import Stepper
 from tests import fairseq_zoo as zoo
 from tests.recorder import Graphs
 from tests.test_graphs import _Allocations as Allocations
@@ -164,7 +164,7 @@ def test_batches_of_one_generator(graphs: Graphs) -> None:
 
 def test_a_text_that_outgrows_its_memory(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention over the source gets room when the mask of the text does, so that nothing is captured twice for it."""
-    monkeypatch.setattr(cache, "_GROWTH", 16)
+    monkeypatch.setattr(kv_cache, "_GROWTH", 16)
     monkeypatch.setattr(graph, "ROOMY", 2**60)
     fastgen.release()  # with memory of other calls, as only a CPU has it, keys and values grow at other times
     options = {"beam_size": 2, "max_len_b": 60, "min_len": 60}
@@ -331,7 +331,7 @@ def test_a_replayed_step_takes_no_memory(kernels: None, graphs: Graphs, monkeypa
 
 @pytest.mark.parametrize("name", ["transformer", "bart"])
 def test_the_next_batch_captures_no_step(name: str, graphs: Graphs) -> None:
-    """It moves to where the last one was (`models.seats`), whichever of its sentences leave."""
+    """It moves to where the last one was (`models.cuda_graphs.graph_buffers`), whichever of its sentences leave."""
     fastgen.release()
     model, options = zoo.build(name), {"beam_size": 3, "max_len_b": 24, "min_len": 3}
     captured = []

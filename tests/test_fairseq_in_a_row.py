@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.decoding import cohorts
-from fastgen.models import packed
+from fastgen.decoding.batching import continuous_batching
+from fastgen.models.layers import packed_weights
 from fastgen.ops import native
 from fastgen.ops.counts import calls
 
@@ -34,10 +34,10 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for part in ("encoder", "decoder"):
         for size, value in {"embed_dim": 32, "ffn_embed_dim": 48}.items():
             monkeypatch.setitem(zoo._SIZES, f"{part}_{size}", value)
-    monkeypatch.setattr(packed, "OFTEN", 1)
+    monkeypatch.setattr(packed_weights, "OFTEN", 1)
     calls.clear()
     yield
-    packed.release()
+    packed_weights.release()
 
 
 def _build(name: str, seed: int = 0) -> Any:
@@ -75,7 +75,7 @@ def test_model(variant: str, name: str, beams: int, monkeypatch: pytest.MonkeyPa
         in_a_row = calls["search", "native"]
         assert in_a_row > 0
         with monkeypatch.context() as alone:
-            alone.setattr(cohorts, "_several", lambda *_: None)
+            alone.setattr(continuous_batching, "_several", lambda *_: None)
             expected = zoo.call([model], sample, options)[0]
         assert calls["search", "native"] == in_a_row
         for ours, theirs in zip(found, expected, strict=True):

@@ -12,7 +12,7 @@ from fastgen.ops import dispatch
 from fastgen.ops.counts import calls
 
 pytest.importorskip("fairseq")
-from fastgen.patches.fairseq.stepper import Member
+from fastgen.patches.fairseq.generator.shared_stepper import Member
 from tests import fairseq_zoo as zoo
 
 pytestmark = pytest.mark.skipif(not dispatch.INTERPRETED, reason="kernels are compiled where there is a GPU")

@@ -9,10 +9,10 @@ from torch import Tensor
 
 import fastgen
 from fastgen import config
-from fastgen.decoding import cohorts
-from fastgen.models.joint import Joint
-from fastgen.models.step import DecoderStep
-from fastgen.patches._room import NO_MEMORY
+from fastgen.decoding.batching import continuous_batching
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.runtime.joint_step import Joint
+from fastgen.patches.engine.out_of_memory import NO_MEMORY
 
 pytest.importorskip("fairseq")
 from fairseq import search, utils
@@ -21,7 +21,7 @@ from fairseq.logging.meters import StopwatchMeter
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 from fairseq.tasks import FairseqTask
 
-from fastgen.patches.fairseq.refill import Translated, Translations
+from fastgen.patches.fairseq.generator.refill import Translated, Translations
 from tests import fairseq_zoo as zoo
 from tests.recorder import Graphs
 from tests.test_fairseq_split import run_out
@@ -176,7 +176,7 @@ class _Sized:
 
 def test_not_where_batches_end_at_once(monkeypatch: pytest.MonkeyPatch, together: list[int]) -> None:
     """The rule looks at what is done: here no sentence has left before the others."""
-    monkeypatch.setattr(cohorts, "OCCUPIED", 0.5)
+    monkeypatch.setattr(continuous_batching, "OCCUPIED", 0.5)
     list(_translations([zoo.build("transformer")], _batches(5), {"min_len": 9, "max_len_b": 9}))
     assert together == []
 
@@ -248,7 +248,7 @@ def test_batches_that_run_to_their_end(
 
 def _raising_in(stage: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let steps of several batches fail, or the beginning of a batch beside another."""
-    from fastgen.patches.fairseq import refill
+    from fastgen.patches.fairseq.generator import refill
 
     step, begin, joined = DecoderStep.__call__, refill.begin, [False]
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.models.step import DecoderStep
+from fastgen.models.runtime.decode_step import DecoderStep
 
 pytest.importorskip("fairseq")
-from fastgen.patches.fairseq import generate
+from fastgen.patches.fairseq.generator import generate
 from tests import fairseq_zoo as zoo
 
 BEAMS = 3

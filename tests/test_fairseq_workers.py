@@ -20,11 +20,11 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.decoding.bild_options import Options
-from fastgen.models.budget import SystemMemory
+from fastgen.decoding.speculative.bild_options import Options
+from fastgen.models.memory.budget import SystemMemory
 from fastgen.ops.counts import calls
-from fastgen.patches import _engine
-from fastgen.patches._patch import FallbackError
+from fastgen.patches.engine import engine
+from fastgen.patches.engine.patch import FallbackError
 
 pytest.importorskip("fairseq")
 from fairseq import options as fairseq_options
@@ -34,8 +34,9 @@ from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from fairseq_cli import generate
 
-from fastgen.patches.fairseq import bild, workers
-from fastgen.patches.fairseq.workers import Workers
+from fastgen.patches.fairseq.bild import bild
+from fastgen.patches.fairseq.commands import workers
+from fastgen.patches.fairseq.commands.workers import Workers
 from tests import fairseq_zoo as zoo
 from tests.fairseq_commands import GENERATE, STOCK, assert_alike, known_to_fairseq, preprocess, run, train
 
@@ -80,7 +81,7 @@ def test_one_call_after_the_other() -> None:
 
     def translate(batches: Iterator[int]) -> Iterator[tuple[int, int]]:
         for number in batches:
-            _engine.hit("fairseq.generate")
+            engine.hit("fairseq.generate")
             yield number, os.getpid()
 
     hits, seen = _row("fairseq.generate").hits, set[int]()
@@ -323,8 +324,8 @@ def test_an_error_behind_a_death() -> None:
 def test_what_they_count_is_counted() -> None:
     def translate(batches: Iterator[int]) -> Iterator[int]:
         for number in batches:
-            _engine.hit("fairseq.generate", ["something"])
-            _engine.left_alone("fairseq.score", "too small")
+            engine.hit("fairseq.generate", ["something"])
+            engine.left_alone("fairseq.score", "too small")
             calls["kbest", "reference"] += 2
             yield number
 
@@ -524,8 +525,8 @@ def test_the_command_prints_the_same(
     corpus: Path, tmp_path: Path, options: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     counted = list[Any]()
-    count_too = _engine.count_too
-    monkeypatch.setattr(_engine, "count_too", lambda counts: (counted.append(counts), count_too(counts)))
+    count_too = engine.count_too
+    monkeypatch.setattr(engine, "count_too", lambda counts: (counted.append(counts), count_too(counts)))
     checkpoint = str(corpus / "model/checkpoint_last.pt")
     paths = f"{checkpoint}:{checkpoint}" if "--min-len" in options else checkpoint
     arguments = (str(corpus / "data"), "--path", paths, *GENERATE, *options.split())

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from transformers import GenerationMixin
 
-from fastgen.models import first_token, proof
+from fastgen.models.build import equivalence_check
+from fastgen.models.runtime import first_token
 from tests import zoo
 from tests.parity import assert_same
 
@@ -106,4 +107,4 @@ def test_what_computes_something_else(monkeypatch: pytest.MonkeyPatch, prompts: 
     kwargs = zoo.batch(model, 4, 9)
     assert _by_modules(model, kwargs, prompts) == 1
     decoder = model.model.decoder
-    assert (proof._outcomes[decoder][1], proof._first_outcomes[decoder][1]) == (True, False)
+    assert (equivalence_check._outcomes[decoder][1], equivalence_check._first_outcomes[decoder][1]) == (True, False)

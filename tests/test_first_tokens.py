@@ -10,8 +10,8 @@ from torch import Tensor
 
 import fastgen
 from fastgen import config
-from fastgen.models.step import DecoderStep
-from fastgen.patches.transformers.report import last_call
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.patches.transformers.generate.report import last_call
 from tests import zoo
 from tests.parity import assert_same, fallbacks, hits, left_off
 from tests.recorder import Graphs

@@ -13,12 +13,14 @@ from transformers.models.bart import modeling_bart
 from transformers.models.llama import modeling_llama
 
 from fastgen import config
-from fastgen.models import layouts, linear, proof
-from fastgen.models.layouts import LAYOUTS
-from fastgen.models.proof import OTHERWISE, by_modules
-from fastgen.models.step import DecoderStep
-from fastgen.patches.transformers.decide import not_shared
-from fastgen.patches.transformers.report import last_call
+from fastgen.models.build import equivalence_check
+from fastgen.models.build.equivalence_check import OTHERWISE, by_modules
+from fastgen.models.layers import linear
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.specs import decoder_layouts
+from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.patches.transformers.generate.decide import not_shared
+from fastgen.patches.transformers.generate.report import last_call
 from tests import zoo
 from tests.parity import assert_same
 
@@ -68,7 +70,7 @@ def test_family(family: str, method: str, dtype: torch.dtype, merged: bool, monk
         for _ in range(2):  # the first step of the first call is made both ways
             # The softmax of transformers' eager attention, which alone has a soft cap, is in fp32.
             assert assert_same(model, kwargs, tolerance=1e-5 if family == "gemma2" else 1e-6).error is None
-        assert proof._outcomes[model.get_submodule(LAYOUTS[family].decoder)][1]
+        assert equivalence_check._outcomes[model.get_submodule(LAYOUTS[family].decoder)][1]
         assert _fused()
 
 
@@ -357,19 +359,19 @@ def test_a_class_with_another_forward(another_forward: None) -> None:
 def test_a_model_that_computes_otherwise(beams: int) -> None:
     """It has the same parts, and is found out in its first step, which is its own already."""
     model = _build("bart")
-    layouts.LAYOUTS["bart"] = replace(LAYOUTS["bart"], first=lambda _: 1)  # as if positions began a row earlier
+    decoder_layouts.LAYOUTS["bart"] = replace(LAYOUTS["bart"], first=lambda _: 1)  # as if positions began a row earlier
     try:
         kwargs = zoo.batch(model, 3, 7) | {"num_beams": beams, "max_new_tokens": 8}
         for _ in range(2):
             assert _left_off(model, kwargs) == (by_modules(OTHERWISE),)
     finally:
-        layouts.LAYOUTS["bart"] = replace(LAYOUTS["bart"], first=layouts._offset)
+        decoder_layouts.LAYOUTS["bart"] = replace(LAYOUTS["bart"], first=decoder_layouts._offset)
 
 
 def test_what_was_written_since_the_proof_asks_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Any] = []
-    agree = proof.agree
-    monkeypatch.setattr(proof, "agree", lambda *logits: compared.append(logits) or agree(*logits))
+    agree = equivalence_check.agree
+    monkeypatch.setattr(equivalence_check, "agree", lambda *logits: compared.append(logits) or agree(*logits))
     model = _build("bart")
     layer = model.model.decoder.layers[1]
     changes: list[Callable[[], object]] = [

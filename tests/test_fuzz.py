@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from fastgen.decoding.sample import Sampling
+from fastgen.decoding.search.sampling import Sampling
 from tests import fuzz, zoo
 
 EXAMPLES = 300

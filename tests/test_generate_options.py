@@ -16,8 +16,10 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers import models as tokenizer_models
 
 import fastgen
-from fastgen.cli import generate, generation, main
-from fastgen.corpus.job import Job
+from fastgen.cli import main
+from fastgen.cli.generate import generate
+from fastgen.cli.generate import generation_options as generation
+from fastgen.corpus.run.job import Job
 from fastgen.corpus.texts import Options, Output, Source, TextGenerator
 from fastgen.decoding.plan import Unsupported
 
@@ -489,7 +491,7 @@ def test_every_setting_of_transformers_is_a_flag_or_says_why_not() -> None:
     known = {name for name in vars(tf.GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
     flags = set(generation.settings())
     assert {"num_beams", "do_sample", "bad_words_ids", "watermarking_config"} < flags < known
-    from fastgen.cli.fastseq import DROPPED
+    from fastgen.cli.generate.fastseq import DROPPED
 
     undocumented = {name for name in known - flags - set(generation.ELSEWHERE) if name.replace("_", "-") not in DROPPED}
     assert undocumented <= {"low_memory", "prefill_chunk_size", "continuous_batching_config"}
@@ -595,7 +597,7 @@ def test_what_was_not_accelerated_is_said(
     def refused(*_: Any) -> Any:
         raise Unsupported("no reason")
 
-    monkeypatch.setattr("fastgen.patches.transformers.generate.decide", refused)
+    monkeypatch.setattr("fastgen.patches.transformers.generate.generate.decide", refused)
     assert main(command(folders / "model", text, tmp_path / "a.txt", *NEW, "--num-beams", 2)) == 0
     said = capsys.readouterr().err.splitlines()
     assert said[-1] == "not accelerated, calls of transformers.beam_search: 1 (no reason)"

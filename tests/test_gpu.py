@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.cli.noise import noise
-from fastgen.models import graph
-from fastgen.patches.transformers.report import last_call
+from fastgen.cli.bench.noise import noise
+from fastgen.models.cuda_graphs import graph
+from fastgen.patches.transformers.generate.report import last_call
 from tests import zoo
 from tests.parity import assert_same, fallbacks, hits
 

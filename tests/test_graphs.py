@@ -17,10 +17,11 @@ from transformers.generation.logits_process import (
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
-from fastgen.decoding.beam_replay import ReplayedBeamSearch
-from fastgen.models import graph, step
+from fastgen.decoding.backends.captured_beam_search import ReplayedBeamSearch
+from fastgen.models.cuda_graphs import graph
+from fastgen.models.runtime import decode_step as step
 from fastgen.ops.rotation import Rotation
-from fastgen.patches.transformers.report import CallReport, last_call
+from fastgen.patches.transformers.generate.report import CallReport, last_call
 from tests import zoo
 from tests.parity import assert_same
 from tests.recorder import Graphs

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import fastgen
-from fastgen.models import proof
-from fastgen.models.layouts import LAYOUTS
-from fastgen.models.proof import OTHERWISE, TOLERANCE, Tried, by_modules, tried
-from fastgen.patches.transformers.report import last_call
+from fastgen.models.build import equivalence_check
+from fastgen.models.build.equivalence_check import OTHERWISE, TOLERANCE, Tried, by_modules, tried
+from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.patches.transformers.generate.report import last_call
 from tests import zoo
 
 TOKENS, SENTENCES, SEEDS = 6, 8, 3
@@ -76,8 +76,8 @@ def _left_off(model: Any) -> list[str]:
 def test_rounding_is_not_taken_for_another_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve layers of random weights: two ways to add up lie further apart than those of a shallow model ever do."""
     compared: list[tuple[Tensor, Tensor, Tensor]] = []
-    agree = proof.agree
-    monkeypatch.setattr(proof, "agree", lambda *given: compared.append(given) or agree(*given))
+    agree = equivalence_check.agree
+    monkeypatch.setattr(equivalence_check, "agree", lambda *given: compared.append(given) or agree(*given))
     torch.manual_seed(0)
     size = {"n_layer": 12, "n_embd": 128, "n_head": 4, "n_positions": 64, "vocab_size": zoo.VOCABULARY}
     model = GPT2LMHeadModel(GPT2Config(**size, initializer_range=0.8, bos_token_id=1, eos_token_id=2, pad_token_id=2))
@@ -100,18 +100,18 @@ def test_agreement() -> None:
     """Shapes are compared, then values: in proportion to their spread, or to what rounding does to them."""
     own = torch.arange(8, dtype=torch.bfloat16).view(2, 4)
     spread = (own.double() - own.double().mean(-1, keepdim=True)).norm()
-    assert proof.agree(own[:1], own) is False
-    assert proof.agree(own, own * torch.nan) is None
+    assert equivalence_check.agree(own[:1], own) is False
+    assert equivalence_check.agree(own, own * torch.nan) is None
     shift = torch.zeros(2, 4, dtype=torch.double)
     shift[0, 0] = 0.1 * spread
-    assert proof.agree(own + shift, own) is False
-    assert proof.agree(own + shift, own, own + shift + 0.3 * shift) is False
-    assert proof.agree(own + shift, own, own + shift - 0.4 * shift) is True
-    assert [proof.agree(own + f * shift, own, own) for f in (0.29, 0.31)] == [True, True]
-    assert [proof.agree(own + f * shift, own, own + f * shift) for f in (0.29, 0.31)] == [True, False]
+    assert equivalence_check.agree(own + shift, own) is False
+    assert equivalence_check.agree(own + shift, own, own + shift + 0.3 * shift) is False
+    assert equivalence_check.agree(own + shift, own, own + shift - 0.4 * shift) is True
+    assert [equivalence_check.agree(own + f * shift, own, own) for f in (0.29, 0.31)] == [True, True]
+    assert [equivalence_check.agree(own + f * shift, own, own + f * shift) for f in (0.29, 0.31)] == [True, False]
     for dtype, tolerance in TOLERANCE.items():
-        assert proof.agree(own.to(dtype) + shift * 9 * tolerance, own.to(dtype)) is True
-        assert proof.agree(own.to(dtype) + shift * 11 * tolerance, own.to(dtype)) is False
+        assert equivalence_check.agree(own.to(dtype) + shift * 9 * tolerance, own.to(dtype)) is True
+        assert equivalence_check.agree(own.to(dtype) + shift * 11 * tolerance, own.to(dtype)) is False
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

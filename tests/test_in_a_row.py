@@ -15,15 +15,17 @@ from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
 
 import fastgen
-from fastgen.decoding import ahead, beam, cohorts, sample
-from fastgen.decoding.margin import closest_decision
-from fastgen.decoding.text import Ban, NGramBlock, Penalty, Text
-from fastgen.models import in_c
+from fastgen.decoding.backends import native_multistep
+from fastgen.decoding.batching import continuous_batching
+from fastgen.decoding.logits.transforms import Ban, NGramBlock, Penalty, Text
+from fastgen.decoding.search import beam_search, sampling
+from fastgen.decoding.search.near_ties import closest_decision
+from fastgen.models.runtime import native_step
 from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.ops.native import search as c
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.report import last_call
+from fastgen.patches.transformers.generate.report import last_call
 from tests import zoo
 from tests.allocations import allocations
 from tests.parity import assert_same
@@ -55,7 +57,7 @@ NOT_WRITTEN = ("gemma2", "bloom")  # a soft cap; sublayers that are not in C
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Counts the choices that were made step by step."""
     made: list[int] = []
-    for kind in (beam.BeamSearch, sample.Sampling):
+    for kind in (beam_search.BeamSearch, sampling.Sampling):
         own = kind.advance
 
         def advance(self: Any, model: Any, logits: Tensor, own: Any = own) -> bool:
@@ -149,7 +151,7 @@ def test_biases_by_distance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Behind a prompt of several tokens, and where there is room for the biases of one step only."""
-    monkeypatch.setattr(in_c, "BIASES", most)
+    monkeypatch.setattr(native_step, "BIASES", most)
     monkeypatch.setitem(zoo.MORE, "mpt", _mpt)
     model = zoo.build(family, torch.float32)
     prompt = {} if family == "mpt" else {"decoder_input_ids": torch.tensor([[0, 7, 9, 8, 5]] * 4)}
@@ -169,7 +171,7 @@ def test_equal_values_are_left_to_torch(variant: str, beams: int, monkeypatch: p
     model.generate(**kwargs)
     found = model.generate(**kwargs)
     assert calls["search", "native"] > 0
-    monkeypatch.setattr(cohorts, "_several", lambda *_: None)
+    monkeypatch.setattr(continuous_batching, "_several", lambda *_: None)
     assert torch.equal(found, model.generate(**kwargs))
 
 
@@ -332,7 +334,7 @@ def test_batches_that_refill(family: str, beams: int, alone: list[int], monkeypa
     in_a_row = calls["search", "native"]
     assert min(in_a_row, len(together)) > 0
     assert max(together) > 1
-    monkeypatch.setattr(cohorts, "_several", lambda *_: None)
+    monkeypatch.setattr(continuous_batching, "_several", lambda *_: None)
     one_by_one = len(alone)
     alone.clear()
     found = [ids.tolist() for ids in fastgen.generate_stream(model, sentences, max_tokens=60, **options)]
@@ -372,10 +374,10 @@ def test_drafted_steps_are_not_passed_over(variant: str) -> None:  # noqa: F811
 
 def test_how_long_the_same_is_banned() -> None:
     text = Text(torch.zeros(2, 5, dtype=torch.int64), 1)
-    stop = ahead.Stop(torch.tensor([2]), [lambda length: length >= 30], longest=30)
-    assert ahead.Steps(stop, []).alike(text) == 25
-    assert ahead.Steps(stop, [Ban(torch.tensor([7]), lambda length: length < 9)]).alike(text) == 4
-    assert ahead.Steps(stop, [NGramBlock(2), Ban(torch.tensor([7]), lambda _: True)]).alike(text) == 25
+    stop = native_multistep.Stop(torch.tensor([2]), [lambda length: length >= 30], longest=30)
+    assert native_multistep.Steps(stop, []).alike(text) == 25
+    assert native_multistep.Steps(stop, [Ban(torch.tensor([7]), lambda length: length < 9)]).alike(text) == 4
+    assert native_multistep.Steps(stop, [NGramBlock(2), Ban(torch.tensor([7]), lambda _: True)]).alike(text) == 25
     penalty = Penalty(1.2, 0, lambda ids, scores: scores)
-    assert not ahead.able(stop, [penalty])
-    assert not ahead.able(ahead.Stop(torch.tensor([2]), [lambda _: False]), [])
+    assert not native_multistep.able(stop, [penalty])
+    assert not native_multistep.able(native_multistep.Stop(torch.tensor([2]), [lambda _: False]), [])

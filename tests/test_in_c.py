@@ -14,14 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
-from fastgen.decoding import cohorts
-from fastgen.models import packed
-from fastgen.models.in_c import InC
-from fastgen.models.layouts import LAYOUTS
+from fastgen.decoding.batching import continuous_batching
+from fastgen.models.layers import packed_weights
+from fastgen.models.runtime.native_step import InC
+from fastgen.models.specs.decoder_layouts import LAYOUTS
 from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.ops.native import step as c
-from fastgen.patches.transformers.report import last_call
+from fastgen.patches.transformers.generate.report import last_call
 from tests import zoo
 from tests.parity import assert_same
 from tests.test_native import variant  # noqa: F401  a fixture
@@ -65,10 +65,10 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             monkeypatch.setitem(sizes, name, value)
     for family, make in OWN.items():
         monkeypatch.setitem(zoo.FAMILIES, family, make)
-    monkeypatch.setattr(packed, "OFTEN", 1)
+    monkeypatch.setattr(packed_weights, "OFTEN", 1)
     calls.clear()
     yield
-    packed.release()
+    packed_weights.release()
 
 
 def _steps() -> int:
@@ -152,7 +152,7 @@ def test_weights_may_change_between_steps(variant: str) -> None:  # noqa: F811
 
 def test_memory_that_is_not_there_is_asked_for_seldom(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     model, asked = zoo.build("marian", torch.float32), list[Tensor]()
-    monkeypatch.setattr(packed, "_shortage", lambda plain, always: asked.append(plain) or "memory is short")
+    monkeypatch.setattr(packed_weights, "_shortage", lambda plain, always: asked.append(plain) or "memory is short")
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": 2, "max_new_tokens": 30, "min_new_tokens": 30}
     assert assert_same(model, kwargs).error is None
     assert _steps() == 0
@@ -191,7 +191,7 @@ def test_calls_at_the_same_time(variant: str) -> None:  # noqa: F811
 @pytest.mark.parametrize("family", ["bart", "t5", "llama"])
 def test_stream(variant: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Sentences of several calls in one step; steps are made one by one here."""
-    monkeypatch.setattr(cohorts, "_several", lambda *_: None)
+    monkeypatch.setattr(continuous_batching, "_several", lambda *_: None)
     model = zoo.build(family, torch.float32)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 12, (23,), generator=generator).tolist()
@@ -226,7 +226,7 @@ def test_without_memory(variant: str, sublayers: int, most: int, monkeypatch: py
     """The batch is split, and the result is the same; steps are made one by one here."""
     model = zoo.build("marian", torch.float32)
     kwargs = zoo.batch(model, 4, 7, "none") | {"num_beams": 3, "max_new_tokens": 8}
-    monkeypatch.setattr(cohorts, "_several", lambda *_: None)
+    monkeypatch.setattr(continuous_batching, "_several", lambda *_: None)
     for _ in range(2):
         wanted = model.generate(**kwargs)
     run, refused = c.run, list[int]()

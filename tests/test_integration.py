@@ -22,10 +22,11 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import config
-from fastgen.models import packed, routes
+from fastgen.models.layers import packed_weights
+from fastgen.models.routing import routes
 from fastgen.ops import linear as linear_ops
-from fastgen.patches import _engine
-from fastgen.patches.transformers import attention
+from fastgen.patches.engine import engine
+from fastgen.patches.transformers.cache import attention
 from tests import zoo
 from tests.parity import assert_same, fallbacks, hits, left_off
 from tests.processes import python
@@ -68,9 +69,9 @@ def _check_at_rest(*models: nn.Module) -> None:
     for model in models:
         assert [name for name, module in model.named_modules() if "forward" in module.__dict__] == []
     assert attention.current_step.get() is None
-    assert _engine.current_plan.get() is None
+    assert engine.current_plan.get() is None
     assert not routes._routes
-    assert not _engine._running
+    assert not engine._running
 
 
 def _large(seed: int = 0) -> Any:
@@ -242,7 +243,7 @@ def test_peft_with_packed_weights() -> None:
     wrapped = _lora(_large())
     inputs = _inputs(wrapped)
     adapted = _check(wrapped, **inputs, **BEAMS)
-    assert packed.packed_bytes() > 0
+    assert packed_weights.packed_bytes() > 0
     wrapped.merge_adapter()  # in place, and back
     assert torch.equal(_check(wrapped, **inputs, **BEAMS), adapted)
     wrapped.unmerge_adapter()
@@ -259,7 +260,7 @@ def test_weights_written_through_data(change: str) -> None:
     model = _large()
     inputs = _inputs(model)
     before = _check(model, **inputs, **BEAMS)
-    assert packed.packed_bytes() > 0
+    assert packed_weights.packed_bytes() > 0
     generator = torch.Generator().manual_seed(5)
     for name, module in model.named_modules():
         if type(module) is not nn.Linear:
@@ -515,7 +516,7 @@ def test_strict(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("FASTGEN_STRICT", "1")
     config.reload()
     try:
-        with pytest.raises(_engine.FallbackError, match="the model lies on several devices"):
+        with pytest.raises(engine.FallbackError, match="the model lies on several devices"):
             declined.generate(**inputs, **options, max_new_tokens=4)
         _check(model, **inputs, **BEAMS)
         _check(model, **inputs, **options, use_cache=False, max_new_tokens=4)

@@ -19,8 +19,8 @@ from transformers import LogitsProcessor
 import fastgen
 from fastgen import context
 from fastgen.context import assigned, isolated
-from fastgen.models import routes
-from fastgen.patches import _engine
+from fastgen.models.routing import routes
+from fastgen.patches.engine import engine
 from tests import interrupts
 
 BACKENDS = ("auto", "native")
@@ -134,12 +134,12 @@ def test_with_the_traceback_kept(beams: int) -> None:
 
 def test_a_plan_that_was_left_in_the_list_is_no_plan_that_runs() -> None:
     def interrupted() -> None:
-        _engine.running("never left").__enter__()
+        engine.running("never left").__enter__()
 
     isolated(interrupted)
     fastgen.disable()
     fastgen.enable()
-    with _engine.running("under way"), pytest.raises(RuntimeError, match="1 patched generate call"):
+    with engine.running("under way"), pytest.raises(RuntimeError, match="1 patched generate call"):
         fastgen.disable()
     fastgen.disable()
     fastgen.enable()

@@ -23,24 +23,13 @@ from transformers.generation.logits_process import (
 )
 
 from fastgen import config
-from fastgen.decoding import first_finished, first_finished_replay
-from fastgen.decoding.beam import Choice
-from fastgen.decoding.rules import Merged
-from fastgen.ops import (
-    activation,
-    beam_attention,
-    cache,
-    dispatch,
-    kbest,
-    kbest_kernels,
-    ngram_block,
-    norm,
-    rotation,
-    sample,
-    tables,
-    token_mask,
-)  # fmt: skip
-from fastgen.ops import choice as choices
+from fastgen.decoding.backends import captured_first_finished
+from fastgen.decoding.search import first_finished
+from fastgen.decoding.search.beam_search import Choice
+from fastgen.decoding.search.finishing_rules import Merged
+from fastgen.ops import activation, beam_attention, cache, dispatch, norm, rotation, tables
+from fastgen.ops.selection import choice as choices
+from fastgen.ops.selection import kbest, kbest_kernels, ngram_block, sample, token_mask  # fmt: skip
 from tests.beam_choices import assert_alike, choice
 from tests.poison import poison
 
@@ -798,7 +787,7 @@ def test_choice_of_many(device: str) -> None:
 
 
 def _check_first(ops: Any, device: str, trials: int, m: int, k: int, last: bool) -> None:
-    """What `decoding.first_finished_replay` does in torch, in a sentence at any stage of its search."""
+    """What `decoding.backends.captured_first_finished` does in torch, in a sentence at any stage of its search."""
     for trial in range(trials):
         generator, b = torch.Generator().manual_seed(100 * trial + m), 1 + trial % 4
         scores = (torch.randn(b, k, generator=generator) * 3 - 8).sort(descending=True).values
@@ -810,7 +799,7 @@ def _check_first(ops: Any, device: str, trials: int, m: int, k: int, last: bool)
         found = first_finished.Candidates(*(each.to(device) for each in (scores, tokens, beams)))
         state = [each.to(device) for each in (ignored, counts, lengths)]
         search: Any = _First(m, state[0].clone())
-        finished = first_finished_replay.Finished([], state[2].clone(), state[1].clone())
+        finished = captured_first_finished.Finished([], state[2].clone(), state[1].clone())
         length = torch.tensor([7 + trial], device=device)
         wanted = search.by_rules(found, finished, length, last)
         slots = choices.Slots(*state)
@@ -822,7 +811,7 @@ def _check_first(ops: Any, device: str, trials: int, m: int, k: int, last: bool)
             assert torch.equal(one, other)
 
 
-class _First(first_finished_replay.ReplayedFirstFinished):
+class _First(captured_first_finished.ReplayedFirstFinished):
     """A search of which nothing is there but what its choices look at."""
 
     def __init__(self, beams: int, ignored: Tensor) -> None:
@@ -899,7 +888,7 @@ TABLE = tables.Table(ZEROS(2, 3, 5), ZEROS(2, 3, 1), 1)
         (lambda: tables.extend_rows_([TABLE], ZEROS(2, 3), 4), "4 steps"),
         (lambda: tables.extend_rows_([TABLE._replace(newest=ZEROS(2, 3))], ZEROS(2, 3), 0), r"newest \(2, 3\)"),
         (lambda: tables.finish_rows_([ZEROS(2, 3, 5)], [TABLE], ZEROS(2, 3), ZEROS(2, 6), 0), r"beams \(2, 6\)"),
-        (lambda: tables.finish_rows_([ZEROS(2, 3, 5).int()], [TABLE], *[ZEROS(2, 3)] * 2, 0), r"torch\.int32, order"),
+        (lambda: tables.finish_rows_([ZEROS(2, 3, 5).int()], [TABLE], *[ZEROS(2, 3)] * 2, 0), r"int32, order"),
     ],
 )  # fmt: skip
 def test_errors(call: Callable[[], object], shown: str) -> None:

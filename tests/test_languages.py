@@ -178,7 +178,7 @@ def test_a_stage_of_ray(nllb: Path, alone: list[str]) -> None:
 
 def test_requests_of_several_languages_are_one_batch(nllb: Path, mbart: Path, alone: list[str]) -> None:
     pytest.importorskip("ray.serve", reason="needs fastgen[ray]")
-    from fastgen.ray.api import Answer, Api
+    from fastgen.ray.server.api import Answer, Api
     from fastgen.ray.settings import Settings
 
     def asked(api: Api, line: str, **options: Any) -> Any:

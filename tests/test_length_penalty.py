@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.decoding.rules import TransformersRule
+from fastgen.decoding.search.finishing_rules import TransformersRule
 from fastgen.ops import native
 from fastgen.ops.counts import calls
 from tests import zoo

@@ -1,4 +1,4 @@
-"""The comparison of speeds (fastgen.cli.measure) and the logic of the benchmarks, at toy size."""
+"""The comparison of speeds (fastgen.cli.bench.measure) and the logic of the benchmarks, at toy size."""
 
 import gc
 import json
@@ -16,12 +16,12 @@ import fastgen
 from benchmarks import kv, launches, ops, peer_ctranslate2, plot, run
 from benchmarks.cases import CASES, EXAMPLE
 from fastgen import config
-from fastgen.cli import measure
-from fastgen.cli.agreement import Agreement, margins
-from fastgen.cli.measure import Outcome, Verdict, compare, interleave, paired_ratio
-from fastgen.decoding.margin import closest_decision, end_tokens, replayed
+from fastgen.cli.bench import measure
+from fastgen.cli.bench.agreement import Agreement, margins
+from fastgen.cli.bench.measure import Outcome, Verdict, compare, interleave, paired_ratio
+from fastgen.decoding.search.near_ties import closest_decision, end_tokens, replayed
 from fastgen.ops import dispatch
-from fastgen.patches import _engine
+from fastgen.patches.engine import engine
 
 
 def exactly(a, b):
@@ -263,13 +263,13 @@ def test_cases_run_and_say_what_they_rest_on(tmp_path, capsys):
 def test_no_speed_is_printed_or_written_for_a_wrong_output(tmp_path, capsys, monkeypatch):
     from transformers import BartForConditionalGeneration
 
-    from fastgen.patches import _engine
+    from fastgen.patches.engine import engine
 
     right = BartForConditionalGeneration.generate
 
     def wrong(self, *args, **kwargs):
         ids = right(self, *args, **kwargs)
-        if not _engine.is_disabled() and isinstance(ids, torch.Tensor):
+        if not engine.is_disabled() and isinstance(ids, torch.Tensor):
             ids[:, -1] = (ids[:, -1] + 1) % self.config.vocab_size
         return ids
 
@@ -354,7 +354,7 @@ def test_an_operation_that_computes_something_else_gets_no_speed(tmp_path, capsy
 
 
 def test_every_operation_has_a_row():
-    files = [path for path in Path(dispatch.__file__).parent.glob("*.py") if "@jit" in path.read_text("utf-8")]
+    files = [path for path in Path(dispatch.__file__).parent.rglob("*.py") if "@jit" in path.read_text("utf-8")]
     kernels = {path.stem.removesuffix("_kernels") for path in files}
     assert {row.op for row in ops.rows()} >= kernels - {"dispatch", "token_mask"}
 
@@ -472,7 +472,7 @@ def test_the_best_batch_of_each(tmp_path, capsys, monkeypatch, full):
     right = transformers.BartForConditionalGeneration.generate
 
     def generate(model, input_ids, **options):
-        if len(input_ids) == full and _engine.is_disabled():
+        if len(input_ids) == full and engine.is_disabled():
             raise torch.OutOfMemoryError("no room")
         return right(model, input_ids, **options)
 

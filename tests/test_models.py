@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from fastgen.cli import main
 from fastgen.corpus import models
-from fastgen.corpus.identity import digest
+from fastgen.corpus.run.identity import digest
 from fastgen.errors import CommandError
 from tests.processes import python
 from tests.test_generate_options import marian, tokenizer_of

@@ -12,15 +12,16 @@ from torch import nn
 from transformers import LogitsProcessor
 
 import fastgen
-from fastgen.models import graph, proof
-from fastgen.models.proof import OTHERWISE as NOT_FUSED
-from fastgen.models.proof import UNDECIDED, by_modules
-from fastgen.models.replay import not_captured
-from fastgen.patches.transformers.captured import OTHERWISE, SURE, WORTH
+from fastgen.models.build import equivalence_check
+from fastgen.models.build.equivalence_check import OTHERWISE as NOT_FUSED
+from fastgen.models.build.equivalence_check import UNDECIDED, by_modules
+from fastgen.models.cuda_graphs import graph
+from fastgen.models.cuda_graphs.replay import not_captured
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.decide import MODULES_CANNOT, not_shared
-from fastgen.patches.transformers.report import CallReport, last_call
-from fastgen.patches.transformers.shared import SharedStepper
+from fastgen.patches.transformers.generate.captured_module_step import OTHERWISE, SURE, WORTH
+from fastgen.patches.transformers.generate.decide import MODULES_CANNOT, not_shared
+from fastgen.patches.transformers.generate.report import CallReport, last_call
+from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from tests import zoo
 from tests.parity import assert_same, left_off
 from tests.recorder import Graphs
@@ -192,7 +193,7 @@ def test_adapters_of_peft(beams: int, graphs: Graphs) -> None:
 
 def test_a_model_that_is_not_what_its_family_is(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights make something else, so that modules make the steps: those are captured."""
-    monkeypatch.setattr(proof, "agree", lambda *_: False)
+    monkeypatch.setattr(equivalence_check, "agree", lambda *_: False)
     model = _build("llama")
     for _ in range(2):
         call = _same(model, _call(model, 3))

@@ -11,10 +11,10 @@ from torch import nn
 from transformers.models.fsmt.modeling_fsmt import SinusoidalPositionalEmbedding
 
 import fastgen
-from fastgen.models.layouts import LAYOUTS
-from fastgen.models.proof import OTHERWISE, by_modules
-from fastgen.patches.transformers.decide import MODULES_CANNOT, not_shared
-from fastgen.patches.transformers.report import CallReport, last_call
+from fastgen.models.build.equivalence_check import OTHERWISE, by_modules
+from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.patches.transformers.generate.decide import MODULES_CANNOT, not_shared
+from fastgen.patches.transformers.generate.report import CallReport, last_call
 from tests import zoo
 from tests.parity import assert_same, fallbacks
 from tests.recorder import Graphs
@@ -174,7 +174,7 @@ def test_a_model_that_computes_otherwise(monkeypatch: pytest.MonkeyPatch) -> Non
         output, weights = attend(self, *args, **kwargs)
         return 2 * output, weights
 
-    monkeypatch.setattr("fastgen.models.parts.is_toolkits", lambda _: True)
+    monkeypatch.setattr("fastgen.models.build.introspection.is_toolkits", lambda _: True)
     monkeypatch.setattr(type(model.transformer.h[0].self_attention), "forward", doubled)
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8} | FIELDS
     for _ in range(2):  # seen, then known

@@ -18,14 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastgen
 from fastgen import config
-from fastgen.cli import checks
-from fastgen.decoding.rules import TransformersRule
+from fastgen.cli.environment import checks
+from fastgen.decoding.search.finishing_rules import TransformersRule
 from fastgen.ops import native, processor
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
 from fastgen.ops.counts import calls
-from fastgen.ops.kbest import best_of_log_probs, best_of_log_probs_reference
-from fastgen.ops.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.native import build
+from fastgen.ops.selection.kbest import best_of_log_probs, best_of_log_probs_reference
+from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
 from tests import zoo
 from tests.beam_choices import assert_alike, choice
 from tests.poison import poison
@@ -227,7 +227,7 @@ def test_k_best_of_equal_values(variant: str, monkeypatch: pytest.MonkeyPatch) -
     """Where two of the winners, or the first that is none, are equal, torch ranks; other equal values are no matter."""
     asked: list[int] = []
     monkeypatch.setattr(
-        "fastgen.ops.kbest.best_of_log_probs_reference",
+        "fastgen.ops.selection.kbest.best_of_log_probs_reference",
         lambda *given: asked.append(1) or best_of_log_probs_reference(*given),
     )
     log_probs = torch.arange(-600.0, 0.0).view(1, 2, 300)

@@ -10,16 +10,16 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 import fastgen
-from fastgen.models.in_c import InC
+from fastgen.models.runtime.native_step import InC
 from fastgen.ops import linear, native
 from fastgen.ops.beam_attention import beam_attention
 from fastgen.ops.cache import move_sentences_
 from fastgen.ops.counts import calls
 from fastgen.ops.embedding import embedding
-from fastgen.ops.kbest import SparseEdits, kbest
-from fastgen.ops.ngram_block import ngram_mask_
+from fastgen.ops.selection.kbest import SparseEdits, kbest
+from fastgen.ops.selection.ngram_block import ngram_mask_
+from fastgen.ops.selection.token_mask import add_tokens_, empty_mask
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
-from fastgen.ops.token_mask import add_tokens_, empty_mask
 from tests import zoo
 from tests.parity import assert_same
 from tests.test_in_c import _wide  # noqa: F401  a fixture for all

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 import fastgen
-from fastgen.models.norm import Norm
-from fastgen.models.step import Embedding
+from fastgen.models.layers.norm import Norm
+from fastgen.models.runtime.decode_step import Embedding
 from fastgen.ops import native
 from fastgen.ops.cache import move_sentences_
 from fastgen.ops.counts import calls
 from fastgen.ops.embedding import embedding, embedding_reference
-from fastgen.ops.kbest import Changes, SparseEdits, kbest, kbest_reference
-from fastgen.ops.ngram_block import ngram_block_reference, ngram_mask_
+from fastgen.ops.selection.kbest import Changes, SparseEdits, kbest, kbest_reference
+from fastgen.ops.selection.ngram_block import ngram_block_reference, ngram_mask_
+from fastgen.ops.selection.token_mask import add_tokens_, add_tokens_reference, empty_mask, packed, unpacked
 from fastgen.ops.tables import Table, extend_rows_, extend_rows_reference, finish_rows_, finish_rows_reference
-from fastgen.ops.token_mask import add_tokens_, add_tokens_reference, empty_mask, packed, unpacked
 from tests import zoo
 from tests.parity import assert_same
 from tests.test_native import variant  # noqa: F401  a fixture

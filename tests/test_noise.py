@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.cli.agreement import Agreement
-from fastgen.cli.measure import Verdict, compare
-from fastgen.cli.noise import LIMIT, Noise, noise
+from fastgen.cli.bench.agreement import Agreement
+from fastgen.cli.bench.measure import Verdict, compare
+from fastgen.cli.bench.noise import LIMIT, Noise, noise
 from tests import zoo
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -34,9 +34,9 @@ def test_an_error_is_no_rounding(family, monkeypatch):
     generate = type(model).generate
 
     def wrong(self, *args, **kwargs):
-        from fastgen.patches import _engine
+        from fastgen.patches.engine import engine
 
-        if not _engine.is_disabled():
+        if not engine.is_disabled():
             kwargs["attention_mask"] = kwargs["attention_mask"].clone()
             kwargs["attention_mask"][:, -2] = 0
         return generate(self, *args, **kwargs)

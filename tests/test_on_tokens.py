@@ -7,8 +7,8 @@ import torch
 
 import fastgen
 from fastgen import config
-from fastgen.models import graph
-from fastgen.models.step import DecoderStep
+from fastgen.models.cuda_graphs import graph
+from fastgen.models.runtime.decode_step import DecoderStep
 from tests import zoo
 from tests.test_awaited import METHODS, SENTENCES, Clients
 from tests.together import start_soon

@@ -14,18 +14,24 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, TopPLogitsWarper
 
-from fastgen.decoding.text import Text, TopP
+from fastgen.decoding.logits.transforms import Text, TopP
 from fastgen.ops import beam_attention as attention_module
-from fastgen.ops import kbest as kbest_module
 from fastgen.ops import linear as linear_ops
 from fastgen.ops import native, processor
 from fastgen.ops.activation import activation_, activation_reference, kind_of
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
-from fastgen.ops.kbest import SparseEdits, best_of_log_probs, best_of_log_probs_reference, kbest, kbest_reference
-from fastgen.ops.ngram_block import ngram_block_, ngram_block_reference
-from fastgen.ops.sample import nucleus
+from fastgen.ops.selection import kbest as kbest_module
+from fastgen.ops.selection.kbest import (
+    SparseEdits,
+    best_of_log_probs,
+    best_of_log_probs_reference,
+    kbest,
+    kbest_reference,
+)
+from fastgen.ops.selection.ngram_block import ngram_block_, ngram_block_reference
+from fastgen.ops.selection.sample import nucleus
+from fastgen.ops.selection.token_mask import packed
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
-from fastgen.ops.token_mask import packed
 
 INF = torch.inf
 VOCABULARIES = (32_128, 50_264)

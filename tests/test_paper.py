@@ -11,8 +11,8 @@ from transformers import BertModel
 from benchmarks import fairseq_command, families, forwards, plot, tables
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import amun, fastseq
-from fastgen.models.families import FAMILIES
-from fastgen.patches._engine import is_disabled
+from fastgen.models.specs.families import FAMILIES
+from fastgen.patches.engine.engine import is_disabled
 
 IN_ONE_PROCESS = [name for name in command.TABLES if not name.startswith(("bild", "fastseq_table2"))]
 

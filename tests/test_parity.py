@@ -13,7 +13,7 @@ from transformers.generation import logits_process, utils
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 import fastgen
-from fastgen.models.families import FAMILIES
+from fastgen.models.specs.families import FAMILIES
 from fastgen.patches.transformers.compat import CACHE
 from tests import zoo
 from tests.parity import assert_same, assert_same_but_for_ties, call, fallbacks, hits
@@ -417,7 +417,7 @@ def test_finished_sentences_leave(
     family: str, seed: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch whose sentences end at different times gives the same tokens, and does shrink."""
-    from fastgen.patches.transformers.stepper import Stepper
+    from fastgen.patches.transformers.generate.module_stepper import Stepper
 
     left: list[int] = []
     keep = Stepper.keep

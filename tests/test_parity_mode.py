@@ -20,12 +20,13 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import config
-from fastgen.decoding.margin import replayed
-from fastgen.ops import kbest as ops
-from fastgen.patches import _counts, _engine
-from fastgen.patches.transformers import generate, parity
+from fastgen.decoding.search.near_ties import replayed
+from fastgen.ops.selection import kbest as ops
+from fastgen.patches.engine import counts, engine
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.parity import ParityError, ParityWarning
+from fastgen.patches.transformers.generate import generate
+from fastgen.patches.transformers.introspection import parity
+from fastgen.patches.transformers.introspection.parity import ParityError, ParityWarning
 from tests import zoo
 from tests.parity import hits
 
@@ -34,12 +35,12 @@ from tests.parity import hits
 def parity_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FASTGEN_PARITY", "1")
     config.reload()
-    _counts.parity.clear()
+    counts.parity.clear()
     parity._said.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", ParityWarning)
         yield
-    _counts.parity.clear()
+    counts.parity.clear()
     monkeypatch.undo()
     config.reload()
 
@@ -253,7 +254,7 @@ def test_strict_raises(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ParityError, match="sentence 0, position 7"):
         model.generate(**kwargs)
     assert _outcomes() == {"equal": 1, "different": 1}
-    with pytest.raises(_engine.FallbackError):
+    with pytest.raises(engine.FallbackError):
         model.generate(**kwargs, num_beams=2, low_memory=True)
     fastgen.disable()  # nothing is left running
     fastgen.enable()
@@ -306,13 +307,13 @@ def test_a_wrong_operation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the output but the search itself is wrong: the second best candidate is taken for the best."""
     model = zoo.build("bart")
     kwargs = zoo.batch(model, 3, 6, "none") | {"num_beams": 2, "max_new_tokens": 8}
-    from fastgen.decoding import beam
+    from fastgen.decoding.search import beam_search
 
     def swapped(log_probs: torch.Tensor, scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         values, indices = ops.best_of_log_probs(log_probs, scores, k + 1)
         return values[:, 1:], indices[:, 1:]
 
-    monkeypatch.setattr(beam, "best_of_log_probs", swapped)
+    monkeypatch.setattr(beam_search, "best_of_log_probs", swapped)
     stock, _ = _stock(model, kwargs)
     with pytest.warns(ParityWarning, match="sentence 0, position 1"):
         assert torch.equal(model.generate(**kwargs), stock)

@@ -10,10 +10,10 @@ import transformers as tf
 from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria
 
 import fastgen
-from fastgen.decoding import cache
-from fastgen.models import memory
-from fastgen.models.footprint import Footprint
-from fastgen.models.memory import Memory
+from fastgen.decoding.kv_cache import kv_cache
+from fastgen.models.memory import scratch
+from fastgen.models.memory.footprint import Footprint
+from fastgen.models.memory.scratch import Memory
 from fastgen.ops import native
 from fastgen.ops.counts import calls
 from tests import zoo
@@ -59,7 +59,7 @@ def _warm(model: Any, kwargs: dict[str, Any]) -> None:
     """Have weights packed, as they are at their third use, and steps proven; leave no memory that is kept."""
     for _ in range(3):
         model.generate(**kwargs | _length(6))
-    memory.release()
+    scratch.release()
 
 
 def _peak(model: Any, kwargs: dict[str, Any]) -> int:
@@ -83,7 +83,7 @@ _CALLS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """None is given up: how many are, the text decides."""
-    monkeypatch.setattr(cache, "SWEEP", 10**9)
+    monkeypatch.setattr(kv_cache, "SWEEP", 10**9)
 
 
 def _assert_predicted(model: Any, kwargs: dict[str, Any]) -> int:
@@ -159,7 +159,7 @@ def test_slots_that_are_given_up(family: str, more: dict[str, Any], monkeypatch:
     assert least < most / 1.1
     assert least / 1.05 < taken < most * 1.05
     assert "where beams share most tokens, at most" in str(explanation)
-    monkeypatch.setattr(cache, "SWEEP", 10**9)
+    monkeypatch.setattr(kv_cache, "SWEEP", 10**9)
     assert _peak(model, kwargs) == pytest.approx(most, rel=0.05)
 
 
@@ -168,15 +168,15 @@ def test_beams_that_share_all_their_tokens(family: str, monkeypatch: pytest.Monk
     """All the slots that may ever be given up are."""
     model = _build(family)
     kwargs = zoo.batch(model, 2, 40) | {"num_beams": 4} | _length(100)
-    seen = cache.Ancestry.sweep
+    seen = kv_cache.Ancestry.sweep
 
-    def sweep(ancestry: cache.Ancestry) -> torch.Tensor | None:
+    def sweep(ancestry: kv_cache.Ancestry) -> torch.Tensor | None:
         if ancestry.is_due:
             ancestry.visible[:] = ancestry.visible[:, :1].clone()
         return seen(ancestry)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache.Ancestry, "sweep", sweep)
+        patch.setattr(kv_cache.Ancestry, "sweep", sweep)
         taken = _peak(model, kwargs)
     explanation = fastgen.explain(model, **kwargs)
     assert explanation.least_peak_bytes == pytest.approx(taken, rel=0.05), explanation
@@ -231,10 +231,10 @@ def test_nothing_is_left_behind() -> None:
     kwargs = zoo.batch(model, 2, 16) | _CALLS["beam search"]
     expected = model.generate(**kwargs)
     before = {name: set(vars(module)) for name, module in model.named_modules()}
-    held = memory.memory_of(model).free
+    held = scratch.memory_of(model).free
     assert fastgen.explain(model, **kwargs).peak_bytes
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
-    assert memory.memory_of(model).free == held
+    assert scratch.memory_of(model).free == held
     assert torch.equal(model.generate(**kwargs), expected)
 
 

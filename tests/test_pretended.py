@@ -14,7 +14,7 @@ import transformers as tf
 from torch import Tensor
 
 import fastgen
-from fastgen.patches.transformers.report import last_call
+from fastgen.patches.transformers.generate.report import last_call
 from tests import zoo
 from tests.pretended import Pretended
 

@@ -10,11 +10,11 @@ from transformers.models.prophetnet import modeling_prophetnet
 
 import fastgen
 from fastgen import config
-from fastgen.models import proof
-from fastgen.models.layouts import LAYOUTS
-from fastgen.models.proof import OTHERWISE, by_modules
-from fastgen.patches.transformers.decide import MODULES_CANNOT, not_shared
-from fastgen.patches.transformers.report import CallReport, last_call
+from fastgen.models.build import equivalence_check
+from fastgen.models.build.equivalence_check import OTHERWISE, by_modules
+from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.patches.transformers.generate.decide import MODULES_CANNOT, not_shared
+from fastgen.patches.transformers.generate.report import CallReport, last_call
 from tests import zoo
 from tests.parity import assert_same, fallbacks, left_off, same
 from tests.recorder import Graphs
@@ -61,7 +61,7 @@ def test_same(options: dict[str, Any], dtype: torch.dtype) -> None:
         assert assert_same(model, kwargs).error is None
         _report()
     assert fallbacks() == before
-    assert proof._outcomes[model.prophetnet.decoder][1]
+    assert equivalence_check._outcomes[model.prophetnet.decoder][1]
 
 
 @pytest.mark.parametrize("beams", [1, 4])

@@ -11,11 +11,11 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 
 import fastgen
 from fastgen import config
-from fastgen.decoding import cohorts
-from fastgen.models.joint import Joint
-from fastgen.models.step import DecoderStep
-from fastgen.patches._room import NO_MEMORY
-from fastgen.patches.transformers.shared import SharedStepper
+from fastgen.decoding.batching import continuous_batching
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.runtime.joint_step import Joint
+from fastgen.patches.engine.out_of_memory import NO_MEMORY
+from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from tests import zoo
 from tests.parity import hits, left_off
 from tests.recorder import Graphs
@@ -114,7 +114,7 @@ def test_steps_of_several_that_cannot_be_captured(
 )
 def test_asked_for(refill: str, devices: list[str], reason: str | None, setting: Callable[[str, str], None]) -> None:
     setting("FASTGEN_REFILL", refill)
-    assert cohorts.reason_not_to_refill(devices) == reason
+    assert continuous_batching.reason_not_to_refill(devices) == reason
 
 
 def test_order_is_that_of_the_inputs(together: list[int]) -> None:
@@ -129,7 +129,7 @@ def test_order_is_that_of_the_inputs(together: list[int]) -> None:
 def test_steps_made_together_are_reported(together: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     reports = list[Any]()
     note = lambda _patch, _model, report, *_: reports.append(report)  # noqa: E731
-    monkeypatch.setattr("fastgen.patches.transformers.pausing.note_served", note)
+    monkeypatch.setattr("fastgen.patches.transformers.streaming.suspend.note_served", note)
     _streamed(zoo.build("bart"), _sentences(40), OPTIONS["greedy"])
     assert sum(report.joined for report in reports) == sum(together) > 0
     assert sum(report.plan.sentences for report in reports) == 40
@@ -137,7 +137,7 @@ def test_steps_made_together_are_reported(together: list[int], monkeypatch: pyte
 
 def test_not_where_batches_end_at_once(monkeypatch: pytest.MonkeyPatch, together: list[int]) -> None:
     """The rule looks at what is done: here no sentence has left before the others."""
-    monkeypatch.setattr(cohorts, "OCCUPIED", 0.5)
+    monkeypatch.setattr(continuous_batching, "OCCUPIED", 0.5)
     _streamed(zoo.build("bart"), _sentences(40), {"max_new_tokens": 9, "min_new_tokens": 9})
     assert together == []
 

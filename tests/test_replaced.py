@@ -16,9 +16,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.models.llama import modeling_llama
 
 import fastgen
-from fastgen.models.replaced import replaced
+from fastgen.models.build.patched_torch import replaced
 from fastgen.patches.transformers.compat import CACHE_ARGUMENTS
-from fastgen.patches.transformers.decide import not_shared
+from fastgen.patches.transformers.generate.decide import not_shared
 from tests import zoo
 from tests.parity import assert_same, fallbacks, left_off
 

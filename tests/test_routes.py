@@ -20,16 +20,17 @@ from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
 from fastgen import config
-from fastgen.models import activation, packed, routes
-from fastgen.models import linear as linears
-from fastgen.models import memory as memory_module
-from fastgen.models import norm as norms
-from fastgen.models.families import FAMILIES
-from fastgen.models.memory import Memory, _rounded
+from fastgen.models.layers import activation, packed_weights
+from fastgen.models.layers import linear as linears
+from fastgen.models.layers import norm as norms
+from fastgen.models.memory import scratch as memory_module
+from fastgen.models.memory.scratch import Memory, _rounded
+from fastgen.models.routing import routes
+from fastgen.models.specs.families import FAMILIES
 from fastgen.ops import linear as linear_ops
 from fastgen.ops import native, processor
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.said import rows_at_most
+from fastgen.patches.transformers.generate.resolve_setting import rows_at_most
 from tests import zoo
 
 needs_onednn = pytest.mark.skipif(bool(linear_ops.unusable("onednn")), reason="oneDNN cannot be used")
@@ -67,10 +68,10 @@ def net(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         if linear_ops.unusable("mkl"):
             pytest.skip("MKL cannot be used")
         monkeypatch.setattr(processor, "on_intel", lambda: True)
-    packed.release()
+    packed_weights.release()
     yield Net().eval()
     assert not routes._routes
-    packed.release()
+    packed_weights.release()
 
 
 X = _randn(16, 320, seed=9)
@@ -107,11 +108,13 @@ def test_routes(net: Net) -> None:
         assert count == 4
         assert _routed(net) == ["first", "small", "conv", "last"]
         _run(net)
-        assert packed.packed_bytes() == 4 * (320 * 640 + 320 * 640)  # the tied weight once, the small one not at all
+        assert packed_weights.packed_bytes() == 4 * (
+            320 * 640 + 320 * 640
+        )  # the tied weight once, the small one not at all
     assert {name: dict(module.__dict__) for name, module in net.named_modules()} == at_rest
     _check_routes(net)
-    packed.release()
-    assert packed.packed_bytes() == 0
+    packed_weights.release()
+    assert packed_weights.packed_bytes() == 0
     _check_routes(net)
 
 
@@ -226,7 +229,7 @@ def test_routes_by_setting(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(config.settings(), linear="plain")
     monkeypatch.setattr(config, "settings", lambda: settings)
     _check_routes(net)
-    assert packed.packed_bytes() == 0
+    assert packed_weights.packed_bytes() == 0
 
 
 @needs_onednn
@@ -291,7 +294,7 @@ def test_a_weight_is_packed_once(net: Net) -> None:
             for kind in (None, "gelu", "silu"):
                 wanted = expected if kind is None else linear_ops.activation_reference(expected, kind)
                 torch.testing.assert_close(layer.apply(x, kind), wanted, atol=1e-5, rtol=1e-4)
-            copy = packed.packed_of(net.first).copy
+            copy = packed_weights.packed_of(net.first).copy
             assert copy is None or isinstance(copy, linear_ops.MklWeight) == mkl
             copies |= set() if copy is None else {id(copy)}
     assert len(copies) == 1
@@ -304,7 +307,7 @@ def test_routes_with_a_bias_of_another_shape(net: Net, bias: Tensor) -> None:
     net.first.bias = nn.Parameter(bias)
     x = _randn(32, 320, seed=0)
     with torch.no_grad(), routes.routed(net):
-        for _ in range(2 * packed.OFTEN):
+        for _ in range(2 * packed_weights.OFTEN):
             torch.testing.assert_close(net.first(x), F.linear(x, net.first.weight, bias))
 
 
@@ -313,7 +316,7 @@ def test_routes_with_a_bias_of_another_shape(net: Net, bias: Tensor) -> None:
 def test_routes_of_inputs_that_do_not_fit(net: Net, inputs: int) -> None:
     """The layer's own error, before anything is read."""
     with torch.no_grad(), routes.routed(net):
-        for _ in range(packed.OFTEN):
+        for _ in range(packed_weights.OFTEN):
             net.first(_randn(400, 320, seed=0))
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             net.first(_randn(400, inputs, seed=0))
@@ -356,10 +359,10 @@ def test_rows_of_a_call() -> None:
 @pytest.mark.parametrize("change", [lambda net: net.to(torch.bfloat16), lambda net: net.to("meta")])
 def test_routes_forget_weights_that_have_left(net: Net, change: Callable[[nn.Module], Any]) -> None:
     _routed_run(net)
-    assert packed.packed_bytes()
+    assert packed_weights.packed_bytes()
     change(net)
     with routes.routed(net):
-        assert not packed.packed_bytes()
+        assert not packed_weights.packed_bytes()
 
 
 @needs_onednn
@@ -441,13 +444,13 @@ def test_a_copy_is_no_part_of_the_route(net: Net) -> None:
 def test_routes_keep_no_model_alive(net: Net) -> None:
     other = Net().eval()
     _routed_run(other)
-    held = packed.packed_bytes()
+    held = packed_weights.packed_bytes()
     gone = weakref.ref(other)
     del other
     gc.collect()
     assert gone() is None
     assert held > 0
-    assert packed.packed_bytes() == 0
+    assert packed_weights.packed_bytes() == 0
 
 
 # Activation functions

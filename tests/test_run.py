@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.cli import hook, main, run
+from fastgen.cli import main
+from fastgen.cli.environment import hook, run
 from fastgen.patches.fairseq import TOOLKIT as FAIRSEQ
 
 # As pip writes it: its folder comes first where modules are looked for.
 COMMAND = "import sys; from fastgen.cli import main; sys.exit(main())"
-SHORT = "import sys; from fastgen.cli.run import generate; sys.exit(generate())"
+SHORT = "import sys; from fastgen.cli.environment.run import generate; sys.exit(generate())"
 PROGRAM = """
 import sys
 print(__name__, sys.argv[1:], "fastgen" in sys.modules)

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 import fastgen
-from fastgen.ops import token_scores as ops
-from fastgen.ops.token_scores import token_scores, token_scores_reference
-from fastgen.patches.transformers import loss
+from fastgen.ops.selection import token_scores as ops
+from fastgen.ops.selection.token_scores import token_scores, token_scores_reference
+from fastgen.patches.transformers.introspection import loss
 from tests import zoo
 
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
-from fastgen.models import linear, seats
-from fastgen.models.facts import Unknown, facts_of
-from fastgen.models.positions import Bias
-from fastgen.models.seats import Seat, rounded
-from fastgen.models.step import Embedding
+from fastgen.models.build.step_fingerprint import Unknown, facts_of
+from fastgen.models.cuda_graphs import graph_buffers
+from fastgen.models.cuda_graphs.graph_buffers import Seat, rounded
+from fastgen.models.layers import linear
+from fastgen.models.layers.positions import Bias
+from fastgen.models.runtime.decode_step import Embedding
 from tests import zoo
 from tests.parity import assert_same
 from tests.recorder import Graphs
@@ -119,11 +120,11 @@ def test_fewer_sentences_take_a_part_of_a_seat(graphs: Graphs, monkeypatch: pyte
     """What is captured for each number of them is kept, for the newest ones."""
     model = _build("bart")
     _steps_captured(graphs, model, _kwargs(model, sentences=5))
-    (of_model,) = seats._all[model.get_decoder()].values()
+    (of_model,) = graph_buffers._all[model.get_decoder()].values()
     (seat,) = of_model.free
     assert [_steps_captured(graphs, model, _kwargs(model, sentences=n)) for n in (3, 1, 5, 3)] == [1, 1, 0, 0]
     assert of_model.free == [seat]
-    monkeypatch.setattr(seats, "GRAPHS", 2)
+    monkeypatch.setattr(graph_buffers, "GRAPHS", 2)
     assert [_steps_captured(graphs, model, _kwargs(model, sentences=n)) for n in (2, 3, 5)] == [1, 0, 1]
 
 
@@ -175,7 +176,7 @@ def test_a_seat_that_comes_back_too_late(by: str, graphs: Graphs) -> None:
         model.generate(**kwargs)
 
     model.generate(**kwargs, streamer=_Nested(inner))
-    (of_model,) = seats._all[model.get_decoder()].values()
+    (of_model,) = graph_buffers._all[model.get_decoder()].values()
     assert len(of_model.free) == (by == "weights")  # the inner call's
     assert _steps_captured(graphs, model, kwargs) == (by == "release")
 
@@ -229,14 +230,14 @@ def test_inference_mode_has_seats_of_its_own(graphs: Graphs) -> None:
 def test_what_is_kept_is_bounded(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build("bart")
     _steps_captured(graphs, model, _kwargs(model))
-    (of_model,) = seats._all[model.get_decoder()].values()
+    (of_model,) = graph_buffers._all[model.get_decoder()].values()
     size = of_model.free[0].nbytes
-    monkeypatch.setattr(seats, "KEPT", 3 * size)
+    monkeypatch.setattr(graph_buffers, "KEPT", 3 * size)
     for sentences in (4, 5, 3, 2, 1):
         _steps_captured(graphs, model, _kwargs(model, sentences=sentences))
         assert sum(seat.nbytes for seat in of_model.free) <= 3 * size
     assert [list(seat.grounds) for seat in of_model.free] == [[4, 3, 2, 1]]  # the others were left longer ago
-    monkeypatch.setattr(seats, "KEPT", size - 1)
+    monkeypatch.setattr(graph_buffers, "KEPT", size - 1)
     assert [_steps_captured(graphs, model, _kwargs(model)) for _ in range(2)] == [1, 1]
 
 
@@ -282,7 +283,7 @@ def test_a_capture_that_fails_leaves_no_seat(graphs: Graphs, monkeypatch: pytest
         int(ids[0])
         return call(embedding, ids, position)
 
-    (of_model,) = seats._all[model.get_decoder()].values()
+    (of_model,) = graph_buffers._all[model.get_decoder()].values()
     of_model.free.clear()
     with monkeypatch.context() as patch:
         patch.setattr(Embedding, "__call__", asking)
@@ -296,7 +297,7 @@ def test_a_model_is_not_kept_alive(graphs: Graphs) -> None:
     model.generate(**_kwargs(model))
     assert graphs.replays
     decoder = weakref.ref(model.get_decoder())
-    assert len(seats._all[model.get_decoder()]) == 1
+    assert len(graph_buffers._all[model.get_decoder()]) == 1
     del model
     gc.collect()
     assert decoder() is None

@@ -28,12 +28,12 @@ from fastgen.cli import main as fastgen_command
 from fastgen.corpus import models
 from fastgen.corpus.texts import Options, Output, Source, TextGenerator
 from fastgen.errors import CommandError
-from fastgen.models.first_token import FirstToken
-from fastgen.models.step import DecoderStep
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.runtime.first_token import FirstToken
 from fastgen.ray import app
-from fastgen.ray.api import Answer, Api
-from fastgen.ray.merging import Merger, QueueFull, Tell
 from fastgen.ray.serve import main, start, stop
+from fastgen.ray.server.api import Answer, Api
+from fastgen.ray.server.merging import Merger, QueueFull, Tell
 from fastgen.ray.settings import Settings
 
 MODEL = Path(__file__).parents[1] / "examples/en-es/model"

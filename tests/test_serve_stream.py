@@ -17,11 +17,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastgen.corpus.texts import Sequences, TextGenerator
-from fastgen.models.step import DecoderStep
-from fastgen.ray.api import Answer, Api
-from fastgen.ray.metrics import Metrics, exposition
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.ray.server.api import Answer, Api
+from fastgen.ray.server.metrics import Metrics, exposition
+from fastgen.ray.server.streaming import DONE, Pieces
 from fastgen.ray.settings import Settings
-from fastgen.ray.streaming import DONE, Pieces
 from tests.test_serve import GENERATION, LIMITS, MODEL, TEXTS, _until
 
 TRICKY = [

@@ -18,12 +18,13 @@ from transformers.models.bart.modeling_bart import BartEncoder
 from transformers.models.llama.modeling_llama import LlamaModel
 
 import fastgen
-from fastgen.decoding import beam as beams
-from fastgen.decoding import cache, sample
-from fastgen.models import packed
-from fastgen.models.step import DecoderStep
+from fastgen.decoding.kv_cache import kv_cache
+from fastgen.decoding.search import beam_search as beams
+from fastgen.decoding.search import sampling
+from fastgen.models.layers import packed_weights
+from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.shared import SharedStepper
+from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from tests import interrupts, zoo
 from tests.parity import left_off, same
 
@@ -42,11 +43,11 @@ STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "decoder": (LlamaModel, "__call__", lambda _, *args, **kwargs: _rows_of(*args, *kwargs.values())),
     "prompt": (SharedStepper, "prefill", lambda stepper: stepper.plan.sentences),
     "step": (DecoderStep, "__call__", lambda _, ids, *args: _rows_of(ids)),
-    "cache": (cache.LayerKV, "append", lambda _, keys, values: _rows_of(keys)),
+    "cache": (kv_cache.LayerKV, "append", lambda _, keys, values: _rows_of(keys)),
     "log-softmax": (beams.BeamSearch, "_candidates", lambda _, logits, *others: _rows_of(logits)),
     "finish": (beams.BeamSearch, "_finish", lambda _, order, *args: 3 * _rows_of(order)),
-    "reorder": (cache.Ancestry, "reorder", lambda _, parents: 3 * _rows_of(parents)),
-    "choice": (sample.Sampling, "_choose", lambda _, logits, text: _rows_of(logits)),
+    "reorder": (kv_cache.Ancestry, "reorder", lambda _, parents: 3 * _rows_of(parents)),
+    "choice": (sampling.Sampling, "_choose", lambda _, logits, text: _rows_of(logits)),
 }
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {"repetition_penalty": 1.3},
@@ -125,7 +126,7 @@ def test_one_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     with pytest.raises(torch.OutOfMemoryError, match="for 1 rows"):
         model.generate(**zoo.batch(model, 2, 9), max_new_tokens=5)
     assert "2 sentences" in caplog.text
-    assert packed.GIVEN_UP in caplog.text
+    assert packed_weights.GIVEN_UP in caplog.text
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -137,20 +138,20 @@ def test_the_call_behind_a_failed_one_runs_on_torch(beams: int, monkeypatch: pyt
         stock = model.generate(**kwargs)
     for _ in range(4):
         model.generate(**kwargs)
-    assert packed.packed_bytes() > 0
+    assert packed_weights.packed_bytes() > 0
     with monkeypatch.context() as patch:
         _run_out(patch, "encoder", 0)
         with pytest.raises(torch.OutOfMemoryError):
             model.generate(**kwargs)
     for _ in range(4):
         assert torch.equal(model.generate(**kwargs), stock)
-    assert packed.packed_bytes() == 0
+    assert packed_weights.packed_bytes() == 0
     calls = fastgen.status().calls
-    assert any(packed.GIVEN_UP in str(call) for call in calls), calls
+    assert any(packed_weights.GIVEN_UP in str(call) for call in calls), calls
     fastgen.release()
     for _ in range(4):
         assert torch.equal(model.generate(**kwargs), stock)
-    assert packed.packed_bytes() > 0
+    assert packed_weights.packed_bytes() > 0
 
 
 def test_other_errors_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 from transformers import LogitsProcessor
 
 import fastgen
-from fastgen.patches.transformers import generate as loops
+from fastgen.patches.transformers.generate import generate as loops
 from tests import zoo
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -223,7 +223,7 @@ def test_a_folder_below_a_home_that_is_not_there() -> None:
 
 
 MENDS = """
-    from fastgen.patches._engine import Patch, Toolkit
+    from fastgen.patches.engine.engine import Patch, Toolkit
     TOOLKIT = Toolkit("toolkit", "toolkit", ">=1", "1.5", canary="canary:parts")
     PATCHES = (
         Patch("toolkit.add", TOOLKIT, "toolkit.gen:Model.add", "ours:add", ("a", "b"), "a test", mends=True),
@@ -280,7 +280,7 @@ def test_compat_in_the_toolkits() -> None:
     """What mends is applied, and nothing that accelerates or restores a method."""
     code = """
         import json, fastgen
-        from fastgen.cli.status import import_targets
+        from fastgen.cli.environment.status import import_targets
         import_targets()
         print(json.dumps({row.name: row.state for row in fastgen.status().rows}))
     """
@@ -297,7 +297,7 @@ def test_strict_fallback_raises_and_is_counted(sandbox: Sandbox) -> None:
     sandbox.write(
         "ours.py",
         """
-        from fastgen.patches._engine import fallback
+        from fastgen.patches.engine.engine import fallback
         def greet(original, /, *args, **kwargs):
             fallback("toolkit.greet", "one beam")
             return original(*args, **kwargs)
@@ -305,7 +305,7 @@ def test_strict_fallback_raises_and_is_counted(sandbox: Sandbox) -> None:
     )
     code = """
         import fastgen
-        from fastgen.patches._engine import FallbackError
+        from fastgen.patches.engine.engine import FallbackError
         from toolkit import gen
         try:
             assert gen.greet("you") == "hello you"
@@ -334,7 +334,7 @@ def test_strict_failed_patch_raises_in_the_toolkits_import(sandbox: Sandbox) -> 
     assert done.returncode == 1
     last_line = done.stderr.splitlines()[-1]
     assert last_line == (
-        "fastgen.patches._patch.PatchError: toolkit.greet failed: "
+        "fastgen.patches.engine.patch.PatchError: toolkit.greet failed: "
         "TypeError: parameters (name, ...) expected, (times, name) found"
     )
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import fastgen
-from fastgen.cli import checks
-from fastgen.models import linear as linears
-from fastgen.models import packed, routes
+from fastgen.cli.environment import checks
+from fastgen.models.layers import linear as linears
+from fastgen.models.layers import packed_weights
+from fastgen.models.routing import routes
 from fastgen.ops import linear as linear_ops
 from fastgen.ops import native, processor, torch_private
 from tests import zoo
@@ -37,7 +38,7 @@ def _anew() -> Iterator[None]:
     caches: Any = torch_private.operator, linear_ops.unusable, linears._useful, linears._least, native.found
 
     def forget() -> None:
-        packed.release()
+        packed_weights.release()
         for cache in caches:
             cache.cache_clear()
 
@@ -85,13 +86,13 @@ def _unsupported(*_: Any) -> Tensor:
 def _check_product(net: nn.Module, packs: bool, exactly: bool) -> None:
     """What a routed net computes is what it computes by itself, with a packed weight or without."""
     x = torch.randn(64, 320, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad(), packed.packing_at_once():
+    with torch.no_grad(), packed_weights.packing_at_once():
         with routes.routed(net):
             found = net(x)
         if exactly:
             assert torch.equal(found, net(x))
         torch.testing.assert_close(found, net(x), atol=1e-5, rtol=1e-4)
-    assert (packed.packed_bytes() > 0) == packs
+    assert (packed_weights.packed_bytes() > 0) == packs
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_products_in_c_need_nothing_of_torchs(schema: str, net: nn.Module, chang
     assert (_examined()[0], said in _examined()[1]) == ("note", True)
     _check_product(net, packs=True, exactly=False)
     few, x = nn.Linear(2048, 15), torch.ones(64, 2048)  # too few outputs for C
-    with torch.no_grad(), routes.routed(few), packed.packing_at_once():
+    with torch.no_grad(), routes.routed(few), packed_weights.packing_at_once():
         expected = nn.Linear.forward(few, x)
         assert torch.equal(few(x), expected)
         assert torch.equal(linear_ops.linear(x, few.weight, few.bias), expected)

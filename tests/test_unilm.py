@@ -15,7 +15,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 import fastgen
 from fastgen import config
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.report import last_call
+from fastgen.patches.transformers.generate.report import last_call
 from fastgen.unilm import UniLMConfig, UniLMForConditionalGeneration, load
 from tests import zoo
 from tests.parity import assert_same

@@ -10,9 +10,9 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, LogitsProcessorList, StaticCache
 
 import fastgen
-from fastgen.patches.transformers import decide
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.report import last_call
+from fastgen.patches.transformers.generate import decide
+from fastgen.patches.transformers.generate.report import last_call
 from tests import zoo
 from tests.parity import Result, assert_same, fallbacks, hits, left_off, same
 

@@ -7,8 +7,8 @@ import torch
 import transformers as tf
 
 import fastgen
-from fastgen.patches.transformers import pausing
-from fastgen.patches.transformers.report import CallReport
+from fastgen.patches.transformers.generate.report import CallReport
+from fastgen.patches.transformers.streaming import suspend
 from tests import zoo
 from tests.parity import Result, assert_same, fallbacks
 
@@ -21,7 +21,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["
 def reports(monkeypatch: pytest.MonkeyPatch) -> list[CallReport]:
     """What fastgen's loops did, one report for each."""
     found: list[CallReport] = []
-    monkeypatch.setattr(pausing, "note_served", lambda _, __, report, *___: found.append(report))
+    monkeypatch.setattr(suspend, "note_served", lambda _, __, report, *___: found.append(report))
     return found
 
 
@@ -150,7 +150,7 @@ def test_scaled_embeddings_are_not_scaled() -> None:
     model.model.decoder.embed_scale = 4.0
     reports: list[CallReport] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pausing, "note_served", lambda _, __, report, *___: reports.append(report))
+        patched.setattr(suspend, "note_served", lambda _, __, report, *___: reports.append(report))
         for _ in range(2):  # the first step of the first call is made both ways
             _check(model, {"input_features": _sounds(2), "num_beams": 2, "language": "en"}, reports)
 

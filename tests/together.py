@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 
-from fastgen.decoding import cohorts
+from fastgen.decoding.batching import continuous_batching
 
 
 def start_soon(monkeypatch: pytest.MonkeyPatch, freed: float = 0.2) -> list[int]:
     """Let batches start once such a share of the tokens is free; return how many each step of several will be of."""
-    seen, step = list[int](), cohorts.step
+    seen, step = list[int](), continuous_batching.step
 
     def noted(running: Any, replay: Any) -> Any:
         seen.append(len(running))
         return step(running, replay)
 
-    monkeypatch.setattr(cohorts, "step", noted)
-    monkeypatch.setattr(cohorts, "FREED", freed)
-    monkeypatch.setattr(cohorts, "OCCUPIED", 2.0)
+    monkeypatch.setattr(continuous_batching, "step", noted)
+    monkeypatch.setattr(continuous_batching, "FREED", freed)
+    monkeypatch.setattr(continuous_batching, "OCCUPIED", 2.0)
     return seen

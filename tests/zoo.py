@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from fastgen.patches.transformers.attention import current_step
+from fastgen.patches.transformers.cache.attention import current_step
 from fastgen.unilm import UniLMConfig, UniLMForConditionalGeneration
 
 VOCABULARY = 96

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     from benchmarks.runners import Session
-    from fastgen.cli.measure import environment
+    from fastgen.cli.bench.measure import environment
 
     folder = args.out or RESULTS / hardware(args.device)
     size = args.size or ("reduced" if args.device == "cpu" else "paper")

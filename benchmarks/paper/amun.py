@@ -13,8 +13,8 @@ from benchmarks import ops
 from benchmarks.cases import CASES
 from benchmarks.paper.table import DIFFERS, Curve, NotHere, Order, Result, Table, times
 from benchmarks.runners import run_text
-from fastgen.cli.measure import interleave
-from fastgen.ops.kbest import kbest
+from fastgen.cli.bench.measure import interleave
+from fastgen.ops.selection.kbest import kbest
 
 _HARDWARE = "V100"
 # Beams; the paper's seconds: product, bias, softmax, k best one after the other; the last three fused.

@@ -14,7 +14,7 @@ from benchmarks import fairseq_command, ops
 from benchmarks.cases import EXAMPLE, FAIRSEQ_SHAPES, SHAPES, Case, FairseqShape, Shape
 from benchmarks.paper.table import DIFFERS, NotHere, Order, Result, Table, times
 from benchmarks.runners import run_fairseq, run_generate
-from fastgen.cli.measure import paired_ratio
+from fastgen.cli.bench.measure import paired_ratio
 
 _HARDWARE = "V100 16 GB"
 _BLOCKED = {"no_repeat_ngram_size": 3}

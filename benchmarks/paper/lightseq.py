@@ -14,9 +14,9 @@ import fastgen
 from benchmarks.cases import SHAPES, Case
 from benchmarks.paper.table import DIFFERS, Curve, Order, Result, Table, times
 from benchmarks.runners import both
-from fastgen.cli import measure
-from fastgen.cli.agreement import Agreement
-from fastgen.cli.measure import Verdict
+from fastgen.cli.bench import measure
+from fastgen.cli.bench.agreement import Agreement
+from fastgen.cli.bench.measure import Verdict
 
 _HARDWARE = "T4 16 GB"
 _BASE = SHAPES["marian_base"]  # 6 + 6 layers of 512, a vocabulary of 58,101; the paper's has 50,000

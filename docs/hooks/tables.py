@@ -13,8 +13,8 @@ from benchmarks import tables as results
 from benchmarks.tables import table
 from fastgen.cli import COMMANDS
 from fastgen.config import VARIABLES
-from fastgen.models.families import FAMILIES
-from fastgen.models.layouts import LAYOUTS
+from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.models.specs.families import FAMILIES
 from fastgen.patches import fairseq, transformers
 
 ROOT = Path(__file__).resolve().parents[2]

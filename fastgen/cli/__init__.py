@@ -9,7 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from fastgen._version import __version__
-from fastgen.cli import bench, bild, demo, doctor, explain, generate, hook, run, serve, status, warmup
+from fastgen.cli import bild, explain, serve, warmup
+from fastgen.cli.bench import bench, demo
+from fastgen.cli.environment import doctor, hook, run, status
+from fastgen.cli.generate import generate
 from fastgen.cli.parser import CommandParser
 from fastgen.errors import CommandError, SetupError
 from fastgen.patches import check

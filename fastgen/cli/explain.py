@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import fastgen
-from fastgen.cli import generation
+from fastgen.cli.generate import generation_options
 from fastgen.cli.parser import CommandParser
 from fastgen.corpus import models
-from fastgen.decoding import bild_options
+from fastgen.decoding.speculative import bild_options
 from fastgen.errors import CommandError
 from fastgen.number import COUNT
 
 HELP = "say what a generate call of a model would run, and its memory, without running it"
 
 PYTHON_ONLY = dict.fromkeys(
-    (*generation.ELSEWHERE, "assistant_model", *bild_options.NAMES),
+    (*generation_options.ELSEWHERE, "assistant_model", *bild_options.NAMES),
     "fastgen.explain(model, ...) takes it, in Python",
 )
 """Arguments of `generate` that are not options of the command, with the hint to print for each."""
@@ -58,7 +58,7 @@ def call_arguments(parser: argparse.ArgumentParser, command: str, several: bool 
     add("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"],
         help="type of the weights (%(default)s)")  # fmt: skip
     add("--device", help="default: cuda where there is one")
-    generation.arguments(parser)
+    generation_options.arguments(parser)
     if isinstance(parser, CommandParser):
         parser.answer({name.replace("_", "-"): hint for name, hint in PYTHON_ONLY.items()})
 
@@ -70,7 +70,7 @@ def _words(default: int | list[int]) -> str:
 def run(args: argparse.Namespace) -> int:
     """Print the explanation; return 1 if transformers' own decode loop would run."""
     models.folder_of(args.model)
-    options = generation.given(args, PYTHON_ONLY)
+    options = generation_options.given(args, PYTHON_ONLY)
     from transformers.utils import logging
 
     logging.disable_progress_bar()

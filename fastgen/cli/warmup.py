@@ -17,8 +17,8 @@ import itertools
 import time
 from typing import Any
 
-from fastgen.cli import generation
 from fastgen.cli.explain import PYTHON_ONLY, call_arguments, placeholders
+from fastgen.cli.generate import generation_options
 from fastgen.corpus import models
 from fastgen.errors import CommandError
 
@@ -34,11 +34,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate and print; return 1 if fastgen did not run."""
     models.folder_of(args.model)
-    options = {"max_new_tokens": 32} | generation.given(args, PYTHON_ONLY)
+    options = {"max_new_tokens": 32} | generation_options.given(args, PYTHON_ONLY)
     from transformers.utils import logging
 
-    from fastgen.cli.cell import LOOPS
-    from fastgen.cli.counts import counts
+    from fastgen.cli.bench.benchmark_cell import LOOPS
+    from fastgen.cli.bench.counts import counts
 
     logging.disable_progress_bar()
     model = models.load_model(args.model, models.usable_device(args.device, None), args.dtype)

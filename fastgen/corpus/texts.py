@@ -17,7 +17,7 @@ import fastgen
 from fastgen.corpus import models
 from fastgen.corpus.languages import Names, Unknown
 from fastgen.corpus.limits import limit_of
-from fastgen.decoding.leaving import Wanted
+from fastgen.decoding.batching.batch_compaction import Wanted
 from fastgen.errors import CommandError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _is_of_the_machine(error: Exception, alone: bool) -> bool:
     """Whether a device has failed, or memory was not enough for one text `alone`, which says nothing of a text."""
     import torch
 
-    from fastgen.models.memory import is_out_of_memory
+    from fastgen.models.memory.scratch import is_out_of_memory
 
     memory = isinstance(error, MemoryError) or is_out_of_memory(error)
     return alone if memory else isinstance(error, torch.AcceleratorError)
@@ -220,7 +220,7 @@ class TextGenerator:
 
     def _assistant(self, model: Path, device: str) -> dict[str, Any]:
         """What `generate` gets for a small model; the tokenizers are compared here, and it does not need them."""
-        from fastgen.patches.transformers.bild_call import options_of
+        from fastgen.patches.transformers.bild.bild_call import options_of
 
         small = {"assistant_model": models.load_model(model, device, self.options.dtype)}
         tokenizers = {"tokenizer": self.tokenizer, "assistant_tokenizer": models.load_tokenizer(model)}

@@ -44,7 +44,7 @@ else:
 
 
 uncounted: ContextVar[bool] = ContextVar("fastgen_uncounted", default=False)
-"""Whether the calls of this context are on tensors without values (`models.footprint`), which are none to count."""
+"""Whether the calls of this context are on tensors without values (`footprint`), which are none to count."""
 
 
 def jit(*varying: str) -> Callable[[Callable[..., Any]], Any]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastgen.ray.generator import Generator
-    from fastgen.ray.server import Server, app
+    from fastgen.ray.server.deployment import Server, app
 
 __all__ = ["Generator", "Server", "app"]
 
@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
 
         return Generator
     if name in ("Server", "app"):
-        from fastgen.ray import server
+        from fastgen.ray.server import deployment
 
-        return getattr(server, name)
+        return getattr(deployment, name)
     raise AttributeError(f"module 'fastgen.ray' has no attribute {name!r}")

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from fastgen.corpus.writers import json_line, one_line
+from fastgen.corpus.formats.writers import json_line, one_line
 from fastgen.errors import CommandError
 
 FORMATS = ("parquet", "jsonl", "csv", "txt")

@@ -116,7 +116,7 @@ def start(
     connection = connect(address)
     from ray import serve
 
-    from fastgen.ray.server import app
+    from fastgen.ray.server.deployment import app
 
     try:
         if application in serve.status().applications:

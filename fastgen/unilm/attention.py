@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from fastgen.models.attention import BeamAttention, Layer, layer_of
-from fastgen.patches.transformers.attention import current_step
+from fastgen.models.layers.attention import BeamAttention, Layer, layer_of
+from fastgen.patches.transformers.cache.attention import current_step
 from fastgen.unilm.config import UniLMConfig
 
 

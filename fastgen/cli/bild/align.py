@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.bild import outputs, pair
 from fastgen.corpus import models
-from fastgen.corpus.identity import digest
+from fastgen.corpus.run.identity import digest
 from fastgen.errors import CommandError
 from fastgen.number import COUNT, POSITIVE, Number
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from fastgen.corpus.identity import differences
+from fastgen.corpus.run.identity import differences
 from fastgen.errors import CommandError
 
 Header = dict[str, Any]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.corpus import models
-from fastgen.decoding import bild_options
+from fastgen.decoding.speculative import bild_options
 from fastgen.errors import CommandError
 from fastgen.number import COUNT
 
@@ -62,7 +62,7 @@ def greedy(model: Any, max_new_tokens: int) -> dict[str, Any]:
 
 def check_pair(large: Any, small: Any, tokenizers: tuple[Any, ...]) -> None:
     """Raise CommandError where two models do not read and write the same tokens."""
-    from fastgen.patches.transformers.bild_call import options_of
+    from fastgen.patches.transformers.bild.bild_call import options_of
 
     call = {
         "assistant_model": small, "tokenizer": tokenizers[0], "assistant_tokenizer": tokenizers[1],

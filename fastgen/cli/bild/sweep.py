@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.cli.measure import frozen, interleave, paired_ratio
+from fastgen.cli.bench.measure import frozen, interleave, paired_ratio
 
 WARM_UP = 2
 """Batches that every way generates once, untimed."""

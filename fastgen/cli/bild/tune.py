@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastgen.cli import quality
 from fastgen.cli.bild import pair
+from fastgen.cli.generate import quality
 from fastgen.config import settings
 from fastgen.corpus import models
 from fastgen.errors import CommandError, needs
@@ -147,8 +147,8 @@ def _measured(
     from tqdm import tqdm
 
     import fastgen  # noqa: F401  (patches transformers)
+    from fastgen.cli.bench.measure import environment
     from fastgen.cli.bild import sweep
-    from fastgen.cli.measure import environment
 
     points = [
         sweep.Point(fallback, rollback, args.max_draft)

@@ -247,7 +247,7 @@ def k_best(
 
     Args:
         rows: (B, M, V), log-probabilities, or logits of which they are made, unless `normalised`.
-        banned: (B * M, ceil(V / 32)) int32, a set of tokens of each row that are out (`ops.token_mask`).
+        banned: (B * M, ceil(V / 32)) int32, a set of tokens of each row that are out (`ops.selection.token_mask`).
     """
     b, m, v = rows.shape
     scores = scores.contiguous()
@@ -304,7 +304,7 @@ def product(
 
 
 class Chosen(NamedTuple):
-    """What `choose` returns; as `decoding.beam.Choice` has it."""
+    """What `choose` returns; as `decoding.search.beam_search.Choice` has it."""
 
     parents: Tensor
     tokens: Tensor
@@ -319,7 +319,7 @@ def choose(
     by: Library, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor, finished: Tensor, done: Tensor,
     improvable: Tensor, never: float, power: float, far: float, stops_early: bool,
 ) -> Chosen | None:  # fmt: skip
-    """What becomes of candidates (B, K) of beam search by `decoding.rules.TransformersRule`; None if undecided.
+    """What becomes of candidates (B, K) of beam search by `TransformersRule`; None if undecided.
 
     Args:
         values, beam, token, hits: of the candidates. finished, done: (B, M), of what has finished. improvable: (B,).
@@ -343,7 +343,7 @@ def move_rows(
     by: Library, tables: Sequence[tuple[Tensor, Tensor, int]], finished: Sequence[Tensor], parents: Tensor,
     order: Tensor | None, steps: int,
 ) -> bool:  # fmt: skip
-    """Reorder and extend the rows of tables (`ops.tables.Table`); or, where there is an order, choose finished rows.
+    """Reorder and extend the rows of tables (`Table`); or, where there is an order, choose finished rows.
 
     Return whether that was done: not where `parents` or `order` name a row that is not there.
 
@@ -407,7 +407,7 @@ def embedding(
 
 
 def add_tokens(by: Library, mask: Tensor, tokens: Tensor, vocabulary: int) -> None:
-    """Add tokens (R or 1, N) int64 to the sets of mask (R, W) int32, contiguous (`ops.token_mask`)."""
+    """Add tokens (R or 1, N) int64 to the sets of mask (R, W) int32, contiguous (`ops.selection.token_mask`)."""
     (rows, words), tokens = mask.shape, tokens.contiguous()
     by.add_tokens(
         by.run, 1, mask.data_ptr(), tokens.data_ptr(), rows, words, tokens.shape[1], vocabulary,

@@ -1,4 +1,4 @@
-/* Log-probabilities, and the k best of them over beams and vocabulary, in fp32. Source: ops/kbest.py. */
+/* Log-probabilities, and the k best of them over beams and vocabulary, in fp32. Source: ops/selection/kbest.py. */
 
 #include "choice.h"
 

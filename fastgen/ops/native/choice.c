@@ -1,4 +1,4 @@
-/* What becomes of the candidates of a step of beam search. Source: decoding/rules.py, whose rules these are. */
+/* What becomes of the candidates of a step of beam search. Source: decoding/search/finishing_rules.py, whose rules these are. */
 
 #include "choice.h"
 

@@ -1,7 +1,7 @@
 /* Whole steps of a search, from the newest tokens to the choice of the next, as many as nobody has to look at.
  *
  * Each is made of what a step by itself is made of: `embed`, `step`, `product`, `k_best`, `choose`, `move_rows`. What is
- * left is what lies between them. Source: decoding/beam.py, decoding/first_finished.py, decoding/sample.py. */
+ * left is what lies between them. Source: decoding/search/beam_search.py, decoding/search/first_finished.py, decoding/search/sampling.py. */
 
 #include "search.h"
 

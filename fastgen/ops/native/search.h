@@ -53,7 +53,7 @@ typedef struct {
   int64_t mask_b, mask_m, prefix, filled, room, open; /* slots behind the prefix; of them, open ones that wait: 0 or M */
 } Sight;
 
-/* Beam search by the rules of decoding/rules.py. */
+/* Beam search by the rules of decoding/search/finishing_rules.py. */
 typedef struct {
   int32_t *origins;                 /* (B, M, T), the rows that tokens came from */
   int64_t *finished_ids;            /* tables of finished hypotheses, of the same shapes */
@@ -67,7 +67,7 @@ typedef struct {
   double never, penalty;
 } Beams;
 
-/* Beam search by the rules of decoding/first_finished.py. Texts begin with one token; `ends` is the one that ends them. */
+/* Beam search by the rules of decoding/search/first_finished.py. Texts begin with one token; `ends` is the one that ends them. */
 typedef struct {
   float *scores;                    /* (B, M, T), what texts had come to behind each step */
   int64_t *origins;                 /* (B, M, T), beams that texts came by; or NULL */

@@ -47,7 +47,7 @@ class Sight(ctypes.Structure):
 
 
 class Beams(ctypes.Structure):
-    """Beam search by the rules of `decoding.rules.TransformersRule`."""
+    """Beam search by the rules of `decoding.search.finishing_rules.TransformersRule`."""
 
     _fields_: ClassVar = [
         *of(POINTER, "origins finished_ids finished_origins"),
@@ -58,7 +58,7 @@ class Beams(ctypes.Structure):
 
 
 class FirstFinished(ctypes.Structure):
-    """Beam search by the rules of `decoding.first_finished`."""
+    """Beam search by the rules of `decoding.search.first_finished`."""
 
     _fields_: ClassVar = [
         *of(POINTER, "scores origins"), *of(INTEGER, "scores_b scores_m origins_b origins_m"),

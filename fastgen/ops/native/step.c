@@ -1,5 +1,5 @@
 /* All sublayers of a decode step, by all threads together: a list of phases, each of which needs the whole of the one
- * before. Source: Wang et al. 2021 (LightSeq), section 2.1; models/step.py. */
+ * before. Source: Wang et al. 2021 (LightSeq), section 2.1; models/runtime/decode_step.py. */
 
 #include "step.h"
 

@@ -1,5 +1,5 @@
 /* What is moved, and not computed: tables of a beam search, keys and values, rows of an embedding, sets of tokens.
- * Source: ops/tables.py, ops/cache.py, ops/embedding.py, ops/token_mask.py, ops/ngram_block.py. */
+ * Source: ops/tables.py, ops/cache.py, ops/embedding.py, ops/selection/token_mask.py, ops/selection/ngram_block.py. */
 
 #include <stdlib.h>
 #include <string.h>

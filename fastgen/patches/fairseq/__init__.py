@@ -3,7 +3,7 @@
 The patches that mend let fairseq, which was last released for Python 3.10 and PyTorch 1.12, run on today's versions.
 """
 
-from fastgen.patches._engine import Patch, Toolkit
+from fastgen.patches.engine.engine import Patch, Toolkit
 
 TOOLKIT = Toolkit(
     name="fairseq",
@@ -84,7 +84,7 @@ PATCHES = (
         name="fairseq.generate",
         toolkit=TOOLKIT,
         target="fairseq.sequence_generator:SequenceGenerator._generate",
-        replacement="fastgen.patches.fairseq.generate:generate",
+        replacement="fastgen.patches.fairseq.generator.generate:generate",
         parameters=("self", "sample", "prefix_tokens", "constraints", "bos_token"),
         help="SequenceGenerator over one cache per sentence; linear layers with packed weights on a CPU",
         covers="generation",
@@ -93,7 +93,7 @@ PATCHES = (
         name="fairseq.score",
         toolkit=TOOLKIT,
         target="fairseq.sequence_scorer:SequenceScorer.generate",
-        replacement="fastgen.patches.fairseq.score:score",
+        replacement="fastgen.patches.fairseq.generator.score:score",
         parameters=("self", "models", "sample"),
         help="fairseq-eval-lm and --score-reference: linear layers with packed weights on a CPU",
     ),
@@ -101,7 +101,7 @@ PATCHES = (
         name="fairseq.refine",
         toolkit=TOOLKIT,
         target="fairseq.iterative_refinement_generator:IterativeRefinementGenerator.generate",
-        replacement="fastgen.patches.fairseq.refine:refine",
+        replacement="fastgen.patches.fairseq.generator.refine:refine",
         parameters=("self", "models", "sample"),
         help="texts that are refined again and again run on fairseq's own code, and are counted",
     ),
@@ -109,7 +109,7 @@ PATCHES = (
         name="fairseq.attention",
         toolkit=TOOLKIT,
         target="fairseq.modules.multihead_attention:MultiheadAttention.forward",
-        replacement="fastgen.patches.fairseq.attention:forward",
+        replacement="fastgen.patches.fairseq.generator.attention:forward",
         parameters=("self", "query", "key", "value"),
         help="attention of a decode step over the shared cache; everything else passes through",
         inner=True,
@@ -118,7 +118,7 @@ PATCHES = (
         name="fairseq.generate_command",
         toolkit=TOOLKIT,
         target="fairseq_cli.generate:main",
-        replacement="fastgen.patches.fairseq.generate_command:generate",
+        replacement="fastgen.patches.fairseq.commands.generate_command:generate",
         parameters=("cfg",),
         help="fairseq-generate: on a CPU by a process for each thread; its text is made and scored in the background",
     ),
@@ -126,7 +126,7 @@ PATCHES = (
         name="fairseq.interactive_command",
         toolkit=TOOLKIT,
         target="fairseq_cli.interactive:main",
-        replacement="fastgen.patches.fairseq.interactive_command:interactive",
+        replacement="fastgen.patches.fairseq.commands.interactive_command:interactive",
         parameters=("cfg",),
         help="fairseq-interactive: on a CPU by a process for each thread; makes text and reads files in the background",
     ),
@@ -134,7 +134,7 @@ PATCHES = (
         name="fairseq.options",
         toolkit=TOOLKIT,
         target="fairseq.options:get_generation_parser",
-        replacement="fastgen.patches.fairseq.options:get_generation_parser",
+        replacement="fastgen.patches.fairseq.commands.options:get_generation_parser",
         parameters=("interactive", "default_task"),
         help="--postprocess-workers and --decode-hypothesis, as FastSeq has them; --generate-workers; --bild-small and "
         "its like",

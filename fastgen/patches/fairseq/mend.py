@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen.config import settings
 from fastgen.errors import VariableError
-from fastgen.patches import _engine
+from fastgen.patches.engine import engine
 
 _Original = Callable[..., Any]
 
@@ -35,7 +35,7 @@ def get_field(original: _Original, cls: type, a_name: str, *args: Any, **kwargs:
     own = kind.__module__.partition(".")[0] in ("fairseq", "hydra") or cls.__module__.startswith("fairseq.")
     if not (own and dataclasses.is_dataclass(kind) and vars(kind).get("__hash__", 0) is None):
         return original(cls, a_name, *args, **kwargs)
-    _engine.hit("fairseq.dataclasses")
+    engine.hit("fairseq.dataclasses")
     kind.__hash__ = object.__hash__
     try:
         return original(cls, a_name, *args, **kwargs)
@@ -76,7 +76,7 @@ def load_checkpoint(original: _Original, path: Any, *args: Any, **kwargs: Any) -
             loaded = original(path, *args, **kwargs)
         except pickle.UnpicklingError as error:
             raise UntrustedCheckpointError(_advice(str(path), str(error))) from error
-    _engine.hit("fairseq.load")
+    engine.hit("fairseq.load")
     return loaded
 
 
@@ -141,7 +141,7 @@ def encoder_layer(
     )
     if mask is None or not fused:
         return original(self, x, encoder_padding_mask, attn_mask)
-    _engine.hit("fairseq.encoder_layer")
+    engine.hit("fairseq.encoder_layer")
     first, last = self.self_attn_layer_norm, self.final_layer_norm
     kind = 1 if encoder_padding_mask is not None else 0  # of keys, or of queries and keys
     fused_layer: Any = getattr(torch, "_transformer_encoder_layer_fwd")  # noqa: B009  (types do not know it)
@@ -162,7 +162,7 @@ def ngram_block(
     """
     if not self.use_extension:
         tokens = tokens[:, : step + 1]
-        _engine.hit("fairseq.ngram_block")
+        engine.hit("fairseq.ngram_block")
     return original(self, tokens, lprobs, bsz, beam_size, step)
 
 
@@ -173,7 +173,7 @@ def set_decoder_beam_size(original: _Original, self: Any, beam_size: int) -> Non
     if beam_size == 1:
         for model in self.models:
             if hasattr(model, "set_beam_size"):
-                _engine.hit("fairseq.beam_size")
+                engine.hit("fairseq.beam_size")
                 model.set_beam_size(1)
 
 
@@ -184,7 +184,7 @@ def forward_encoder(original: _Original, self: Any, net_input: Any) -> Any:
     """
     beam_size = getattr(self, "decoder_beam_size", None)
     if beam_size is not None and any(hasattr(model, "set_beam_size") for model in self.models):
-        _engine.hit("fairseq.beam_size_again")
+        engine.hit("fairseq.beam_size_again")
         self.set_decoder_beam_size(beam_size)
     return original(self, net_input)
 
@@ -212,5 +212,5 @@ def token_blocks(original: FunctionType, *args: Any, **kwargs: Any) -> Any:
     own = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
     made = own(*args, **kwargs)
     if numpy.missed:
-        _engine.hit("fairseq.token_blocks")
+        engine.hit("fairseq.token_blocks")
     return made

@@ -1,0 +1,132 @@
+"""One cell of the table of `fastgen bench`: a model, a number of beams, a size of batches; unpatched and patched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastgen
+from fastgen.cli.bench.agreement import Agreement, all_agree
+from fastgen.cli.bench.counts import Counts, counts
+from fastgen.cli.bench.measure import Outcome, Verdict, compare
+from fastgen.cli.bild.sweep import batches_of
+from fastgen.corpus.models import first_line
+from fastgen.decoding.search.near_ties import end_tokens, up_to_end
+
+LOOPS = ("transformers.beam_search", "transformers.sample")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was found.
+
+    Attributes:
+        beams, batch: of its calls.
+        tokens: generated in a round, without what fills a batch.
+        outcome: of the comparison; None where the cell was not measured.
+        counted: what fastgen counted meanwhile.
+        problem: why it was not measured.
+    """
+
+    beams: int
+    batch: int
+    tokens: int = 0
+    outcome: Outcome | None = None
+    counted: Counts = field(default_factory=Counts)
+    problem: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether there is nothing to complain of; no time is no complaint."""
+        return self.outcome.agrees if self.outcome is not None else not self.problem
+
+    @property
+    def ran(self) -> bool:
+        """Whether fastgen's loops served its calls."""
+        return any(name in self.counted.hits for name in LOOPS)
+
+    def notes(self) -> list[str]:
+        """What else is to be said: what fastgen left off or declined, and why."""
+        left_off = [f"left off in {count} calls: {what}" for what, count in sorted(self.counted.left_off.items())]
+        declined = [f"declined {count} calls: {what}" for what, count in sorted(self.counted.fallbacks.items())]
+        return [*left_off, *declined]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as JSON-ready data."""
+        return {
+            "beams": self.beams,
+            "batch": self.batch,
+            "tokens": self.tokens,
+            "outcome": None if self.outcome is None else self.outcome.to_dict(),
+            **asdict(self.counted),
+            "problem": self.problem,
+        }
+
+
+def measure(
+    model: Any,
+    sources: Sequence[list[int]],
+    beams: int,
+    batch: int,
+    options: dict[str, Any],
+    rounds: int,
+    seconds: float,
+) -> Cell:
+    """Generate from all sources by transformers' own code and by fastgen, in turn.
+
+    Args:
+        sources: token ids; sorted by length, in batches of `batch`.
+        options: of `generate`, beside `num_beams`.
+        rounds: at most; fewer where the time is short, but one, behind another that shows how long it takes.
+        seconds: to spend.
+    """
+    begin = time.perf_counter()
+    batches = [one.inputs for one in batches_of(sources, batch, model)]
+    options = options | {"num_beams": beams}
+    agreements = [Agreement(model, inputs, options) for inputs in batches]
+    found: list[Tensor] = []
+
+    def stock() -> list[Tensor]:
+        with fastgen.disabled():
+            return [model.generate(**inputs, **options) for inputs in batches]
+
+    def patched() -> list[Tensor]:
+        return [model.generate(**inputs, **options) for inputs in batches]
+
+    def same(expected: list[Tensor], ours: list[Tensor]) -> Verdict:
+        found[:] = ours
+        return all_agree(agreements, expected, ours)
+
+    def compared(rounds: int) -> Outcome:
+        return compare(stock, patched, rounds, same, warmup=0, synchronize=_wait_for(model.device))
+
+    before = counts()
+    try:
+        outcome = compared(1)  # warms up
+        if outcome.agrees:
+            left = seconds - (time.perf_counter() - begin)
+            outcome = compared(max(1, min(rounds, int(left / sum(outcome.rounds[0])))))
+    except Exception as error:  # what a model raises is its own affair, and no other cell's
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        return Cell(beams, batch, counted=counts().since(before), problem=problem)
+    return Cell(beams, batch, _generated(model, batches, found), outcome, counts().since(before))
+
+
+def _generated(model: Any, batches: Sequence[dict[str, Tensor]], outputs: Sequence[Tensor]) -> int:
+    """Tokens behind the prompts, up to the ends."""
+    ends = end_tokens(model.generation_config.eos_token_id)
+    prompts = [1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1] for inputs in batches]
+    return sum(
+        len(up_to_end(row[prompt:], ends))
+        for prompt, output in zip(prompts, outputs, strict=True)
+        for row in output.tolist()
+    )
+
+
+def _wait_for(device: torch.device) -> Any:
+    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None

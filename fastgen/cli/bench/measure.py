@@ -1,0 +1,344 @@
+"""Compare the speed of a candidate with a baseline, fairly: alternating, paired, with every output compared.
+
+Used by `fastgen demo` and by `benchmarks/`. Machines drift (frequency, neighbours, page cache), so the arms take turns,
+the order is reversed from round to round (A B, B A, ...), and the speed-up is the median of the ratios *within* rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.metadata
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
+
+RESAMPLES = 4000
+MIN_ROUNDS = 5  # before `precision` or `budget` may end a comparison; fewer pairs give no usable interval
+WRITTEN_BY_RUNS = ("benchmarks/results", "docs/plots")  # measuring must not make the tree look modified
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What comparing two outputs found.
+
+    Attributes:
+        equal: the outputs agree, exactly or apart from near ties.
+        near_ties: how many parts of the output (sentences) differ only by a near tie.
+        note: what differs, in words.
+        within_noise: they differ, and half precision's rounding explains it (`fastgen.cli.bench.noise`).
+    """
+
+    equal: bool
+    near_ties: int = 0
+    note: str = ""
+    within_noise: bool = False
+
+    @property
+    def agrees(self) -> bool:
+        """Whether neither output is wrong: only then does a time say anything."""
+        return self.equal or self.within_noise
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of `compare`. When the outputs did not agree it holds no times and no ratio.
+
+    Attributes:
+        equal: the outputs were equal in the warm-up and in every round.
+        near_ties: the most near ties seen in one round.
+        rounds: seconds (baseline, candidate) of each round.
+        ratio: median over the rounds of baseline / candidate: above 1 the candidate is faster.
+        low, high: bootstrap 95% interval of that median.
+        note: what differs, in words.
+        within_noise: where they were not equal, half precision's rounding explains it in all of them.
+    """
+
+    equal: bool
+    near_ties: int
+    rounds: list[tuple[float, float]] = field(default_factory=list)
+    ratio: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    note: str = ""
+    within_noise: bool = False
+
+    @property
+    def agrees(self) -> bool:
+        """Whether there are times: the outputs were equal, or rounding explains what differed."""
+        return self.equal or self.within_noise
+
+    @property
+    def baseline_seconds(self) -> float:
+        return statistics.median(a for a, _ in self.rounds) if self.rounds else math.nan
+
+    @property
+    def candidate_seconds(self) -> float:
+        return statistics.median(b for _, b in self.rounds) if self.rounds else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the outcome as JSON-ready data; figures that do not exist are None."""
+        figures = {
+            "ratio": self.ratio,
+            "low": self.low,
+            "high": self.high,
+            "baseline_seconds": self.baseline_seconds,
+            "candidate_seconds": self.candidate_seconds,
+        }
+        return {
+            "equal": self.equal,
+            "within_noise": self.within_noise,
+            "near_ties": self.near_ties,
+            "note": self.note,
+            **{name: None if math.isnan(value) else value for name, value in figures.items()},
+            "rounds": [list(pair) for pair in self.rounds],
+        }
+
+    def __str__(self) -> str:
+        if not self.agrees:
+            return f"outputs differ, no speed given: {self.note}"
+        remark = f", {self.near_ties} near ties" if self.near_ties else ""
+        remark += f", outputs differ within rounding: {self.note}" if self.within_noise else ""
+        return f"{self.ratio:.2f}x [{self.low:.2f}, {self.high:.2f}] over {len(self.rounds)} rounds{remark}"
+
+
+def compare(
+    baseline: Callable[[], T],
+    candidate: Callable[[], T],
+    rounds: int,
+    same: Callable[[T, T], Verdict],
+    warmup: int = 1,
+    synchronize: Callable[[], object] | None = None,
+    progress: Progress | None = None,
+    precision: float | None = None,
+    budget: float | None = None,
+) -> Outcome:
+    """Time `candidate` against `baseline` and compare their outputs in every round.
+
+    Args:
+        baseline, candidate: called without arguments; what they return goes to `same`, outside the timed part.
+        rounds: rounds to run, each timing both once; at most so many with `precision` or `budget`.
+        same: `same(baseline_output, candidate_output)` says whether the outputs agree; if not, the comparison ends.
+        warmup: untimed calls of each before the first round; the last ones' outputs are compared too.
+        synchronize: waits for the device; called before the clock starts and before it stops.
+        progress: called as `progress(rounds_done, rounds)`.
+        precision: stop once the interval's half width is below this share of the ratio (0.01 = 1%).
+        budget: stop once so many seconds have gone into rounds.
+    Raises:
+        ValueError: rounds < 1 or warmup < 0.
+    """
+    ties, apart = 0, ""
+
+    def check(outputs: Sequence[T]) -> str | None:
+        nonlocal ties, apart
+        verdict = same(outputs[0], outputs[1])
+        ties = max(ties, verdict.near_ties)
+        if not verdict.equal:
+            apart = verdict.note or "no details"
+        return None if verdict.agrees else apart
+
+    def enough(times: list[tuple[float, ...]], elapsed: float) -> bool:
+        if len(times) < MIN_ROUNDS:
+            return False
+        if budget is not None and elapsed > budget:
+            return True
+        if precision is None:
+            return False
+        ratio, low, high = paired_ratio([t[0] for t in times], [t[1] for t in times])
+        return high - low < 2 * precision * ratio
+
+    times, difference = interleave((baseline, candidate), rounds, check, warmup, synchronize, progress, enough)
+    if difference is not None:
+        return Outcome(False, ties, note=difference)
+    ratio, low, high = paired_ratio([t[0] for t in times], [t[1] for t in times])
+    return Outcome(not apart, ties, [(t[0], t[1]) for t in times], ratio, low, high, apart, within_noise=bool(apart))
+
+
+def interleave(
+    arms: Sequence[Callable[[], T]],
+    rounds: int,
+    check: Callable[[Sequence[T]], str | None],
+    warmup: int = 1,
+    synchronize: Callable[[], object] | None = None,
+    progress: Progress | None = None,
+    enough: Callable[[list[tuple[float, ...]], float], bool] | None = None,
+) -> tuple[list[tuple[float, ...]], str | None]:
+    """Time several arms in turn, in alternating order; return the seconds of each round, and the first difference.
+
+    `check` gets the outputs of one round in the order of `arms` and returns None or what differs, which ends the run.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    if warmup < 0:
+        raise ValueError(f"warmup must not be negative, got {warmup}")
+    outputs: list[T] = []
+    for _ in range(warmup):
+        outputs = [arm() for arm in arms]
+    if outputs and (difference := check(outputs)) is not None:
+        return [], difference
+
+    times: list[tuple[float, ...]] = []
+    with frozen():
+        begin = time.perf_counter()
+        for done in range(rounds):
+            order = range(len(arms)) if done % 2 == 0 else reversed(range(len(arms)))
+            measured = {i: _timed(arms[i], synchronize) for i in order}
+            if (difference := check([measured[i][1] for i in range(len(arms))])) is not None:
+                return [], difference
+            times.append(tuple(measured[i][0] for i in range(len(arms))))
+            if progress is not None:
+                progress(done + 1, rounds)
+            if enough is not None and enough(times, time.perf_counter() - begin):
+                break
+    return times, None
+
+
+@contextlib.contextmanager
+def frozen() -> Iterator[None]:
+    """Leave what there is now out of garbage collection: collecting before each call costs little then."""
+    already = gc.get_freeze_count() > 0  # who froze the first ends it
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not already:
+            gc.unfreeze()
+
+
+def _timed(call: Callable[[], T], synchronize: Callable[[], object] | None) -> tuple[float, T]:
+    """Return the seconds of one call and its result; one arm must not pay for collecting the other arm's garbage."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        if synchronize is not None:
+            synchronize()
+        begin = time.perf_counter()
+        result = call()
+        if synchronize is not None:
+            synchronize()
+        return time.perf_counter() - begin, result
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def agrees(result: Mapping[str, Any]) -> bool:
+    """Whether a result that was written as JSON has times: `Outcome.agrees`."""
+    return result["equal"] or result.get("within_noise", False)
+
+
+def paired_ratio(baseline: Sequence[float], candidate: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
+    """Return the median of baseline[i] / candidate[i] and its bootstrap 95% interval (no interval for one pair)."""
+    if len(baseline) != len(candidate) or not baseline:
+        raise ValueError(f"need equally many times of both, at least one; got {len(baseline)} and {len(candidate)}")
+    ratios = np.asarray(baseline, dtype=np.float64) / np.asarray(candidate, dtype=np.float64)
+    draws = np.random.default_rng(seed).integers(0, len(ratios), (RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
+    return float(np.median(ratios)), float(low), float(high)
+
+
+def peak_memory(call: Callable[[], object], device: str = "cpu") -> int | None:
+    """Return the most bytes that `call` held: on CUDA what torch allocated, on Linux the growth of the resident set.
+
+    None where neither can be read. The resident set is a coarse measure: memory that an earlier call left with the
+    allocator and that is used again does not show as growth.
+    """
+    gc.collect()
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - held
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to what is resident now
+        before = _status_bytes("VmRSS")
+    except OSError:
+        return None
+    call()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")
+
+
+def environment() -> dict[str, Any]:
+    """Return what a figure depends on: commit, hardware, threads, versions, date. Unknown entries are None."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **_git(),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "fairseq": _version("fairseq"),
+        "fastgen": getattr(sys.modules.get("fastgen"), "__version__", None) or _version("fastgen"),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git() -> dict[str, Any]:
+    """Return the commit of the source tree this file lies in and whether tracked or new files differ from it."""
+    root = Path(__file__).resolve().parents[3]
+    unknown = {"git_sha": None, "git_dirty": None}
+    if not (root / ".git").exists():  # installed: a repository further up would be somebody else's
+        return unknown
+    excluded = [f":(exclude){path}" for path in WRITTEN_BY_RUNS]
+    try:
+        sha, changes = (
+            subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=20)
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", ".", *excluded])
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return unknown
+    return {
+        "git_sha": sha.stdout.strip() if sha.returncode == 0 else None,
+        "git_dirty": bool(changes.stdout.strip()) if changes.returncode == 0 else None,
+    }
+
+
+def _cpu_model() -> str | None:
+    from fastgen.ops.processor import on_zen5, without_avx512
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or None
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    return f"{name} (Zen 5)" if on_zen5() else f"{name} (AVX2)" if without_avx512() else name

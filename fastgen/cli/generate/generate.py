@@ -1,0 +1,325 @@
+"""Generate from every text of a corpus: files in, one file out, in the order of the input.
+
+fastgen generate MODEL --input text.en --output text.es --num-beams 4 --max-new-tokens 128
+fastgen generate MODEL --input news.jsonl.gz --column article --output summaries.jsonl.gz --prefix "summarize: "
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from fastgen.cli.generate import fastseq, generation_options, on_ray, scoring
+from fastgen.cli.parser import CommandParser
+from fastgen.corpus import models
+from fastgen.corpus.formats import compression, formats, writers
+from fastgen.corpus.formats.readers import STDIN, Files
+from fastgen.corpus.formats.writers import File
+from fastgen.corpus.run.assembly import in_progress
+from fastgen.corpus.run.job import BLOCK, Job
+from fastgen.corpus.run.job import run as run_job
+from fastgen.corpus.run.summary import Summary
+from fastgen.corpus.texts import Options
+from fastgen.decoding.speculative import bild_options
+from fastgen.errors import CommandError
+from fastgen.number import COUNT
+
+HELP = "generate from every text of a file, into a file"
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    models.need("transformers")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "fastgen generate MODEL --input FILE ... [--output FILE] [option ...]"
+    parser.add_argument("model", type=Path, metavar="MODEL", help=models.HELP)
+    _input(parser)
+    _output(parser)
+    _texts(parser)
+    _model(parser)
+    _big_little(parser)
+    scoring.arguments(parser)
+    _run(parser)
+    on_ray.arguments(parser)
+    generation_options.arguments(parser)
+    parser.set_defaults(defaults=parser)
+    if isinstance(parser, CommandParser):
+        parser.answer(
+            fastseq.DROPPED | {name.replace("_", "-"): why for name, why in generation_options.ELSEWHERE.items()}
+        )
+
+
+def _input(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("input")
+    add = group.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE",
+        help="text, TSV, CSV, JSONL, Parquet, a folder that datasets' save_to_disk wrote, or - for standard input; "
+        "one after the other; .gz, .bz2, .xz and .zst are unpacked")  # fmt: skip
+    add("--input-format", choices=formats.NAMES, help="default: by the ending of the name, else text")
+    add("--column", metavar="NAME", help="which holds the text: its name, or its number from 1")
+    add("--prefix-column", metavar="NAME", help="which holds what stands before each text, such as T5's task")
+    add("--header", action=argparse.BooleanOptionalAction, default=None,
+        help="whether a table's first row names the columns (default: unless --column is a number)")  # fmt: skip
+    add("--no-quotes", dest="quotes", action="store_false",
+        help="in TSV a quote is a letter like others; tabs and line breaks of outputs become spaces")  # fmt: skip
+    add("--limit", "--n-obs", type=COUNT, metavar="N", help="the first N records alone")
+
+
+def _output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    add = group.add_argument
+    add("--output", default=STDIN, metavar="FILE", help="- or nothing: standard output")
+    add("--output-format", choices=writers.NAMES, help="default: by the ending of the name, else text")
+    add("--scores", action="store_true", help="write the score of each output")
+    add("--field-prefix", default="", metavar="TEXT", help="before the names of the fields that are added")
+    add("--overwrite", action="store_true", help="write over an output that is there")
+    add("--on-error", choices=("fail", "skip", "empty"), default="fail",
+        help="a record without an output ends the run, is left out, or has an empty one (%(default)s); a blank line of "
+        "plain text is none of them: its output is blank")  # fmt: skip
+
+
+def _texts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("texts and tokens")
+    add = group.add_argument
+    add("--prefix", metavar="TEXT", help="before each source (default: what --task says, or nothing)")
+    add("--task", metavar="NAME", help="take prefix and options of this name from the model's task_specific_params")
+    add("--max-source-tokens", "--max-tokenizer-length", type=COUNT, metavar="N",
+        help="longer sources are problems (default: what the tokenizer says)")  # fmt: skip
+    add("--truncate", "--truncation", action=argparse.BooleanOptionalAction, default=False,
+        help="cut longer sources instead")  # fmt: skip
+    add("--append-eos", action="store_true", help="end each source with the end token, where the tokenizer does not")
+    add("--source-lang", metavar="LANG", help="of tokenizers that know languages, as they name them")
+    add("--target-lang", metavar="LANG", help="likewise, of the output")
+    add("--forced-bos-token", metavar="TOKEN", help="the output's first token, by its name")
+    add("--target-lang-column", metavar="NAME", help="the column that has the --target-lang of each text")
+    add("--forced-bos-column", metavar="NAME", help="the column that has the --forced-bos-token of each text")
+    add("--include-special-tokens", action="store_true", help="leave special tokens in the output")
+    add("--clean-up-tokenization-spaces", action="store_true", help="take out spaces before punctuation")
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    add = group.add_argument
+    add("--dtype", choices=_DTYPES, default="float32", help="type in which it generates (%(default)s)")
+    add("--fp16", dest="dtype", action="store_const", const="float16", help="--dtype float16")
+    add("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one)")
+    add("--threads", type=COUNT, metavar="N", help="torch's CPU threads")
+    add("--batch-tokens", type=COUNT, default=Options.batch_tokens, metavar="N",
+        help="source tokens of a batch, padding counted (%(default)s)")  # fmt: skip
+    add("--seed", type=int, default=0, help="of what is drawn; a block's draws depend on it and its number alone")
+
+
+def _big_little(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "a small model that drafts", "See docs/bild.md; lossless unless a threshold is given."
+    )
+    add = group.add_argument
+    add("--assistant-model", type=Path, metavar="MODEL", help=models.HELP)
+    add("--fallback-threshold", type=float, metavar="P", help="it stops where it is less sure than this")
+    add("--rollback-threshold", type=float, metavar="COST", help="what costs the large model more does not stand")
+    add("--max-draft", type=int, metavar="N", help="tokens that it drafts in a row at most")
+    add("--lossless", action=argparse.BooleanOptionalAction, default=None, help="the large model's own output")
+    add("--adaptive-draft", action=argparse.BooleanOptionalAction, default=None, help="draft where that is faster")
+    add("--paper-compat", action="store_true", default=None, help="as the authors' program")
+    add("--speculative-beams", type=int, metavar="STEPS", help="draft steps of the beam search")
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("run")
+    add = group.add_argument
+    add("--block", type=COUNT, default=BLOCK, metavar="N", help="records written together (%(default)s)")
+    add("--processes", type=COUNT, default=1, metavar="N", help="on this machine (%(default)s)")
+    add("--restart", action="store_true", help="forget what an earlier run has left beside the output")
+    add("--summary", type=Path, metavar="FILE", help="write what the run has done, as JSON")
+    add("--quiet", action="store_true", help="show no progress")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do the job that the arguments ask for; score it, where there is a reference."""
+    options = _options(args)
+    if args.engine == "ray":
+        return on_ray.run(args, options, args.defaults)
+    on_ray.check_unused(args, args.defaults)
+    source, output = _source(args), _output_of(args)
+    _check_parents(args)
+    sink = _sink(args, options, source, source.check())
+    metrics = scoring.prepared(args, output)
+    if metrics is not None:
+        metrics.check(source)
+    shown = not args.quiet and sys.stderr.isatty()
+    if not shown:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+    job = Job(
+        options, source, sink, output, on_error=args.on_error, block=args.block, processes=args.processes,
+        restart=args.restart, progress=shown, summary=args.summary,
+    )  # fmt: skip
+    summary = run_job(job)
+    if summary is not None and not args.quiet:
+        _tell(summary)
+    if summary is not None and metrics is not None and output is not None:
+        return 0 if metrics.tell(sink, output, summary.records) else 1
+    return 0
+
+
+def _tell(summary: Summary) -> None:
+    """Say on standard error what was done, and what fastgen did not accelerate."""
+    rate = f"{summary.records_per_second:.1f} a second" if summary.made else "all by an earlier run"
+    print(f"{summary.records} records, {summary.tokens} tokens, {summary.seconds:.1f} s ({rate})", file=sys.stderr)
+    if summary.blank:
+        print(
+            f"{summary.blank} of {summary.records} records are blank lines, and so are their outputs", file=sys.stderr
+        )
+    if summary.at_limit:
+        which = f" ({summary.limit})" if summary.limit else ""
+        print(f"{summary.at_limit} of {summary.records} outputs hit the limit{which}", file=sys.stderr)
+    for patch, reasons in summary.fallbacks.items():
+        for reason, calls in reasons.items():
+            print(f"not accelerated, calls of {patch}: {calls} ({reason})", file=sys.stderr)
+
+
+def _check_parents(args: argparse.Namespace) -> None:
+    """Raise CommandError where a file that is written in the end has no folder."""
+    for option, file in (("--summary", args.summary), ("--score-path", args.score_path)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise CommandError(f"{option} {file}: there is no folder {file.absolute().parent}")
+
+
+def _options(args: argparse.Namespace) -> Options:
+    """What the outputs depend on.
+
+    Raises:
+        CommandError: what can be told to be wrong before the model is loaded.
+    """
+    folder = models.folder_of(args.model)
+    config, stored = _json_of(folder / "config.json"), _json_of(folder / "generation_config.json")
+    task = fastseq.task(args.model, config, args.task, set(generation_options.settings()))
+    asked = task.generation | generation_options.given(args)
+    targets = _targets(args, asked)
+    generation_options.check(asked, {name: value for name, value in stored.items() if not name.startswith("_")})
+    given = {name: value for name in bild_options.NAMES if (value := getattr(args, name)) is not None}
+    asked |= _drafts(args, asked, given, stored)
+    if "max_new_tokens" not in {**_said(stored), **asked} and not models.load_config(args.model).is_encoder_decoder:
+        raise CommandError("--max-new-tokens is needed: a decoder's prompt would count in --max-length")
+    local = args.engine == "local"  # else each machine finds the model by itself
+    assistant = args.assistant_model
+    return Options(
+        folder if local else args.model, asked, device=args.device, dtype=args.dtype, threads=args.threads,
+        batch_tokens=args.batch_tokens, max_source_tokens=args.max_source_tokens, truncate=args.truncate,
+        append_eos=args.append_eos, prefix=task.prefix if args.prefix is None else args.prefix,
+        forced_bos_token=args.forced_bos_token, source_lang=args.source_lang, target_lang=args.target_lang,
+        targets=targets, scores=args.scores, seed=args.seed, special_tokens=args.include_special_tokens,
+        clean_up=args.clean_up_tokenization_spaces,
+        assistant=models.folder_of(assistant) if local and assistant else assistant,
+    )  # fmt: skip
+
+
+def _targets(args: argparse.Namespace, asked: dict[str, Any]) -> Literal["language", "token"] | None:
+    """What a column says of how outputs begin.
+
+    Raises:
+        CommandError: it is said in another way too.
+    """
+    columns = [name for name in ("target_lang_column", "forced_bos_column") if getattr(args, name) is not None]
+    for_all = {"target_lang": args.target_lang, "forced_bos_token": args.forced_bos_token} | asked
+    names = ("target_lang", "forced_bos_token", "forced_bos_token_id")
+    ways = columns + [name for name in names if for_all.get(name) is not None]
+    if columns and len(ways) > 1:
+        said = " and ".join(f"--{name.replace('_', '-')}" for name in ways)
+        raise CommandError(f"{said}: how outputs begin is said in one way")
+    if not columns:
+        return None
+    return "language" if args.target_lang_column is not None else "token"
+
+
+def _drafts(
+    args: argparse.Namespace, asked: dict[str, Any], given: dict[str, Any], stored: dict[str, Any]
+) -> dict[str, Any]:
+    """The options of big-little decoding, where it is asked for."""
+    layers = asked.get("assistant_early_exit")
+    if args.assistant_model is None and layers is None and not given:
+        return {}
+    if args.assistant_model is not None:
+        models.folder_of(args.assistant_model)
+    if not {*given, *_said(stored)} & set(bild_options.NAMES):
+        given = {"lossless": True}
+    if args.scores:
+        raise CommandError("--scores: a text that is drafted has none")
+    try:
+        bild_options.options(
+            args.assistant_model, layers, given, {}, ("--assistant-model", "--assistant-early-exit"),
+            lambda name: "--" + name.replace("_", "-"),
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise CommandError(str(error)) from error
+    return given
+
+
+def _source(args: argparse.Namespace) -> Files:
+    return Files(
+        tuple(args.input), args.input_format, args.column, args.prefix_column, args.header, args.quotes, args.limit,
+        args.target_lang_column or args.forced_bos_column,
+    )  # fmt: skip
+
+
+def _output_of(args: argparse.Namespace) -> Path | None:
+    """The output file; None for standard output.
+
+    Raises:
+        CommandError: it is there already, or its folder is not.
+    """
+    if args.output == STDIN:
+        return None
+    output = Path(args.output)
+    if not output.absolute().parent.is_dir():
+        raise CommandError(f"--output {output}: there is no folder {output.absolute().parent}")
+    if output.is_dir():
+        raise CommandError(f"--output {output} is a folder")
+    if output.exists() and not args.overwrite and not in_progress(output):
+        raise CommandError(f"--output {output} is there already; --overwrite writes over it")
+    if any(name != STDIN and output.exists() and output.samefile(name) for name in args.input if Path(name).exists()):
+        raise CommandError(f"--output {output} is an input too")
+    return output
+
+
+def _sink(args: argparse.Namespace, options: Options, source: Files, first: dict[str, Any] | None) -> File:
+    """What outputs are written as.
+
+    Raises:
+        CommandError: the format cannot hold what the input has.
+    """
+    ending, packing = ("", "") if args.output == STDIN else compression.split(Path(args.output))
+    kind = args.output_format or formats.of_ending(ending)
+    if kind == "parquet" and args.output == STDIN:
+        raise CommandError("--output-format parquet is not written to standard output; name a file")
+    if kind in formats.DELIMITERS and source.format != "text":
+        if source.format == "jsonl":
+            raise CommandError(f"--output: objects of JSONL have no fixed columns for {kind.upper()}; "
+                               "write JSONL or Parquet")  # fmt: skip
+        if first is None:
+            raise CommandError(f"--output-format {kind}: columns of standard input are not known; write JSONL")
+    stored = _said(_json_of(options.model / "generation_config.json"))
+    several = {**stored, **options.generation}.get("num_return_sequences", 1) > 1
+    columns = None if first is None else tuple(first)
+    problems = args.on_error == "empty" and kind != "text"
+    return File(kind, packing, columns, args.quotes, several, args.scores, problems, args.field_prefix)
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    """What a model's config says; nothing where there is none."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{file} cannot be read: {models.first_line(error)}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _said(stored: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in stored.items() if value is not None}

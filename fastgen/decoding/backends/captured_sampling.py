@@ -1,0 +1,108 @@
+"""Greedy search and sampling on a device that is never waited for: captured choices, looked at a step later.
+
+As in `beam_replay`, the table of tokens has room for the longest text from the start, a column is written where the
+device says, and the host learns a step late that all rows have ended. The column of that step is cut off again, and
+its random numbers are put back.
+"""
+
+import contextlib
+import functools
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.backends.captured_selection import Choices
+from fastgen.decoding.batching.batch_compaction import who_leaves
+from fastgen.decoding.logits.transforms import Text, edited, phases
+from fastgen.decoding.search.beam_search import Stepper
+from fastgen.decoding.search.sampling import Sampling, not_alive
+from fastgen.models.cuda_graphs import graph
+
+
+@dataclass
+class ReplayedSampling(Sampling):
+    """One greedy search or sampling; arguments as `Sampling`, whose edits are all `text.capturable`.
+
+    Args:
+        longest: tokens of a text at most.
+    """
+
+    longest: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rows, self.length = self.ids.shape
+        prompt = self.ids
+        self.ids = prompt.new_zeros(rows, self.longest)
+        if self.pad is not None:
+            self.ids.copy_(self.pad)
+        self.ids[:, : self.length] = prompt
+        self.choices = Choices(graph.generator(prompt.device) if self.sample else None)
+        self._has_room = True  # behind the text
+        self._end = torch.empty(1, dtype=torch.int64, device=prompt.device)  # the text's length
+
+    @property
+    def text(self) -> Text:
+        return Text(self.ids[:, : self.length] if self._has_room else self.ids, self.prompt_length)
+
+    def advance(self, model: Stepper, logits: Tensor) -> bool:
+        if self.length < self.longest and self.choices.able(logits):  # a criterion of the user's may allow more
+            with contextlib.suppress(graph.NotCaptured):
+                return self._advance(model, logits)
+        if self._has_room:
+            self._has_room = False
+            self._close()
+            self.ids = self.ids[:, : self.length]
+            before = self.choices.last()
+            if before is not None and not before[0].any():
+                return False
+        return super().advance(model, logits)
+
+    def _advance(self, model: Stepper, logits: Tensor) -> bool:
+        text = Text(self.ids, self.prompt_length, self.length, self._end)
+        last = self.stop.ends_all(self.length + 1)
+        self._end.fill_(self.length)
+        choose = functools.partial(self._choose_next, logits, text, last)
+        flags: Tensor = self.choices(choose, logits, self.ids, last, phases(self.edits, self.length))
+        before = self.choices.look(flags)
+        alive = [True] if before is None else self._alive(before[0])
+        if not any(alive):  # nothing ran any more in this step
+            self.choices.take_back()
+            self._close()
+            return False
+        self.length += 1
+        if last:
+            if self.sample:
+                self.choices.last()  # raises where nothing could be drawn
+            self._close()
+            return False
+        if self.may_drop and who_leaves(not_alive(alive), len(alive), self.captured):
+            alive = self._alive(cast(Tensor, self.choices.last())[0])  # of this step, so that none after it goes unseen
+            if not any(alive):
+                self._close()
+                return False
+            self._collect()
+            self._leave(model, who_leaves(not_alive(alive), len(alive), self.captured))
+        return True
+
+    def _choose_next(self, logits: Tensor, text: Text, last: bool) -> Tensor:
+        """Write the next token of every row to the table; return what is seen: which rows run on (1, R)."""
+        scores = edited(logits.to(torch.float32, copy=True), text, self.edits) if self.edits else logits
+        tokens = self._picked(scores, self.choices.draw)
+        if self.pad is not None:
+            tokens = torch.where(self.running, tokens, self.pad)
+        self.ids.index_copy_(1, self._end, tokens[:, None])
+        return self.choices.seen(self.running.logical_and_(~self.stop.hits(tokens, last))[None])
+
+    def _collect(self) -> None:
+        """Write the present rows to the table of all."""
+        if self.rows is None:
+            self.outcome = self.ids
+        else:
+            self.outcome[self.rows] = self.ids
+
+    def _close(self) -> None:
+        self._collect()
+        self.outcome = self.outcome[:, : self.length]

@@ -1,0 +1,314 @@
+"""Linear layers of a live model through `ops.linear`: which ones, and by what.
+
+Layers that are quantised, parametrised, hooked, or already overridden keep their own forward. `routes` puts the
+forwards in place.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fastgen import config
+from fastgen.models.layers.packed_weights import GIVEN_UP, Packed, has_given_up, packed_of
+from fastgen.models.memory.scratch import Memory
+from fastgen.models.routing.instance import Routed, untouched
+from fastgen.ops import linear as ops
+from fastgen.ops.activation import FUNCTIONS, activation_
+
+MERGED = (0, 4 * 2**20)
+"""Bytes of a weight up to which those of layers that read the same are copied into one, on a CPU and on a device.
+
+It saves launches. On a CPU it gains nothing (4 to 128 rows, 256 x 256 three times, 2 cores).
+"""
+
+LARGE = 16 * 2**20
+"""Bytes of an output from which on it lies in memory that is used again (`models.memory.scratch`)."""
+
+
+class _Useful(NamedTuple):
+    """Where a packed weight is faster.
+
+    elements: of x, the fewest and the most, by the kind of activation behind. least: rows, with any of them.
+    plain: elements of x, the fewest with which the weight as it is may be faster by another product than torch's.
+    """
+
+    elements: dict[str | None, tuple[int, int]]
+    least: int
+    plain: int
+
+
+@functools.cache
+def _useful(outputs: int, inputs: int, packer: str | None) -> _Useful:
+    """Looked up once for layers of one size, and for one library that packs: a call asks for every layer."""
+    rows = {kind: ops.useful_rows(outputs, inputs, kind) for kind in (None, *FUNCTIONS)}
+    elements = {kind: (max(1, found.start * inputs), (found.stop - 1) * inputs) for kind, found in rows.items()}
+    activated = outputs > inputs  # no other may have an activation behind it
+    least = min(rows[kind].start for kind in rows if activated or kind is None)
+    return _Useful(elements, least, max(1, ops.useful_rows(outputs, inputs, packed=False).start * inputs))
+
+
+class Product(Protocol):
+    """A linear layer with what comes right behind it.
+
+    fuses: whether it activates, or adds a residual, while it computes. outputs: N.
+    """
+
+    fuses: bool
+
+    @property
+    def outputs(self) -> int: ...
+
+    def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+        """Return the layer's output (R, N) for x (R, K), fresh; through `activation`, or with `residual` (R, N) added.
+
+        activation: a kind that `ops.activation` knows.
+        """
+        ...
+
+
+class Linear(Routed):
+    """The forward of one linear layer while it is routed.
+
+    transposed: the weight is (K, N), as GPT-2's Conv1D has it.
+    handed_on: what the fresh output goes through where it is known that a single thing reads it, and may overwrite it.
+    """
+
+    fuses = True
+
+    def __init__(self, module: nn.Module, transposed: bool, memory: Memory) -> None:
+        super().__init__(module)
+        self.memory = memory
+        self.transposed = transposed
+        self.handed_on: Callable[[Tensor], Tensor] | None = None
+        settings = config.settings()
+        self.packs, self.always = settings.packs, settings.linear == "packed"
+        self.entry: Packed | None = None
+        self.outputs, self.inputs = _sizes(module)
+        useful = _useful(self.outputs, self.inputs, ops.packer())
+        self.useful, self.useful_plain = useful.elements, useful.plain
+        self.own: Own | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return type(self.module).forward(self.module, x)
+        form = self._form(x, None)
+        y = type(self.module).forward(self.module, x) if form is None else self._product(x, form)
+        return y if self.handed_on is None or y.requires_grad else self.handed_on(y)
+
+    def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+        form = self._form(x, activation)
+        if form is not None:
+            return self._product(x, form, activation, residual)
+        if self.own is None:
+            self.own = Own(self.module)
+        return self.own.apply(x, activation, residual)
+
+    def _product(
+        self, x: Tensor, form: ops.Packed, activation: str | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        bias = self.module.bias
+        if isinstance(form, ops.MklWeight) or not self._is_large(x):
+            return ops.linear(x, form, bias, activation, residual)
+        y = self.memory.take(x, *x.shape[:-1], self.outputs)
+        ops.linear_into(y, x, form, bias, activation)
+        return y if residual is None else y.add_(residual)
+
+    def _is_large(self, x: Tensor) -> bool:
+        return 4 * (x.numel() // x.shape[-1]) * self.outputs >= LARGE
+
+    def _form(self, x: Tensor, activation: str | None) -> ops.Packed | None:
+        """The weight as `ops.linear` takes it; None where the layer's own product is to run."""
+        # Few rows of a small weight, first: in small calls this is most of the layers and a good part of their time.
+        least, most = self.useful[activation]
+        if x.numel() < least:
+            return None
+        weight = self.module.weight
+        if x.shape[-1] != self.inputs:  # for which the layer has an error of its own
+            return None
+        if x.dtype != torch.float32 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return None
+        plain = weight.t() if self.transposed else weight
+        if x.numel() > most:
+            return plain if self._is_large(x) else None
+        if self.memory.planned:  # nothing is computed, and a copy would take memory
+            return None if self.transposed and not self.packs else plain
+        copy = self._copy(weight, plain, x.numel() // x.shape[-1], activation)
+        if copy is not None:
+            return copy
+        return None if self.transposed or x.numel() < self.useful_plain else weight
+
+    def in_panels(self) -> ops.PanelWeight | None:
+        """The weight as a step in C reads it; None where it is not packed so, or not yet."""
+        weight = self.module.weight
+        copy = self._copy(weight, weight.t() if self.transposed else weight, 1, None)
+        return copy if isinstance(copy, ops.PanelWeight) else None
+
+    def _copy(self, weight: Tensor, plain: Tensor, rows: int, activation: str | None) -> ops.Packed | None:
+        """The packed copy of the weight, made now if it is used often; None where there is none."""
+        if not self.packs:
+            return None
+        entry = self.entry
+        if entry is None or entry.is_stale(weight):
+            entry = self.entry = packed_of(self.module)
+        copy = entry.copied(weight, plain, rows, activation, always=self.always)
+        return copy if copy is not None and ops.suits(copy, self.outputs, self.inputs, activation) else None
+
+
+class Own:
+    """A linear layer by torch's own product; of rows (R, K) without the module around it, for as long as a call lasts.
+
+    The module costs about 2 us, where a product of one row takes 5 to 50. The result is the module's, bit by bit.
+    """
+
+    fuses = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+        self.outputs = _sizes(module)[0]
+        weight, self.bias = self.module.weight, self.module.bias
+        bare = type(weight) in (Tensor, nn.Parameter) and (type(module) is nn.Linear or is_transposed(module))
+        self.weight: Tensor | None = (weight if is_transposed(module) else weight.t()) if bare else None
+
+    def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+        weight, bias = self.weight, self.bias
+        if weight is None or x.dim() != 2:
+            return _finished(type(self.module).forward(self.module, x), activation, residual)
+        y = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+        return _finished(y, activation, residual)
+
+
+class SideBySide:
+    """Linear layers that read the same, as one product whose outputs lie side by side; for as long as a call lasts."""
+
+    fuses = False
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self.weight = torch.cat([module.weight.detach() for module in modules])
+        biases = [module.bias for module in modules if module.bias is not None]
+        self.bias = torch.cat([bias.detach() for bias in biases]) if biases else None
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0]
+
+    def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+        return _finished(nn.functional.linear(x, self.weight, self.bias), activation, residual)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module is GPT-2's linear layer, whose weight is (K, N)."""
+    return _is_conv1d(type(module)) and hasattr(module, "nf")
+
+
+@functools.cache
+def _is_conv1d(kind: type) -> bool:
+    return kind.__name__ == "Conv1D"
+
+
+@functools.cache
+def _is_falcon(kind: type) -> bool:
+    return kind.__name__ == "FalconLinear" and kind.__module__.startswith("transformers.")
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer."""
+    weight = module._parameters.get("weight")  # found sooner than as an attribute, which a parametrised layer has
+    rows, columns = (module.weight if weight is None else weight).shape
+    return (columns, rows) if is_transposed(module) else (rows, columns)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer: torch's, GPT-2's, or Falcon's, which rounds once more in half precision."""
+    kind = type(module)
+    return kind is nn.Linear or _is_falcon(kind) or is_transposed(module)
+
+
+def product(module: nn.Module) -> Product:
+    """The product of a linear layer: as it is routed now, else its own."""
+    own = module.__dict__.get("forward")
+    return own if isinstance(own, Linear) else Own(module)
+
+
+def products(modules: Sequence[Any]) -> tuple[Product, ...]:
+    """The products of linear layers that read the same: on a device a single one, where weights are not too large."""
+    first = modules[0].weight
+    limit = MERGED[first.device.type != "cpu"]
+    alike = all(type(module) is nn.Linear and module.weight.dtype == first.dtype for module in modules)
+    if (
+        len(modules) > 1
+        and alike
+        and len({module.bias is None for module in modules}) == 1
+        and all(module.weight.nbytes <= limit for module in modules)
+    ):
+        return (SideBySide(modules),)
+    return tuple(product(module) for module in modules)
+
+
+def _finished(y: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:
+    if activation is not None:
+        y = activation_(y, activation, exactly=False)
+    return y if residual is None else y.add_(residual)
+
+
+def bytes_to_pack(module: nn.Module) -> int:
+    """Bytes of a packed copy of a layer's weight."""
+    return ops.bytes_to_pack(*_sizes(module))
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a linear layer can be routed."""
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    return (
+        weight is not None
+        and type(weight) is nn.Parameter
+        and weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+        and not weight.is_inference()
+        and (bias is None or bias.shape == (_sizes(module)[0],))
+        and untouched(module)
+    )
+
+
+def layers(modules: Iterable[nn.Module], rows: int | None = None) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield (layer, transposed) for every linear layer that can be routed, and gains from it with so many rows."""
+    for module in modules:
+        if is_linear(module) and gains(module, rows) and is_plain(module):
+            yield module, is_transposed(module)
+
+
+def gains(module: nn.Module, rows: int | None) -> bool:
+    """Whether a product of so many rows, or fewer, with a layer's weight may be faster packed; None: any number.
+
+    In C even the smallest ones may: a decode step that runs there as a whole wants them all.
+    """
+    if rows is None:
+        return True
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return False
+    if ops.native_for(*_sizes(module)) is not None:
+        return True
+    return rows >= _least(weight.shape, is_transposed(module), ops.packer())
+
+
+@functools.cache
+def _least(shape: tuple[int, int], transposed: bool, packer: str | None) -> int:
+    return _useful(*(reversed(shape) if transposed else shape), packer).least
+
+
+def reason_off(model: nn.Module) -> str | None:
+    """Why linear layers keep torch's own product for this model, or None when they are routed."""
+    if config.settings().linear == "off":
+        return "FASTGEN_LINEAR=off"
+    if has_given_up():
+        return GIVEN_UP
+    weight = next(iter(model.parameters()), None)
+    if weight is None or weight.device.type != "cpu":
+        return "not on a CPU"
+    if weight.dtype != torch.float32:
+        return f"weights are {str(weight.dtype).removeprefix('torch.')}, not float32"
+    return ops.reason_off()

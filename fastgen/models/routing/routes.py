@@ -1,0 +1,190 @@
+"""Routing of a live model's linear layers, norms and activation functions, for the time of one call."""
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+
+from fastgen import config
+from fastgen.context import at_end, not_at_end
+from fastgen.models.build.patched_torch import replaced
+from fastgen.models.layers import activation, head_bias, linear, norm
+from fastgen.models.layers import packed_weights as packed
+from fastgen.models.memory.scratch import memory_of
+from fastgen.models.routing import instance
+from fastgen.models.routing.instance import install, own_forwards, reason_compiled, restore
+from fastgen.models.specs.families import Family
+from fastgen.ops import linear as ops
+
+_lock = threading.RLock()
+
+
+@dataclass
+class _Route:
+    """What a model carries now: the forward that each module had, which of them are linear layers, and its users.
+
+    Looked at anew by each user, as the model may have changed since: its `modules`, those of them that are `touched`
+    (`models.routing.instance.touched_among`), and why it is `compiled`, and carries nothing.
+    """
+
+    modules: list[nn.Module] = field(default_factory=list)
+    touched: list[nn.Module] = field(default_factory=list)
+    before: dict[nn.Module, Any] = field(default_factory=dict)
+    layers: list[nn.Module] = field(default_factory=list)
+    users: "WeakSet[routed]" = field(default_factory=WeakSet)
+    compiled: str | None = None
+
+
+_routes: dict[int, _Route] = {}
+
+
+class routed:
+    """Route modules of a model to `ops` within a `with` block, which gets how many there are.
+
+    Nested and concurrent blocks of one model share the routes, which the last one takes away. What an interrupt within
+    `__exit__` leaves there goes at the end of the call that is `isolated`, or when the model is routed again.
+
+    Args:
+        family: says what alone reads the output of some layers, and may therefore overwrite it.
+        rows: at most, that a product has; layers that gain from more than these alone are left alone.
+    """
+
+    def __init__(self, model: nn.Module, family: Family | None = None, rows: int | None = None) -> None:
+        self._model, self._family, self._rows = model, family, rows
+
+    def __enter__(self) -> int:
+        at_end(self.restore)
+        try:
+            return self._install()
+        except BaseException:
+            self.restore()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+        not_at_end(self.restore)
+
+    def _install(self) -> int:
+        with _lock:
+            route = _routes.setdefault(id(self._model), _Route())
+            is_first = not route.users
+            route.users.add(self)
+            if is_first:
+                restore(route.before)  # what an interrupt has left
+            modules = route.modules = instance.modules_of(self._model)
+            route.touched = instance.touched_among(modules)
+            route.compiled = reason_compiled(self._model, modules, route.touched)
+            if is_first:
+                off = route.compiled or replaced()
+                forwards = {} if off is not None else _forwards(self._model, modules, self._family, self._rows)
+                route.layers = [module for module, forward in forwards.items() if isinstance(forward, linear.Linear)]
+                route.before = own_forwards(forwards)  # known before the first of them is replaced
+                install(forwards)
+            return len(route.before)
+
+    def restore(self) -> None:
+        """Take the routes away if nobody else has them; once more, if this was interrupted."""
+        with _lock:
+            route = _routes.get(id(self._model))
+            if route is None:
+                return
+            if all(user is self for user in route.users):
+                restore(route.before)
+                route.before = {}
+                _routes.pop(id(self._model), None)
+            route.users.discard(self)
+
+
+def all_routed(models: Iterable[nn.Module]) -> ExitStack:
+    """The same of several models."""
+    stack = ExitStack()
+    for model in models:
+        stack.enter_context(routed(model))
+    return stack
+
+
+def withdraw(model: nn.Module) -> None:
+    """Take a model's routes away for the rest of all its calls that run, as one of them compiles the model."""
+    with _lock:
+        route = _routes.get(id(model))
+        if route is not None:
+            restore(route.before)
+            route.before, route.layers = {}, []
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """A model's modules, without another look at a model that has been routed."""
+    route = _routes.get(id(model))
+    return instance.modules_of(model) if route is None else route.modules
+
+
+def touched_of(model: nn.Module) -> list[nn.Module]:
+    """Those of a model's modules that `models.routing.instance.touched_among` names, likewise."""
+    route = _routes.get(id(model))
+    return instance.touched_among(instance.modules_of(model)) if route is None else route.touched
+
+
+def why_compiled(model: nn.Module) -> str | None:
+    """What `models.routing.instance.reason_compiled` says, without another look at a model that has been routed."""
+    route = _routes.get(id(model))
+    return reason_compiled(model) if route is None else route.compiled
+
+
+def _forwards(
+    model: nn.Module, modules: list[nn.Module], family: Family | None, rows: int | None
+) -> dict[nn.Module, Callable[..., Any]]:
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
+    if norm.applies(model):
+        forwards.update({forward.module: forward for forward in norm.norms(modules)})
+    if linear.reason_off(model) is not None:
+        packed.forget(model)
+        return forwards
+    memory = memory_of(model)
+    for layer, transposed in linear.layers(modules, rows):
+        packed.check(layer)
+        forwards[layer] = linear.Linear(layer, transposed, memory)
+    if family is None or not any(isinstance(forward, linear.Linear) for forward in forwards.values()):
+        return forwards
+    for layer, function, kind in activation.pairs(modules, family.activated):
+        before = forwards.get(layer)
+        if isinstance(before, linear.Linear):
+            before.handed_on = activation.hand_over
+            forwards[function] = activation.Activation(function, kind)
+    head = head_bias.head_and_handing_on(model, family.output_bias)
+    if head is not None and isinstance(before := forwards.get(head[0]), linear.Linear):
+        before.handed_on = head[1]
+    return forwards
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What `routed` would do to a model.
+
+    layers: how many it would route. packed: whether their weights are packed. packed_bytes: of the copies, at most.
+    missing_bytes: of those that there are none of yet.
+    """
+
+    layers: int
+    packed: bool
+    packed_bytes: int
+    missing_bytes: int
+
+
+def survey(model: nn.Module, rows: int | None) -> Survey:
+    """Say what `routed` would do in a call with so many rows at most, without doing it."""
+    packs = config.settings().packs and ops.packer() is not None
+    with _lock:
+        route = _routes.get(id(model))
+        layers: list[Any] = [
+            module for module, transposed in linear.layers(model.modules(), rows) if packs or not transposed
+        ]
+        layers += [] if route is None else [layer for layer in route.layers if linear.gains(layer, rows)]
+    # Tied weights have one copy.
+    by_weight = {id(module.weight): module for module in layers}.values() if packs else ()
+    sizes = [(linear.bytes_to_pack(module), packed.has_copy(module)) for module in by_weight]
+    missing = sum(size for size, there in sizes if not there)
+    return Survey(len(layers), packs, sum(size for size, _ in sizes), missing)

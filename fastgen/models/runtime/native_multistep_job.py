@@ -1,0 +1,178 @@
+"""Several decode steps in a row in C, from token ids to logits, for a search that chooses in C too.
+
+Python between two steps is a good part of a small model's step: where nobody looks on, it comes back when there is
+something to decide. Source: Wang et al. 2021 (LightSeq), section 2.1.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fastgen import config
+from fastgen.models.layers.linear import Linear
+from fastgen.models.layers.norm import Norm, NormLike, unnormed
+from fastgen.models.layers.packed_weights import GIVEN_UP, has_given_up, shortage_of
+from fastgen.models.runtime.decode_step import Context, DecoderStep, Embedding
+from fastgen.models.runtime.native_records import Rows, is_norm, norm_fits, norm_of
+from fastgen.models.runtime.native_step import InC
+from fastgen.ops import native
+from fastgen.ops.dispatch import chosen, in_c, never, plain
+from fastgen.ops.linear import native_for
+from fastgen.ops.native import search as c
+
+
+class Prepared(NamedTuple):
+    """Steps of one call that C can make.
+
+    Attributes:
+        by: the library. decoder: what it reads. steps: how many it can make at most.
+        logits: (R, V) fp32, of the newest step. began: (steps + 1,) fp64, seconds, when each step began.
+        mask: (B, M, N) additive, what each beam sees of the text; None for all. own: (M, M), of the newest slots.
+        prefix: keys of a prompt. filled: slots behind them.
+        held: what `decoder` has the addresses of.
+    """
+
+    by: native.Library
+    decoder: c.Decoder
+    steps: int
+    logits: Tensor
+    began: Tensor
+    mask: Tensor | None
+    own: Tensor
+    prefix: int
+    filled: int
+    held: Sequence[Any]
+
+
+def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tensor, steps: int) -> Prepared | None:
+    """Have at most `steps` steps of a decoder that `is_written` ready, none of which is open; None where C cannot run.
+
+    Args:
+        mask: (B, M, N) additive, of the text's keys behind all those steps, prefix included; None where all are seen.
+        own: (M, M), what beams see of each other's newest slots.
+    """
+    inner, embedding = step.together, step.embedding
+    assert isinstance(inner, InC)
+    beams, tokens = context.text[0].beams, embedding.tokens.data
+    rows = context.sentences * beams
+    head: Any = step.head
+    if embedding.positions is not None:
+        steps = min(steps, _rows_left(embedding, embedding.positions, context.position))
+    steps = inner.most(context, steps)
+    biases = head.module.bias, step.bias
+    positions = None if embedding.positions is None else embedding.positions.data
+    read = [each if each is None else each.data for each in (tokens, positions, *biases)]
+    by = native.library()
+    widths = [
+        width for width, x in zip((inner.records.width,) * 2 + (head.outputs,) * 2, read, strict=True) if x is not None
+    ]
+    able = lambda: (  # noqa: E731
+        plain(*read)
+        and all(x is None or x.stride(-1) == 1 for x in read)
+        and [x.shape[-1] for x in read if x is not None] == widths
+        and head.inputs == inner.records.width
+        and all(norm_fits(norm, head.inputs) for norm in (embedding.norm, step.first))
+    )
+    if inner.records.memory.planned:  # nothing is computed, and the memory that it would take is counted
+        made = inner.biases(context, steps)
+        inner.records.planned(_room(step, rows)[0][0])
+        del made
+        return None
+    if steps < 1 or by is None or not in_c(chosen("search", never, able, tokens)):
+        return None
+    if (panels := head.in_panels()) is None:
+        return None
+    seen = inner.several(by, context, mask, steps)
+    if seen is None:
+        return None
+    held: list[Any] = [*read, *seen, panels]
+    x, logits = _room(step, rows)
+    given, others = inner.records.given(x[0], x[1], inner.seen, [Rows(context.sentences, beams)])
+    began = torch.empty(steps + 1, dtype=torch.float64, device="cpu")
+    bias = next((each for each in read[2:] if each is not None), None)
+    decoder = c.Decoder(
+        step=ctypes.addressof(given), seen=ctypes.addressof(inner.seen), tokens=tokens.data_ptr(),
+        vocabulary=len(tokens), token_row=tokens.stride(0), padding=-1, scale=embedding.scale,
+        embedded=_norm(embedding.norm, held), first=_norm(step.first, held), norm_tokens=embedding.norm_tokens,
+        work=inner.records.work, head_scale=step.scale, logits=logits.data_ptr(), began=began.data_ptr(),
+    )  # fmt: skip
+    address = None if bias is None else bias.data_ptr()
+    decoder.head = c.Weight(panels.panels.data_ptr(), address, panels.outputs, panels.panels.shape[1])
+    if positions is not None:
+        at = (
+            torch.as_tensor(embedding.first + context.position, dtype=torch.int64, device="cpu")
+            .expand(rows)
+            .contiguous()
+        )
+        held.append(at)
+        decoder.positions, decoder.position_row, decoder.position = (
+            positions.data_ptr(), positions.stride(0), at.data_ptr(),
+        )  # fmt: skip
+        if embedding.padding is not None:
+            decoder.padding = embedding.padding
+            decoder.padding_row = -1 if embedding.padding_row is None else embedding.padding_row
+    text: Any = context.text[0]
+    held += (x, given, others)
+    return Prepared(by, decoder, steps, logits, began, mask, own, text.prefix, text.filled, held)
+
+
+def _room(step: DecoderStep, rows: int) -> tuple[Tensor, Tensor]:
+    """What C writes to: hidden states and sums (2, R, C), and logits (R, V)."""
+    memory, tokens = cast(InC, step.together).records.memory, step.embedding.tokens.data
+    return memory.take(tokens, 2, rows, tokens.shape[1]), memory.take(tokens, rows, cast(Linear, step.head).outputs)
+
+
+def is_packable(step: DecoderStep) -> bool:
+    """Whether C may make steps of a decoder that `is_written`, once all weights are packed."""
+    by, inner, head = native.library(), cast(InC, step.together), cast(Linear, step.head)
+    packed = native_for(head.outputs, head.inputs) is not None
+    return by is not None and packed and inner.records.is_packable(by)
+
+
+def why_not_in_c(step: DecoderStep) -> str:
+    """Return why decode steps on a CPU run as torch operations; empty where they run in C, or on another device."""
+    if step.embedding.tokens.device.type != "cpu":
+        return ""
+    if step.dtype != torch.float32:
+        return f"the weights are {str(step.dtype).removeprefix('torch.')}, and C reads float32"
+    if reason := native.why_off():
+        return reason
+    if has_given_up():
+        return GIVEN_UP
+    if not config.settings().packs:
+        return "FASTGEN_MEMORY=0" if config.settings().memory == 0 else "FASTGEN_LINEAR=plain"
+    if step.together is None:
+        return "its layers are not written in C"
+    products: list[Any] = [*(step.together.records.products if isinstance(step.together, InC) else ()), step.head]
+    short = shortage_of(product.module for product in products if isinstance(product, Linear))
+    return "" if short is None else f"not all weights are packed: {short}"
+
+
+def is_written(step: DecoderStep) -> bool:
+    """Whether a decoder's steps are written in C from token ids to logits."""
+    norms = [step.embedding.norm, step.first]
+    return (
+        type(step) is DecoderStep
+        and isinstance(step.together, InC)
+        and all(norm is None or norm is unnormed or is_norm(norm) for norm in norms)
+        and isinstance(step.head, Linear)
+        and step.softcap is None
+        and (step.bias is None or step.head.module.bias is None)
+    )
+
+
+def _rows_left(embedding: Embedding, positions: Tensor, position: int | Tensor) -> int:
+    """For how many steps there is a row of positions; 0 where a text has none now."""
+    at = [int(position.min()), int(position.max())] if isinstance(position, Tensor) else [position, position]
+    first, newest = (embedding.first + number for number in at)
+    before = embedding.padding is not None and embedding.padding_row is None  # padding has the row before its own
+    return 0 if first < before else len(positions) - newest
+
+
+def _norm(norm: NormLike | None, held: list[Any]) -> c.Norm:
+    if isinstance(norm, Norm):
+        held.append(norm)
+    return norm_of(norm, lambda tensor: None if tensor is None else tensor.data_ptr())

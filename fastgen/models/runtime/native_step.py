@@ -1,0 +1,403 @@
+"""The sublayers of a decode step, or an encoder's, run in C at once: on a CPU, in fp32, where there is a library of it.
+
+A step of a small model takes some 200 operations of a few microseconds each, and the Python between them; in C it is
+one call. Where C cannot run them, `models.runtime.decode_step` and `models.runtime.encoder` do, operation by operation.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fastgen.models.layers.positions import turned_once
+from fastgen.models.runtime.decode_step import Context, FeedForward, Sublayer, Surroundings, TextAttention
+from fastgen.models.runtime.encoder import SentenceAttention, Sentences
+from fastgen.models.runtime.joint_step import Joint
+from fastgen.models.runtime.native_records import Records, Rows, are_written, is_readable
+from fastgen.ops import native
+from fastgen.ops.dispatch import chosen, in_c, never, plain
+from fastgen.ops.native import step as c
+
+Together = Callable[[Tensor, Tensor, Surroundings], Tensor | None]
+"""Gives what the head reads (R, C) of what the first sublayer reads and the stream, which it may overwrite; or None."""
+
+BIASES = 2**20
+"""Numbers of a bias by distance that are held for steps in a row, unless a single step has more."""
+
+Reference = weakref.ReferenceType[Tensor] | None
+"""To a tensor that is not kept alive by it."""
+
+
+def together(sublayers: Sequence[Sublayer], norm_first: bool) -> Together | None:
+    """Return what runs a step's sublayers in C, for as long as a call lasts; None where they are not written in C.
+
+    norm_first: whether norms come before what they belong to.
+    """
+    return InC(Records(sublayers, norm_first)) if are_written(sublayers) else None
+
+
+def encoded_together(
+    sublayers: Sequence[Sublayer], norm_first: bool
+) -> "Callable[[Tensor, Tensor, Sentences], Tensor | None] | None":
+    """The same of an encoder's sublayers."""
+    return EncoderInC(Records(sublayers, norm_first)) if are_written(sublayers) else None
+
+
+class EncoderInC:
+    """An encoder's sublayers in C; each group of sentences of one length is a call of its own."""
+
+    def __init__(self, records: Records) -> None:
+        self.records = records
+        self.attending: list[SentenceAttention] = [
+            sublayer.mix for sublayer in records.sublayers if isinstance(sublayer.mix, SentenceAttention)
+        ]
+
+    def __call__(self, x: Tensor, stream: Tensor, sentences: Sentences) -> Tensor | None:
+        """Return what the sublayers make of x (R, C), or None; neither is overwritten."""
+        records, by = self.records, native.library()
+        if by is None or sentences.first is not None or any(group.padding for group in sentences.groups):
+            return None
+        if records.memory.planned:
+            able_in_c = records.is_packable(by)
+        else:
+            able = lambda: (  # noqa: E731
+                self._covers(x, stream, sentences) and records.fits(x, stream) and records.ready(by, lambda _: 0)
+            )
+            able_in_c = in_c(chosen("encoder", never, able, x))
+        if not able_in_c:
+            return None
+        x, stream = _copied(x), _copied(stream) if records.norm_first else stream
+        masks = [None if mix.bias is None else mix.bias.table.float() for mix in self.attending]
+        if records.planned(x):
+            return x
+        calls = [Rows(group.sentences, group.tokens) for group in sentences.groups]
+        seen = (c.Seen * (len(self.attending) * len(calls)))()
+        for i, mask in enumerate(masks):
+            if mask is not None:
+                for at in seen[i * len(calls) : (i + 1) * len(calls)]:
+                    at.mask, (_, at.mask_h, at.mask_m) = mask.data_ptr(), _strides(mask)
+        work = max(call.sentences * call.beams**2 for call in calls) * max(
+            mix.heads * mix.dims for mix in self.attending
+        )
+        records.run(by, x, stream, seen, calls, work)
+        return x
+
+    def _covers(self, x: Tensor, stream: Tensor, sentences: Sentences) -> bool:
+        """Whether there is a row of x for each token, and a bias for each two tokens of a sentence."""
+        longest = max((group.tokens for group in sentences.groups), default=0)
+        if not plain(x, stream) or x.shape[0] != sentences.tokens or not longest:
+            return False
+        for mix in self.attending:
+            if mix.bias is not None:
+                table = mix.bias.table
+                heads, *tokens = table.shape[1:]
+                if not (
+                    plain(table.detach()) and heads in (1, mix.heads) and len(table) == 1 and min(tokens) >= longest
+                ):
+                    return False
+        return True
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+class _Place(NamedTuple):
+    """Where a sublayer attends to what a call has: a layer of its cache."""
+
+    mix: Any
+    of_text: bool
+    part: Context
+    layer: Any
+
+
+class InC:
+    """A decode step's sublayers in C."""
+
+    def __init__(self, records: Records) -> None:
+        self.records = records
+        mixes: list[tuple[int, Any, int]] = [(i, each.mix, each.layer) for i, each in enumerate(records.sublayers)]
+        self.attending = [
+            (i, mix, type(mix) is TextAttention, layer) for i, mix, layer in mixes if type(mix) is not FeedForward
+        ]
+        self.seen: Any = ()  # what each attending sublayer sees of each call
+        self._checked: list[Reference] = []  # keys that C can read
+        self._placed: list[Reference] = []  # keys whose addresses it has
+        self._attention = 0  # multiplications of the largest attention in a step
+
+    def __call__(self, x: Tensor, stream: Tensor, context: Surroundings) -> Tensor | None:
+        parts, by = _parts(context), native.library()
+        if parts is None or by is None or self.records.planned(x):
+            return None
+        places = self._places(parts)
+        heads = lambda layer: parts[0].source[layer].keys.shape[1]  # noqa: E731
+        calls = [Rows(part.sentences, _beams(part)) for part in parts]
+        rows, turned = sum(call.sentences * call.beams for call in calls), list[Tensor | None]()
+        able = lambda: (  # noqa: E731
+            plain(x, stream)
+            and len(x) == rows
+            and x.is_contiguous()
+            and stream.is_contiguous()
+            and self._covers(places, 1)
+            and self.records.fits(x, stream)
+            and self.records.ready(by, heads)
+            and self._turn(context, x, turned)
+        )
+        if not in_c(chosen("decoder_step", never, able, x)):
+            return None
+        held = [*turned, *self._open(parts, places)]
+        self.records.run(by, x, stream, self.seen, calls, self._attention)
+        del held  # what C has read
+        return x
+
+    def several(
+        self, by: native.Library, context: Context, mask: Tensor | None, steps: int
+    ) -> list[Tensor | None] | None:
+        """Have so many steps of one call ready, of which none is open; return what C reads for it, None if it cannot.
+
+        mask: (B, M, N) additive, of the keys of the text in all of them.
+        """
+        places = self._places([context])
+        heads = lambda layer: context.source[layer].keys.shape[1]  # noqa: E731
+        if not (self._covers(places, 0) and self.records.ready(by, heads)):
+            return None
+        biases, held = self.biases(context, steps), list[Tensor | None]()
+        if not self._covers_steps(context, mask, biases, steps) or not self._turn_several(context, steps, held):
+            return None
+        for i, (mix, of_text, part, layer) in enumerate(places):
+            at, read = self.seen[i], mask if of_text else part.source_mask
+            self._point(i, layer)
+            at.count, at.weights, at.mask, at.bias = layer.slots, None, None, None
+            if (
+                not of_text
+                and part.weights is not None
+                and part.watched is not None
+                and part.source[part.watched] is layer
+            ):
+                at.weights = part.weights.data_ptr()
+            if read is not None:
+                read = (read[:, None] if of_text else read).float()
+                read = read if read.stride(3) == 1 else read.contiguous()
+                held.append(read)
+                at.mask = read.data_ptr()
+                at.mask_b, at.mask_h, at.mask_m = _strides(read)
+            if of_text and mix.bias is not None:
+                bias = biases[id(mix.bias)]
+                at.bias = bias.data_ptr()
+                at.bias_b, at.bias_h, at.bias_step = _strides(bias)
+        return [*held, *biases.values()]
+
+    def biases(self, context: Context, steps: int) -> dict[int, Tensor]:
+        """What is added to scores over the text in so many steps, by the `id` of each bias."""
+        found = {id(mix.bias): mix.bias for _, mix, of_text, _ in self.attending if of_text and mix.bias is not None}
+        return {key: context.biases(bias, steps).float() for key, bias in found.items()}
+
+    def most(self, context: Context, steps: int) -> int:
+        """How many of so many steps may be made ready at once: biases of each are held for all of them."""
+        heads = [mix.heads for _, mix, of_text, _ in self.attending if of_text and mix.bias is not None]
+        if not heads:
+            return steps
+        slots = context.text[0].keys.shape[2] + steps * _beams(context)
+        sentences = 1 if context.times is None and not isinstance(context.position, Tensor) else context.sentences
+        return max(1, min(steps, BIASES // (sentences * max(heads) * slots)))
+
+    def _point(self, i: int, layer: Any) -> None:
+        """Say where keys and values of a layer lie."""
+        at, (keys, values) = self.seen[i], layer.room
+        if not _is(self._placed[i], keys):
+            at.keys, at.values = keys.data_ptr(), values.data_ptr()
+            at.keys_b, at.keys_h, at.keys_n, _ = keys.stride()
+            at.values_b, at.values_h, at.values_n, _ = values.stride()
+            self._placed[i] = weakref.ref(keys)
+
+    def _places(self, parts: Sequence[Context]) -> list[_Place]:
+        """Of each attending sublayer, one for each call."""
+        return [
+            _Place(mix, of_text, part, (part.text if of_text else part.source)[number])
+            for _, mix, of_text, number in self.attending
+            for part in parts
+        ]
+
+    def _covers_steps(self, context: Context, mask: Tensor | None, biases: Mapping[int, Tensor], steps: int) -> bool:
+        """Whether C can read what is seen in so many steps of one call, and write what is attended to."""
+        b, m, layer = context.sentences, _beams(context), context.text[0]
+        slots = cast(Any, layer).slots + steps * m
+        if mask is not None and not (
+            plain(mask)
+            and mask.dim() == 3
+            and mask.shape[0] in (1, b)
+            and mask.shape[1] in (1, m)
+            and mask.shape[2] >= slots
+        ):
+            return False
+        for _, mix, of_text, _ in self.attending:
+            if of_text and mix.bias is not None:
+                bias = biases[id(mix.bias)]
+                sizes = len(bias) in (1, b) and bias.shape[1] in (1, mix.heads) and bias.shape[2:] == (steps, slots)
+                if not (sizes and plain(bias) and bias.stride(3) == 1):
+                    return False
+        weights, watched = context.weights, context.watched
+        if weights is None or watched is None:
+            return True
+        shape = b, m, cast(Any, context.source[watched]).slots
+        return plain(weights) and weights.is_contiguous() and len(weights) >= steps and weights.shape[1:] == shape
+
+    def _covers(self, places: Sequence[_Place], steps: int) -> bool:
+        """Whether what there is to attend to lies where C can read it.
+
+        steps: how many tokens of each beam the masks of the text count that have no slots yet.
+        """
+        masks = set[tuple[int, int]]()  # by the tensor, and how many keys it is of
+        if len(self._checked) != len(places):
+            count = len(places)
+            self.seen, self._checked, self._placed = (c.Seen * count)(), [None] * count, [None] * count
+        for i, (mix, of_text, part, layer) in enumerate(places):
+            mask = part.text_mask if of_text else part.source_mask
+            if not getattr(layer, "begun", False):  # a cache of another kind, or one without a shape yet
+                return False
+            keys, values = layer.room
+            if mask is not None:
+                count = layer.slots + (steps * _beams(part) if of_text else 0)
+                if (id(mask), count) not in masks and not _is_mask(mask, part, mix.heads, count):
+                    return False
+                masks.add((id(mask), count))
+            if _beams(part) * (mix.heads // keys.shape[1]) > native.ROWS or not (of_text or layer.slots):
+                return False
+            if _is(self._checked[i], keys):
+                continue
+            heads = keys.shape[1]
+            if not (
+                mix.heads % heads == 0
+                and (not of_text or heads == mix.key_heads)
+                and keys.shape == values.shape
+                and keys.shape[0] == part.sentences
+                and keys.shape[3] == mix.dims
+                and keys.stride(3) == values.stride(3) == 1
+                and is_readable(keys)
+                and is_readable(values)
+            ):
+                return False
+            self._checked[i] = weakref.ref(keys)
+        return True
+
+    def _turn(self, context: Surroundings, x: Tensor, held: list[Tensor | None]) -> bool:
+        """Note by what queries and keys are turned in this step, and add it to what has to stay until it has been.
+
+        Return whether C can read it.
+        """
+        rotation = lambda rotary: context.rotation(rotary, x)  # noqa: E731
+        return self._turned(rotation, lambda cosine: cosine.shape[0] > 1, (1, len(x)), held)
+
+    def _turn_several(self, context: Context, steps: int, held: list[Tensor | None]) -> bool:
+        """The same of several steps, those of the second one behind those of the first."""
+        position, known = context.position, dict[int, tuple[Tensor, Tensor]]()
+        apart = isinstance(position, Tensor)  # rows of a step may differ
+        if isinstance(position, Tensor) and position.shape != (context.sentences * _beams(context),):
+            return False
+        first = (
+            position[None]
+            if isinstance(position, Tensor)
+            else torch.full((1, 1), position, dtype=torch.int64, device="cpu")
+        )
+        positions = (first + torch.arange(steps, dtype=torch.int64, device="cpu")[:, None]).flatten()
+        like = torch.empty(0, dtype=torch.float32, device="cpu")
+        rotation = lambda rotary: turned_once(known, rotary, positions, like)  # noqa: E731
+        return self._turned(rotation, lambda _: apart, (len(positions),), held)
+
+    def _turned(
+        self,
+        rotation: Callable[[Any], tuple[Tensor, Tensor]],
+        apart: Callable[[Tensor], bool],
+        rows: Sequence[int],
+        held: list[Tensor | None],
+    ) -> bool:
+        """Do what `_turn` does.
+
+        Args:
+            rotation: gives cosines and sines. apart: says of cosines whether each row of a step has its own.
+            rows: how many of them there may be.
+        """
+        for index, mix, of_text, _ in self.attending:
+            if of_text and mix.rotary is not None:
+                cosine, sine = (part.contiguous() for part in rotation(mix.rotary))
+                turned = cosine.shape[-1]
+                if not (
+                    plain(cosine, sine)
+                    and cosine.shape == sine.shape == (len(cosine), 1, turned)
+                    and len(cosine) in rows
+                    and turned <= mix.dims
+                    and turned % 2 == 0
+                ):
+                    return False
+                record = self.records.made[index]
+                record.cosine, record.sine = cosine.data_ptr(), sine.data_ptr()
+                record.turned = turned
+                record.turn_row = turned if apart(cosine) else 0
+                held += (cosine, sine)
+        return True
+
+    def _open(self, parts: Sequence[Context], places: Sequence[_Place]) -> list[Tensor]:
+        """Open the slots of the newest tokens, and say what is seen; returns the masks of it."""
+        for part in parts:
+            _open(part)
+        masks: dict[int, tuple[Tensor, list[int]]] = {}
+        self._attention = 0
+        for i, (mix, of_text, part, layer) in enumerate(places):
+            at = self.seen[i]
+            self._point(i, layer)
+            at.count = count = layer.slots
+            at.slot, at.bias = count - _beams(part), None
+            self._attention = max(self._attention, part.sentences * _beams(part) * mix.heads * mix.dims * count)
+            mask, at.mask = part.text_mask_with(mix.bias) if of_text else part.source_mask, None
+            if mask is not None:
+                if id(mask) not in masks:
+                    readable = mask.float()
+                    readable = readable if readable.stride(3) == 1 else readable.contiguous()
+                    masks[id(mask)] = readable, _strides(readable)
+                readable, (at.mask_b, at.mask_h, at.mask_m) = masks[id(mask)]
+                at.mask = readable.data_ptr()
+            at.weights = None
+            if not of_text and part.watched is not None and part.source[part.watched] is layer:
+                rows = part.sentences * _beams(part)
+                part.weights = torch.empty(rows, at.count, dtype=torch.float32, device="cpu")
+                at.weights = part.weights.data_ptr()
+        return [mask for mask, _ in masks.values()]
+
+
+def _is(known: Reference, tensor: Tensor) -> bool:
+    return known is not None and known() is tensor
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Elements from one to the next in each dimension of x but the last; 0 where there is one for all."""
+    return [step if size > 1 else 0 for step, size in zip(x.stride()[:-1], x.shape, strict=False)]
+
+
+def _parts(context: Surroundings) -> Sequence[Context] | None:
+    """The contexts of all calls in a step; None for surroundings of another kind."""
+    return [context] if isinstance(context, Context) else context.parts if type(context) is Joint else None
+
+
+def _beams(part: Context) -> int:
+    return part.text[0].beams
+
+
+def _open(part: Context) -> None:
+    """Open a slot for the newest token of every beam in each layer of the text."""
+    for layer in part.text:
+        placed: Any = layer
+        placed.make_room()
+        placed.note_step()
+
+
+def _is_mask(mask: Tensor, part: Context, heads: int, count: int) -> bool:
+    """Whether C can read a mask of so many keys, broadcastable to (B, H, M, N)."""
+    sizes = part.sentences, heads, _beams(part)
+    return (
+        plain(mask)
+        and mask.dim() == 4
+        and mask.shape[3] == count
+        and all(size in (1, whole) for size, whole in zip(mask.shape, sizes, strict=False))
+    )

@@ -1,0 +1,189 @@
+"""Blocking of repeated n-grams: a token that would complete an n-gram already in its row is banned.
+
+Source: Paulus et al. 2018 (trigram blocking); FastSeq section 3.2 (blocking on the device).
+"""
+
+import torch
+from torch import Tensor
+
+from fastgen.ops import native
+from fastgen.ops.dispatch import (
+    TRITON,
+    cdiv,
+    chosen,
+    constexpr,
+    in_c,
+    in_memory,
+    jit,
+    launch,
+    power_of_two,
+    tl,
+    use_triton,
+)
+from fastgen.ops.selection.token_mask import add_bits, add_tokens_
+
+
+def ngram_block_reference(scores: Tensor, ids: Tensor, n: int, source: Tensor | None = None) -> Tensor:
+    """Return a copy of scores with every token banned that would repeat an n-gram of its row; a plain loop.
+
+    Args:
+        scores: (R, V) floating point.
+        ids: (R, L) int64, the tokens so far; ids outside the vocabulary are never banned.
+        n: >= 1, the size of the n-grams.
+        source: (B, S) int64, R a multiple of B: when given, the n-grams of this text must not be repeated, instead of
+            the row's own; row r has the source r // (R / B).
+    Returns:
+        (R, V), -inf at banned tokens.
+    """
+    scores = scores.clone()
+    texts = ids if source is None else source.repeat_interleave(ids.shape[0] // max(1, source.shape[0]), 0)
+    for row, (tokens, text) in enumerate(zip(ids.tolist(), texts.tolist(), strict=True)):
+        if len(tokens) + 1 < n:
+            continue
+        last = tokens[len(tokens) - n + 1 :]
+        for start in range(len(text) - n + 1):
+            gram = text[start : start + n]
+            if gram[:-1] == last and 0 <= gram[-1] < scores.shape[1]:
+                scores[row, gram[-1]] = -torch.inf
+    return scores
+
+
+def ngram_block_(scores: Tensor, ids: Tensor, n: int, source: Tensor | None = None) -> Tensor:
+    """Ban, in place, every token that would repeat an n-gram of its row.
+
+    Only the newest n - 1 tokens are matched, with all n-grams at once, and the bans are one sparse write; a device is
+    never waited for. Arguments and result as `ngram_block_reference`, but scores is modified and returned.
+    Traffic: n reads of the text and a sparse write.
+
+    Raises:
+        ValueError: when n < 1 or the numbers of rows do not fit.
+    """
+    texts = _checked(scores, ids, n, source)
+    vocabulary = scores.shape[1]
+    if texts.shape[1] < n or ids.shape[1] < n - 1:
+        return scores
+    if use_triton("ngram_block", lambda: True, scores, ids, texts):
+        _launch(scores, ids, n, texts, vocabulary, scores.stride(1), packed=False)
+        return scores
+    hit, follower = _hits(ids, n, texts, vocabulary)
+    if scores.device.type == "cpu":
+        row, start = hit.nonzero(as_tuple=True)
+        return scores.index_put_((row, follower[row, start]), scores.new_tensor(-torch.inf))
+    # What is not banned goes to a column of its own beyond the vocabulary.
+    banned = torch.zeros(scores.shape[0], vocabulary + 1, dtype=torch.bool, device=scores.device)
+    banned.scatter_(1, torch.where(hit, follower, vocabulary), True)
+    return scores.masked_fill_(banned[:, :vocabulary], -torch.inf)
+
+
+def ngram_mask_(
+    mask: Tensor,
+    ids: Tensor,
+    n: int,
+    vocabulary: int,
+    source: Tensor | None = None,
+    length: Tensor | None = None,
+) -> Tensor:
+    """Add what `ngram_block_` would ban to a token mask (R, ceil(V / 32)), in place.
+
+    length: (1,) int64 on the device, at least n: how many of the columns of ids are text; None for all.
+
+    Raises:
+        ValueError: when n < 1 or the shapes do not fit.
+    """
+    texts = _checked(mask, ids, n, source)
+    if mask.shape[1] != cdiv(vocabulary, 32):
+        raise ValueError(f"mask {tuple(mask.shape)} is not that of {vocabulary} tokens")
+    if texts.shape[1] < n or ids.shape[1] < n - 1:
+        return mask
+    in_c_too = lambda: (  # noqa: E731
+        length is None
+        and len(texts) > 0
+        and mask.is_contiguous()
+        and in_memory(mask, dtype=torch.int32)
+        and in_memory(ids, texts, dtype=torch.int64)
+    )
+    by = chosen("ngram_block", lambda: True, in_c_too, mask, ids, texts)
+    if by is TRITON:
+        _launch(mask, ids, n, texts, vocabulary, 1, packed=True, length=length)
+        return mask
+    if in_c(by):
+        native.add_repeats(by, mask, ids, n, texts, vocabulary)
+        return mask
+    hit, follower = _hits(ids, n, texts, vocabulary, length)
+    return add_tokens_(mask, torch.where(hit, follower, -1), vocabulary)
+
+
+def _checked(rows: Tensor, ids: Tensor, n: int, source: Tensor | None) -> Tensor:
+    texts = ids if source is None else source
+    if n < 1 or ids.shape[0] != rows.shape[0] or ids.shape[0] % max(1, texts.shape[0]):
+        raise ValueError(
+            f"n = {n} (>= 1), ids {tuple(ids.shape)} (R, L), scores {tuple(rows.shape)} (R, V)"
+            + ("" if source is None else f", source {tuple(source.shape)} (B, S)")
+        )
+    return texts
+
+
+def _hits(ids: Tensor, n: int, texts: Tensor, vocabulary: int, length: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Where an n-gram begins with the newest n - 1 tokens, and what follows them: bool and int64, both (R, N)."""
+    rows, starts = ids.shape[0], texts.shape[1] - n + 1
+    if length is None:
+        last = ids[:, ids.shape[1] - n + 1 :]
+    else:
+        last = ids.index_select(1, torch.arange(n - 1, device=ids.device, dtype=torch.int64) + (length - n + 1))
+    own = texts is ids
+    texts = texts.repeat_interleave(rows // max(1, texts.shape[0]), 0) if texts.shape[0] != rows else texts
+    follower = texts[:, n - 1 :]
+    hit = (follower >= 0) & (follower < vocabulary)
+    if own and length is not None:
+        hit = hit & (torch.arange(starts, device=ids.device, dtype=torch.int64) < length - n + 1)
+    for i in range(n - 1):
+        hit = hit & (texts[:, i : i + starts] == last[:, i, None])
+    return hit, follower
+
+
+def _launch(
+    target: Tensor,
+    ids: Tensor,
+    n: int,
+    texts: Tensor,
+    vocabulary: int,
+    stride: int,
+    packed: bool,
+    length: Tensor | None = None,
+) -> None:
+    rows, starts = ids.shape[0], texts.shape[1] - n + 1
+    block = min(1024, power_of_two(starts))
+    launch(
+        _ngram_kernel, (rows, cdiv(starts, block)), target, ids, texts, n, ids.shape[1] if length is None else length,
+        starts, vocabulary,
+        rows // texts.shape[0], target.stride(0), stride, ids.stride(0), ids.stride(1), texts.stride(0),
+        texts.stride(1), PACKED=packed, COUNTED=length is not None, OWN=texts is ids, BLOCK=block,
+    )  # fmt: skip
+
+
+@jit("n", "length", "starts", "rows_per_text")
+def _ngram_kernel(
+    target_ptr, ids_ptr, text_ptr, n, length, starts, vocabulary, rows_per_text, target_stride, token_stride,
+    ids_stride, id_stride, text_stride, word_stride, PACKED: constexpr, COUNTED: constexpr, OWN: constexpr,
+    BLOCK: constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if COUNTED:
+        length = tl.load(length)
+        if OWN:
+            starts = length - n + 1
+    inside = start < starts
+    text = text_ptr + (row // rows_per_text) * text_stride
+    newest = ids_ptr + row * ids_stride + (length - n + 1) * id_stride
+    follower = tl.load(text + (start + n - 1) * word_stride, mask=inside, other=-1)
+    hit = (follower >= 0) & (follower < vocabulary)
+    for i in range(n - 1):
+        hit = hit & (
+            tl.load(text + (start + i) * word_stride, mask=inside, other=-1) == tl.load(newest + i * id_stride)
+        )
+    if PACKED:
+        add_bits(target_ptr + row * target_stride, follower, hit)
+    else:
+        banned = tl.full(follower.shape, float("-inf"), tl.float32).to(target_ptr.dtype.element_ty)
+        tl.store(target_ptr + row * target_stride + follower * token_stride, banned, mask=hit)

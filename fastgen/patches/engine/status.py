@@ -1,0 +1,344 @@
+"""What fastgen has done in this process, as `fastgen.status()` returns it: plain data that prints as a summary."""
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastgen._version import __version__
+from fastgen.config import Mode, settings
+from fastgen.models.memory import budget
+from fastgen.ops.counts import calls
+from fastgen.patches.engine.canary import Canary
+from fastgen.patches.engine.patch import Patch, Toolkit
+from fastgen.patches.engine.slot import Function, Layer
+
+if TYPE_CHECKING:
+    from fastgen.patches.engine.calls import CallGroup
+
+_PATHS = ("triton", "native", "reference")
+
+State = Literal["pending", "applied", "skipped", "failed", "off"]
+
+
+@dataclass(eq=False)
+class Entry:
+    """A patch and what became of it so far: the engine's own record, changed under its lock."""
+
+    patch: Patch
+    state: State = "off"
+    reason: str = ""
+    hits: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter[str])
+    left_off: Counter[str] = field(default_factory=Counter[str])
+    layer: Layer | None = None
+    replacement: Function | None = None
+
+    def settle(self, state: State, reason: str = "") -> None:
+        """Set the state and its reason."""
+        self.state, self.reason = state, reason
+
+    def forget_counts(self) -> None:
+        """Set what is counted to zero."""
+        self.hits = 0
+        self.fallbacks.clear()
+        self.left_off.clear()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One patch.
+
+    Attributes:
+        name: as in ``FASTGEN_SKIP``.
+        help: what it does, one line.
+        target: what it wraps.
+        state: pending (its toolkit is not imported yet), applied, skipped (by choice: FASTGEN_SKIP, a version that is
+            not supported, a canary that found a difference), failed (the toolkit is not as expected), off (disabled).
+        reason: why it is so; may be empty for an applied one.
+        hits: calls that ran fastgen's code.
+        fallbacks: calls that ran the toolkit's own code instead, by reason.
+        left_off: what some of the hits did without, with the reason: in how many; and why calls were left alone.
+    """
+
+    name: str
+    help: str
+    target: str
+    state: State
+    reason: str
+    hits: int
+    fallbacks: dict[str, int]
+    left_off: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ToolkitRow:
+    """One toolkit.
+
+    Attributes:
+        name: of the toolkit.
+        found: the imported version, or that there is none yet.
+        supported: version range.
+        tested: the newest version tested.
+        canary: for a newer version, what the comparison with the unpatched toolkit said.
+    """
+
+    name: str
+    found: str
+    supported: str
+    tested: str
+    canary: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """What fastgen has done. ``print(status)`` shows a summary; ``status["transformers.beam_search"]`` is one patch.
+
+    Attributes:
+        version: fastgen's.
+        enabled: whether the patches are switched on as a whole.
+        compat: whether only those that mend a toolkit are (``FASTGEN=compat``).
+        toolkits: what they are made for, and what is there.
+        calls: the calls of this process, by model class and method.
+        rows: the patches.
+        parity: the calls of parity mode (``FASTGEN_PARITY=1``) by outcome: equal, near tie, different, or why run once.
+        operations: calls of the operations that have a Triton kernel or are written in C, by operation and path
+            (triton, native, reference).
+        native: the operations in C for the CPU, and why they do not run; empty before any operation.
+        bild: what big-little decoding has done, summed over all texts: tokens, drafted, large_calls, small_calls,
+            fallbacks, rollbacks; empty where there was none.
+        memory: bytes that are held between calls to save time, by what holds them: packed weights, buffers, CUDA
+            graphs' buffers. `fastgen.release` drops them.
+        memory_by_model: the same by model class, of those for which something is held.
+        not_packed: of how many MiB of weights there was no memory for a copy, and why; empty where there was for all.
+        verbose: whether it prints every patch and operation.
+    """
+
+    version: str
+    enabled: bool
+    compat: bool
+    toolkits: tuple[ToolkitRow, ...]
+    calls: "tuple[CallGroup, ...]"
+    rows: tuple[Row, ...]
+    parity: dict[str, int]
+    operations: dict[str, dict[str, int]]
+    native: str
+    bild: dict[str, int]
+    memory: dict[str, int]
+    memory_by_model: dict[str, dict[str, int]]
+    not_packed: str
+    verbose: bool = False
+
+    def __getitem__(self, name: str) -> Row:
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain dicts and tuples, which JSON can hold."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        parts = [self._header(), *self._of_calls(), *(self._in_full() if self.verbose else self._in_short())]
+        return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+    def _header(self) -> list[str]:
+        """Versions, what runs, and what does not."""
+        state = "enabled" if self.enabled else "disabled but for what mends toolkits" if self.compat else "disabled"
+        lines = [f"fastgen {self.version}, {state}"]
+        for toolkit in self.toolkits:
+            rows = [row for row in self.rows if row.name.startswith(f"{toolkit.name}.")]
+            states = Counter(row.state for row in rows)
+            found = [f"{states[state]} {text}" for state, text in _STATES.items() if states[state]]
+            is_there = toolkit.found[0].isdigit()
+            tested = f" ({toolkit.tested} is the newest tested)" if is_there else ""
+            detail = f": {', '.join(found)}" if is_there or not self.enabled else ""
+            lines.append(f"{toolkit.name} {toolkit.found}{tested}{detail}")
+            if toolkit.canary not in ("", "not needed"):
+                lines.append(f"  newer than tested, so that it is compared first: {toolkit.canary}")
+            for reason in dict.fromkeys(row.reason for row in rows if row.state in ("skipped", "failed")):
+                names = [row.name for row in rows if row.state in ("skipped", "failed") and row.reason == reason]
+                which = ", ".join(names) if len(names) < 4 else f"{len(names)} patches"
+                lines.append(f"  not running, {which}: {reason}")
+        return lines
+
+    def _of_calls(self) -> list[list[str]]:
+        if not self.calls:
+            return [["no calls of generate so far"]]
+        head = ("calls", "method", "accelerated", "partly", "not")
+        rows = [
+            (group.model, group.method, str(group.accelerated), str(group.partly), str(group.not_accelerated))
+            for group in self.calls
+        ]
+        table, lines = _table(head, rows, numbers=(2, 3, 4)), list[str]()
+        for line, group in zip(table[1:], self.calls, strict=True):
+            lines.append(line)
+            for reason in group.reasons:
+                lines.append(f"  {reason.calls} {reason.outcome}: {reason.text}")
+                lines += [f"    -> {reason.remedy}"] if reason.remedy else []
+        return [[table[0], *lines]]
+
+    def _in_short(self) -> list[list[str]]:
+        outcomes = [f"{outcome} {count}" for outcome, count in sorted(self.parity.items())]
+        together = [f"{name} {count}" for name, count in self.bild.items()]
+        return [
+            [f"operations in C for the CPU: {self.native}"] if self.native else [],
+            self._of_memory(),
+            [f"parity mode: {', '.join(outcomes)}"] if outcomes else [],
+            [f"big-little decoding: {', '.join(together)}"] if together else [],
+            ["every patch, with all counts: fastgen.status(verbose=True), or `fastgen status --all`"],
+        ]
+
+    def _of_memory(self) -> list[str]:
+        """What is held between calls, in all and by model class, and what there was no memory for."""
+        lines: list[str] = []
+        if any(self.memory.values()):
+            lines.append(f"memory held for later calls: {_listed(self.memory)}; fastgen.release() drops it")
+            lines += [f"  {model}: {_listed(sizes)}" for model, sizes in self.memory_by_model.items()]
+        return [*lines, *([f"not packed, {self.not_packed}"] if self.not_packed else [])]
+
+    def _in_full(self) -> list[list[str]]:
+        toolkits = [(t.name, t.found, t.supported, t.tested, t.canary) for t in self.toolkits]
+        patches: list[tuple[str, ...]] = []
+        for row in self.rows:
+            patches.append((row.name, row.state, str(row.hits), str(sum(row.fallbacks.values())), row.reason))
+            patches += [("", "", str(count), "", f"  left off: {what}") for what, count in sorted(row.left_off.items())]
+            patches += [("", "", "", str(count), f"  fallback: {why}") for why, count in sorted(row.fallbacks.items())]
+        outcomes = [(outcome, str(count)) for outcome, count in sorted(self.parity.items())]
+        together = [(name, str(count)) for name, count in self.bild.items()]
+        operations = [(name, *(str(by.get(path, 0)) for path in _PATHS)) for name, by in self.operations.items()]
+        return [
+            _table(("toolkit", "found", "supported", "tested", "canary"), toolkits),
+            _table(("patch", "state", "hits", "fallbacks", "reason"), patches, numbers=(2, 3)),
+            _table(("operation", *_PATHS), operations, numbers=(1, 2, 3)) if operations else [],
+            [f"operations in C for the CPU: {self.native}"] if self.native else [],
+            self._of_memory(),
+            _table(("parity", "calls"), outcomes, numbers=(1,)) if outcomes else [],
+            _table(("big-little decoding", "sum"), together, numbers=(1,)) if together else [],
+        ]
+
+
+_STATES: dict[State, str] = {
+    "applied": "patches run", "pending": "wait for modules that are not imported", "skipped": "are skipped",
+    "failed": "have failed", "off": "are off",
+}  # fmt: skip
+
+
+def _listed(sizes: Mapping[str, int]) -> str:
+    found = sorted(((count, name) for name, count in sizes.items() if count), reverse=True)
+    return ", ".join(f"{name} {readable(count)}" for count, name in found)
+
+
+def readable(count: float) -> str:
+    """Bytes as text, ``1.5 GiB``."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+def report(
+    mode: Mode,
+    entries: Sequence[Entry],
+    versions: Mapping[str, str],
+    canaries: Mapping[str, Canary],
+    absent: frozenset[str],
+    groups: "tuple[CallGroup, ...]",
+    compared: Mapping[str, int],
+    together: Mapping[str, int],
+    verbose: bool,
+) -> Status:
+    """Return the present state.
+
+    Args:
+        mode: what is switched on.
+        entries: the patches.
+        versions: toolkit name -> version found.
+        canaries: toolkit name -> the canary of a version newer than tested.
+        absent: the top modules of toolkits that are not installed.
+        groups: the calls by model class and method.
+        compared: calls of parity mode by outcome.
+        together: what big-little decoding counts.
+        verbose: whether it prints every patch.
+    """
+    toolkits = dict.fromkeys(entry.patch.toolkit for entry in entries)
+    return Status(
+        __version__,
+        mode == "1",
+        mode == "compat",
+        tuple(_toolkit_row(t, versions.get(t.name), canaries.get(t.name), t.module in absent) for t in toolkits),
+        groups,
+        tuple(_row(e, canaries.get(e.patch.toolkit.name), e.patch.toolkit.module in absent) for e in entries),
+        dict(compared),
+        {name: {p: calls[name, p] for p in _PATHS if calls[name, p]} for name in sorted({name for name, _ in calls})},
+        _native(),
+        dict(together),
+        budget.held_bytes(),
+        budget.held_by_model(),
+        _not_packed(),
+        verbose,
+    )
+
+
+def _native() -> str:
+    """What there is in C, where operations have run in this process; calls of others may be counted without."""
+    loaded = sys.modules.get("fastgen.ops.native")
+    return loaded.state() if calls and loaded is not None else ""
+
+
+def _not_packed() -> str:
+    loaded = sys.modules.get("fastgen.models.layers.packed_weights")
+    return "" if loaded is None else loaded.not_packed()
+
+
+def _toolkit_row(toolkit: Toolkit, version: str | None, canary: Canary | None, absent: bool) -> ToolkitRow:
+    found = version or ("not installed" if absent else "not imported")
+    said = "not needed" if version else ""
+    if canary is not None:
+        said = str(canary.verdict or "asked at the first patched call")
+    return ToolkitRow(toolkit.name, found, toolkit.versions, toolkit.tested, said)
+
+
+def _row(entry: Entry, canary: Canary | None, absent: bool) -> Row:
+    patch, state, reasons = entry.patch, entry.state, [entry.reason]
+    if state == "pending" and absent:
+        reasons = [f"{patch.toolkit.name} is not installed", patch.toolkit.install_hint]
+    elif state == "pending":
+        reasons = [f"{patch.awaited} is not imported yet"]
+    elif state == "applied" and (found := _declined(patch, canary)) is not None:
+        state, reasons = found
+    elif state == "applied" and entry.layer is not None and not entry.layer.on_top:
+        reasons += ["others have patched over it since"]
+    elif state == "off":
+        reasons = [entry.reason or f"FASTGEN={settings().mode}"]
+        if entry.layer is not None:
+            reasons += ["our wrapper stays below another's and is transparent"]
+    reason = "; ".join(filter(None, reasons))
+    return Row(
+        patch.name, patch.help, patch.target, state, reason, entry.hits, dict(entry.fallbacks), dict(entry.left_off)
+    )
+
+
+def _declined(patch: Patch, canary: Canary | None) -> tuple[State, list[str]] | None:
+    """The state and reasons of a patch of which the canary declined something; None where it declined nothing."""
+    if canary is None or canary.verdict is None or patch.mends:
+        return None
+    if (found := canary.verdict.declines(patch.parts)) is not None:
+        return "skipped", [f"the canary found: {found}"]
+    differing = [canary.verdict.differing[part] for part in patch.parts if part in canary.verdict.differing]
+    return ("applied", [f"in part, as the canary found: {'; '.join(differing)}"]) if differing else None
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...] = ()) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines: list[str] = []
+    for row in (head, *rows):
+        cells = (
+            cell.rjust(width) if index in numbers else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -1,0 +1,121 @@
+"""`--bild-small CHECKPOINT` and its like on fairseq's command lines: what they ask for, and the small model."""
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fairseq import checkpoint_utils, tasks, utils
+from fairseq.dataclass.configs import GenerationConfig
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+from fastgen.decoding.speculative import bild_options
+from fastgen.decoding.speculative.bild_options import Options
+from fastgen.patches.fairseq.bild import bild
+from fastgen.patches.fairseq.commands.options import given
+
+_IN_THE_WAY = (
+    "lm_path", "sampling", "diverse_beam_groups", "diversity_rate", "constraints", "match_source_len", "prefix_size",
+    "print_alignment", "score_reference", "print_step", "retain_iter_history", "retain_dropout",
+)  # fmt: skip
+"""Options of fairseq's that cannot be had as well."""
+
+
+class Pair:
+    """What a command line asks for, and once it is loaded the small model; `options` is None where it asks for nothing.
+
+    Args:
+        command: its name, which messages begin with.
+
+    Raises:
+        SystemExit: it asks for what cannot be; nothing has been loaded yet.
+    """
+
+    def __init__(self, cfg: Any, command: str) -> None:
+        self.command, self.small = command, list[Any]()
+        asked = {
+            name: value for name in bild_options.NAMES if (value := getattr(given, _field(name), None)) is not None
+        }
+        self.options: Options | None = None
+        if asked or given.bild_small is not None or given.bild_early_exit is not None:
+            try:
+                smalls = "--bild-small", "--bild-early-exit"
+                self.options = bild_options.options(
+                    given.bild_small, given.bild_early_exit, asked, {}, smalls, lambda name: _flag(_field(name))
+                )
+                _check(cfg)
+            except ValueError as error:
+                raise self._exit(error) from error
+
+    def load(self, task: Any, logger: logging.Logger) -> None:
+        """Load the small model, if there is one; task: the large model's.
+
+        Raises:
+            SystemExit: its checkpoint cannot be read.
+        """
+        if self.options is None or given.bild_small is None:
+            return
+        logger.info(f"loading small model from {given.bild_small}")
+        try:
+            model = _load(given.bild_small, task, logger)
+        except Exception as error:  # of any kind: a file may hold anything
+            raise self._exit(f"--bild-small {given.bild_small} cannot be read: {error}") from error
+        self.small, self.options = [model], replace(self.options, small=model)
+
+    def drafting(self, generator: Any) -> AbstractContextManager[bild.Drafting | None]:
+        """The context in which a generator decodes so.
+
+        Raises:
+            SystemExit: it cannot.
+        """
+        if self.options is None:
+            return nullcontext()
+        try:
+            bild.check(generator, self.options)
+        except ValueError as error:
+            raise self._exit(error) from error
+        return bild.drafting(self.options)
+
+    def _exit(self, why: object) -> SystemExit:
+        return SystemExit(f"{self.command}: {why}")
+
+
+def _field(name: str) -> str:
+    """What an option is called on the command line, of `bild_options.NAMES`."""
+    return f"bild_{name.removesuffix('_threshold')}"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check(cfg: Any) -> None:
+    """Raise ValueError where fairseq's own options ask for what cannot be had as well."""
+    if cfg.generation.beam != 1:
+        raise ValueError(bild_options.one_text("--beam", cfg.generation.beam))
+    if len(paths := utils.split_paths(cfg.common_eval.path or "")) > 1:
+        raise ValueError(f"big-little decoding is of one large model, and --path names {len(paths)}")
+    for name in _IN_THE_WAY:
+        value, usual = getattr(cfg.generation, name), GenerationConfig.__dataclass_fields__[name].default
+        if value != usual:
+            raise ValueError(f"big-little decoding is not possible with {_flag(name)} (it is {value})")
+
+
+def _load(path: str, task: Any, logger: logging.Logger) -> Any:
+    """A model with the dictionaries that it was trained with, as far as they are still there, else with a task's."""
+    state: Any = checkpoint_utils.load_checkpoint_to_cpu(path)
+    cfg = state["cfg"] if state.get("cfg") is not None else convert_namespace_to_omegaconf(state["args"])
+    own = getattr(cfg.task, "data", None)
+    places = [*utils.split_paths(own or "")[:1], str(Path(path).parent)]
+    where = next((place for place in places if any(Path(place).glob("dict.*.txt"))), None)
+    if where is None:
+        logger.warning(f"{path}: its dictionary is not at {own} any more, and taken to be the large model's")
+        models, *_ = checkpoint_utils.load_model_ensemble_and_task([path], task=task, state=state)
+        return models[0]
+    cfg.task.data = where
+    for name in ("source_lang", "target_lang"):  # which are guessed where nothing says them, from files of text
+        if hasattr(cfg.task, name) and getattr(cfg.task, name) is None:
+            setattr(cfg.task, name, getattr(task.cfg, name, None))
+    models, *_ = checkpoint_utils.load_model_ensemble_and_task([path], task=tasks.setup_task(cfg.task), state=state)
+    return models[0]

@@ -1,0 +1,109 @@
+"""The options that fastgen adds to fairseq's generating commands, and where their values are kept."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastgen.decoding.speculative.bild_options import FALLBACK, MAX_DRAFT, ROLLBACK
+from fastgen.number import COUNT, Number
+from fastgen.patches.engine import engine
+
+
+@dataclass
+class Options:
+    """What the command line may say.
+
+    Attributes:
+        generate_workers: how many processes translate; None where nothing is said.
+        postprocess_workers: 0 for none, 1 for a thread, more for processes.
+        decode_hypothesis: whether D lines.
+        bild_small: a checkpoint, or bild_early_exit, layers: what drafts. The others are those of
+            `decoding.speculative.bild_options`; None where nothing is said.
+    """
+
+    generate_workers: int | None = None
+    postprocess_workers: int = 1
+    decode_hypothesis: bool = True
+    bild_small: str | None = None
+    bild_early_exit: int | None = None
+    bild_fallback: float | None = None
+    bild_rollback: float | None = None
+    bild_max_draft: int | None = None
+    bild_lossless: bool | None = None
+    bild_adaptive_draft: bool | None = None
+
+
+given = Options()
+"""What the command line of this process says; fairseq's own settings have no place for it."""
+
+
+class _Keep(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(given, self.dest, values)
+
+
+class _KeepSwitch(argparse.BooleanOptionalAction):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(given, self.dest, not str(option_string).startswith("--no-"))
+
+
+def get_generation_parser(
+    original: Callable[..., Any], interactive: bool = False, *args: Any, **kwargs: Any
+) -> argparse.ArgumentParser:
+    """`options.get_generation_parser`, with options of ours, which are at their defaults until it parses."""
+    vars(given).update(vars(Options()))
+    parser: argparse.ArgumentParser = original(interactive, *args, **kwargs)
+    beam = next((action for action in parser._actions if action.dest == "beam"), None)
+    if beam is not None:  # fairseq accepts 0, and fails at the first batch
+        beam.type = COUNT
+    group = parser.add_argument_group("fastgen")
+    group.add_argument(
+        "--postprocess-workers", type=Number(least=0), action=_Keep, default=argparse.SUPPRESS, metavar="N",
+        help="undo word pieces, detokenize and score in the background: 0 not at all, 1 in a thread, more in as many "
+        "processes (default: 1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--decode-hypothesis", action=_KeepSwitch, default=argparse.SUPPRESS,
+        help="print detokenized hypotheses as D lines (default: yes)",
+    )  # fmt: skip
+    if engine.is_applied(f"fairseq.{'interactive' if interactive else 'generate'}_command"):
+        group.add_argument(
+            "--generate-workers", type=COUNT, action=_Keep, default=argparse.SUPPRESS, metavar="N",
+            help="translate on a CPU in N processes of one thread each; 1: in this one, with all threads (default: as "
+            "many as threads, where there are 8 batches for each, in a buffer if there are buffers, and memory)",
+        )  # fmt: skip
+        _add_bild(parser)
+    return parser
+
+
+def _add_bild(parser: argparse.ArgumentParser) -> None:
+    """Options that only our way through a command knows what to do with."""
+    group = parser.add_argument_group(
+        "fastgen: big-little decoding", "a small model drafts, the large one looks over it; with --beam 1"
+    )
+    keep: dict[str, Any] = {"action": _Keep, "default": argparse.SUPPRESS}
+    group.add_argument("--bild-small", metavar="CHECKPOINT", **keep, help="the small model, of the same dictionary")
+    group.add_argument(
+        "--bild-early-exit", type=int, metavar="N", **keep,
+        help="in its place the first N layers of the large model's decoder",
+    )  # fmt: skip
+    group.add_argument(
+        "--bild-fallback", type=float, metavar="P", **keep,
+        help=f"probability of its likeliest token below which the small model stops (default: {FALLBACK})",
+    )  # fmt: skip
+    group.add_argument(
+        "--bild-rollback", type=float, metavar="COST", **keep,
+        help=f"-log p under the large model above which a drafted token does not stand (default: {ROLLBACK})",
+    )  # fmt: skip
+    group.add_argument(
+        "--bild-max-draft", type=int, metavar="N", **keep, help=f"tokens of a draft at most (default: {MAX_DRAFT})"
+    )
+    group.add_argument(
+        "--bild-lossless", action=_KeepSwitch, default=argparse.SUPPRESS,
+        help="let no token stand but the large model's own: the output is that of --beam 1",
+    )  # fmt: skip
+    group.add_argument(
+        "--bild-adaptive-draft", action=_KeepSwitch, default=argparse.SUPPRESS,
+        help="draft only where that is faster, by the clock (default: with --bild-lossless)",
+    )  # fmt: skip

@@ -1,0 +1,376 @@
+"""Batches that several processes translate, each with one thread; what they find comes out in the order of the batches.
+
+Two threads share small matrices badly, and while Python runs between them one thread rests. A process per core that
+translates batches of its own leaves no core idle. The processes are forked, so that they have the models in the memory
+of this one.
+"""
+
+import errno
+import logging
+import math
+import os
+import pickle
+import sys
+import threading
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from multiprocessing import Pipe, current_process, get_context
+from multiprocessing.connection import Connection, wait
+from operator import itemgetter
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from fairseq import search
+from fairseq.sequence_generator import SequenceGenerator
+
+from fastgen.config import settings
+from fastgen.models.memory.budget import system_memory
+from fastgen.models.memory.scratch import is_out_of_memory
+from fastgen.ops.processor import usable_cores
+from fastgen.patches.engine import engine
+from fastgen.patches.fairseq.bild.bild import asked
+from fastgen.patches.fairseq.commands.background import end_with
+
+_logger = logging.getLogger("fastgen")
+
+BATCHES = 8
+"""Batches per process from which several begin by themselves: in the end they wait for the last, half a batch each."""
+
+LEAD = 32
+"""Batches that may wait for a process before the others, who have none left, wait for it."""
+
+
+_Translate = Callable[[Iterator[Any]], Iterator[Any]]
+_Numbered = tuple[int, "bytes | _Failed"]
+
+
+def reason_against(task: Any, generator: Any, models: list[Any]) -> str | None:
+    """Why batches must be translated by one process: because something else than speed would differ, or is unproven."""
+    own: Any = getattr(type(task).inference_step, "__module__", None)
+    kind, of_search = type(generator), type(getattr(generator, "search", None))
+    if not sys.platform.startswith("linux"):
+        return f"processes are not forked on {sys.platform}"
+    if current_process().daemon:
+        return "this process is a daemon of another, and may start none"
+    if {parameter.device.type for model in models for parameter in model.parameters()} != {"cpu"}:
+        return "the model is not on a CPU"
+    if not str(own).startswith("fairseq.tasks.") or "inference_step" in vars(task):
+        return f"{type(task).__name__} has its own inference_step"
+    if not issubclass(kind, SequenceGenerator) or not kind.__module__.startswith("fairseq."):
+        return f"{kind.__name__} is no SequenceGenerator of fairseq's"
+    if of_search.__module__ != search.__name__ or of_search is search.Sampling:
+        return f"{of_search.__name__} may depend on the batches before"
+    if any(module.training for model in models for module in model.modules()):
+        return "dropout is retained"
+    if asked() is not None:
+        return "a small model drafts"
+    if settings().parity:
+        return "FASTGEN_PARITY=1 compares batch by batch"
+    return None
+
+
+def _reason_unless_asked(models: list[Any]) -> str | None:
+    """Why one process translates unless several are asked for: they might do otherwise, for all that can be seen."""
+    if threading.active_count() > 1:
+        return "other threads of this process may hold a lock"
+    for module in (module for model in models for module in model.modules()):
+        if not type(module).__module__.startswith(("fairseq.", "torch.")):
+            return f"{type(module).__name__} may depend on the batches before"
+    return None
+
+
+def chosen(command: str, asked: int | None, batches: int, task: Any, generator: Any, models: list[Any]) -> int | str:
+    """How many processes are to translate so many batches, or why one does where several would be faster.
+
+    asked: for how many, with `--generate-workers`; None where nothing is said. models: one beside them among them.
+    Raises:
+        SystemExit: several are asked for, and not possible.
+    """
+    number = number_for(batches, models) if asked is None else asked
+    if number == 1:
+        return 1
+    against = reason_against(task, generator, models)
+    if asked is not None and against is not None:
+        raise SystemExit(f"{command}: --generate-workers {asked} is not possible: {against}")
+    against = against or (_reason_unless_asked(models) if asked is None else None)
+    return against or number
+
+
+def number_for(batches: int, models: list[Any]) -> int:
+    """How many processes translate so many batches soonest: one for each thread, or one.
+
+    Several where each has `BATCHES` at least, where it has a core for itself, and where each may hold the weights
+    twice more, packed, in half of the memory that is free.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or batches < BATCHES * threads or threads > usable_cores():
+        return 1
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    if any(parameter.device.type != "cpu" for parameter in parameters):
+        return 1
+    system = system_memory()
+    free = 0 if system is None else system.available
+    return threads if 4 * threads * sum(parameter.nbytes for parameter in parameters) <= free else 1
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A process asks for a batch."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a process has found for the first of its batches."""
+
+    result: Any
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """What came in its place."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A process has translated its last batch; what it counted."""
+
+    counted: Counter[tuple[str, ...]]
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A process: the way to it, the batches dealt to it, with their numbers, and those of them that it has got."""
+
+    process: Any
+    connection: Connection
+    dealt: deque[_Numbered] = field(default_factory=deque[_Numbered])
+    got: deque[_Numbered] = field(default_factory=deque[_Numbered])
+
+
+class Workers:
+    """Processes that translate batches, forked on entering the context and gone behind it.
+
+    Batches are dealt in turn, so that each process gets the same ones in every run: what they are computed together
+    with, and so the last digits of scores, does not depend on the clock. A process that dies, as where memory runs out,
+    costs nothing but time: others translate its batches anew, or in the end this one.
+
+    Args:
+        translate: yields, for an iterator of batches, what is found for each, in order; it may read ahead.
+        number: of processes.
+    """
+
+    def __init__(self, translate: _Translate, number: int) -> None:
+        self.translate, self.number = translate, number
+        self._running: dict[Any, _Worker] = {}  # by connection
+        self._places: list[_Worker] = []  # in which batches are dealt
+        self._asking: list[_Worker] = []  # who waits for an answer
+        self._again = deque[_Numbered]()  # batches of processes that died
+        self._found: dict[int, _Found | _Failed] = {}
+
+    def __enter__(self) -> Self:
+        context = get_context("fork")
+        try:
+            for _ in range(self.number):
+                ours, theirs = Pipe()
+                process = context.Process(target=_work, args=(self.translate, theirs, os.getpid()), daemon=True)
+                process.start()
+                theirs.close()  # or a process forked later would hold it, and the death of this one go unseen
+                self._running[ours] = _Worker(process, ours)
+        except OSError as error:
+            _logger.warning("%d of %d processes translate: %s", len(self._running), self.number, error)
+        self._places = list(self._running.values())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._running:
+                for _ in self.results([]):  # they end, and say what they have counted
+                    pass
+        finally:
+            for worker in self._running.values():
+                worker.process.terminate()
+                worker.process.join()
+            self._running.clear()
+
+    def results(self, batches: Iterable[Any], more: bool = False) -> Iterator[Any]:
+        """Yield what is found for each batch, in order; an exception where it came, in the place of the result.
+
+        more: whether others come later, in another call; then `translate` must yield each result before it asks on.
+        """
+        source, turn = _numbered(batches), 0
+        self._serve(source, more)
+        while len(self._asking) < len(self._running):
+            for connection in wait(list(self._running)):
+                self._hear(self._running[connection])
+            while turn in self._found:
+                yield _result(self._found.pop(turn))
+                turn += 1
+            self._serve(source, more)
+        yield from self._rest(turn, source)
+
+    def _hear(self, worker: _Worker) -> None:
+        """Take a message of a process, or note that it has died."""
+        try:
+            message = pickle.loads(worker.connection.recv_bytes())
+        except (EOFError, OSError):
+            self._lose(worker)
+            return
+        if isinstance(message, _Wanted):
+            self._asking.append(worker)
+        elif isinstance(message, _Ended):
+            engine.count_too(message.counted)
+            worker.process.join()
+            self._take_out(worker)
+        elif worker.got:
+            self._found[worker.got.popleft()[0]] = message
+        else:  # an error before the first batch or behind the last
+            raise message.error
+
+    def _serve(self, source: Iterator[_Numbered], more: bool) -> None:
+        """Give a batch to each process that asks for one; or say that none comes any more."""
+        for worker in tuple(self._asking):
+            waits = self._deal(worker, source) or more
+            numbered = next((q.popleft() for q in (worker.dealt, self._again) if q and q[0][0] < self._failed), None)
+            if numbered is None and waits:
+                continue
+            self._asking.remove(worker)
+            batch = b""
+            if numbered is not None:
+                worker.got.append(numbered)
+                assert isinstance(numbered[1], bytes)
+                batch = numbered[1]
+            try:
+                worker.connection.send_bytes(batch)
+            except OSError:
+                self._lose(worker)
+
+    def _deal(self, worker: _Worker, source: Iterator[_Numbered]) -> bool:
+        """Read batches until there is one for a process; return whether it has to wait for others that are behind."""
+        while not worker.dealt and self._failed == math.inf:
+            if max(len(each.dealt) for each in self._running.values()) >= LEAD:
+                return True
+            numbered = next(source, None)
+            if numbered is None:
+                return False
+            number, batch = numbered
+            if isinstance(batch, _Failed):
+                self._found[number] = batch
+                return False
+            place = self._places[number % len(self._places)]
+            (place.dealt if place.connection in self._running else self._again).append(numbered)
+        return False
+
+    @property
+    def _failed(self) -> float:
+        """The number of the first batch in whose place an exception came; infinite where none has."""
+        failed = (number for number, message in self._found.items() if isinstance(message, _Failed))
+        return min(failed, default=math.inf)
+
+    def _lose(self, worker: _Worker) -> None:
+        """Have the batches of a process that has died translated by others."""
+        worker.process.join()
+        self._take_out(worker)
+        _logger.warning(
+            "a process that translated has died (status %s; -9 and %s mean that memory ran out): what it had in hand "
+            "is translated anew",
+            worker.process.exitcode,
+            errno.ENOMEM,
+        )
+
+    def _take_out(self, worker: _Worker) -> None:
+        del self._running[worker.connection]
+        worker.connection.close()
+        self._asking = [other for other in self._asking if other is not worker]
+        self._again = deque(sorted([*self._again, *worker.got, *worker.dealt], key=itemgetter(0)))
+
+    def _rest(self, turn: int, source: Iterator[_Numbered]) -> Iterator[Any]:
+        """Translate in this process what no other one has."""
+        numbers: deque[int] = deque()
+        again, self._again = self._again, deque[_Numbered]()
+
+        def batches() -> Iterator[Any]:
+            for number, batch in chain(again, source):
+                if isinstance(batch, _Failed):
+                    self._found[number] = batch
+                if number >= self._failed or isinstance(batch, _Failed):
+                    return
+                numbers.append(number)
+                yield pickle.loads(batch)
+
+        for result in chain(self.translate(batches()), [None]):
+            if numbers:
+                self._found[numbers.popleft()] = _Found(result)
+            while turn in self._found:
+                yield _result(self._found.pop(turn))
+                turn += 1
+
+
+def _numbered(batches: Iterable[Any]) -> Iterator[_Numbered]:
+    """Batches with their numbers, as bytes, as tensors of fairseq's loaders hold files open; what reading one raises is
+    the last.
+    """
+    read, i = iter(batches), 0
+    while True:
+        try:
+            batch = pickle.dumps(next(read), pickle.HIGHEST_PROTOCOL)
+        except StopIteration:
+            return
+        except Exception as error:
+            yield i, _Failed(error)
+            return
+        yield i, batch
+        i += 1
+
+
+def _result(message: _Found | _Failed) -> Any:
+    if isinstance(message, _Failed):
+        raise message.error
+    return message.result
+
+
+def _work(translate: _Translate, connection: Connection, parent: int) -> None:
+    """The main function of a process."""
+    end_with(parent)
+    torch.set_num_threads(1)
+    before = engine.counted()
+    try:
+        for result in translate(_handed(connection)):
+            _send(connection, _Found(result))
+    except Exception as error:
+        if isinstance(error, MemoryError) or is_out_of_memory(error):
+            os._exit(errno.ENOMEM)  # others have less to hold when this process is gone
+        _send(connection, _Failed(_portable(error)))
+    _send(connection, _Ended(engine.counted() - before))
+
+
+def _handed(connection: Connection) -> Iterator[Any]:
+    """The batches that this process is handed, until there is nothing in the place of one."""
+    while True:
+        _send(connection, _Wanted())
+        batch = connection.recv_bytes()
+        if not batch:
+            return
+        yield pickle.loads(batch)
+
+
+def _send(connection: Connection, message: Any) -> None:
+    connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def _portable(error: Exception) -> Exception:
+    """An exception as another process can raise it, with a note of where it came from."""
+    error.add_note("in a process that translated:\n" + "".join(traceback.format_exception(error)).rstrip())
+    try:
+        found: Exception = pickle.loads(pickle.dumps(error))
+    except Exception:  # of whatever kind: it is somebody's class
+        found = RuntimeError(f"{type(error).__name__}: {error}")
+    found.__notes__ = error.__notes__
+    return found

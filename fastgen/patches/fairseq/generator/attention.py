@@ -1,0 +1,168 @@
+"""Attention of fairseq's modules in a decode step: keys and values are written once and shared by the beams."""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastgen.decoding.kv_cache.kv_cache import Ancestry, LayerKV
+from fastgen.models.memory.scratch import Memory
+from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weights
+
+
+class Attending(Protocol):
+    """Attention layers of a model that runs."""
+
+    def attend(self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]) -> Any:
+        """Return what `MultiheadAttention.forward` does, None where the module is none of these layers."""
+        ...
+
+
+current_step: ContextVar[Attending | None] = ContextVar("fastgen_fairseq_step", default=None)
+"""The layers that run in this context."""
+
+
+def forward(
+    original: Callable[..., Any],
+    self: Any,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`MultiheadAttention.forward`, for the layers that run in this context; everything else passes through."""
+    layers = current_step.get()
+    if layers is not None and not args:
+        result = layers.attend(self, query, key, kwargs)
+        if result is not None:
+            return result
+    return original(self, query, key, value, *args, **kwargs)
+
+
+class Layers(Attending):
+    """The attention layers of one decoder: its self-attention over the text, its attention over the source.
+
+    Args:
+        modules: fairseq's attention modules.
+        longest: decode steps at most.
+    """
+
+    def __init__(self, modules: list[Any], sentences: int, beams: int, longest: int, memory: Memory) -> None:
+        self.sentences, self.beams = sentences, beams
+        self.of: dict[Any, LayerKV] = {
+            module: LayerKV(longest, memory, 0 if module.encoder_decoder_attention else beams) for module in modules
+        }
+        self.source_mask: Tensor | None = None  # (B, 1, 1, S) additive
+        self.ancestry: Ancestry | None = None  # of the present step
+        self._dtype = torch.float32
+        self._text_mask: Tensor | None = None
+
+    def attend(self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]) -> Any:
+        """The attention of a layer, over the shared cache."""
+        layer = self.of.get(module)
+        if layer is None:
+            return None
+        if not module.encoder_decoder_attention:
+            return self.over_text(module, layer, query), None
+        weights = options.get("need_head_weights", False)  # those of other layers nobody looks at
+        return self.over_source(module, layer, query, key, options.get("key_padding_mask"), weights)
+
+    def begin_step(self, ancestry: Ancestry | None, dtype: torch.dtype) -> None:
+        """The next token of every text comes; ancestry: None where it is one for all beams of a sentence."""
+        self.ancestry = ancestry
+        self._dtype, self._text_mask = dtype, None
+        if ancestry is not None:
+            for layer in self.of.values():
+                layer.beams = self.beams
+
+    @property
+    def text_mask(self) -> Tensor | None:
+        """(B, 1, M, N) additive, made when it is first asked for in a step; None where there is one beam."""
+        if self._text_mask is None and self.ancestry is not None:
+            prefix = next((kv.prefix for module, kv in self.of.items() if not module.encoder_decoder_attention), 0)
+            self._text_mask = F.pad(self.ancestry.visible.to(self._dtype), (prefix, 0))[:, None]
+        return self._text_mask
+
+    def over_text(self, module: Any, layer: LayerKV, query: Tensor) -> Tensor:
+        """Return (1, R, C) for query (1, R, C), whose token is the text's newest; (L, B, C) of a prompt likewise."""
+        if query.shape[0] > 1:
+            return self._over_prompt(module, layer, query)
+        heads = query.shape[1], module.num_heads, 1, module.head_dim
+        keys, values = module.k_proj(query).view(heads), module.v_proj(query).view(heads)
+        if self.text_mask is None:
+            layer.extend(keys, values)
+        else:
+            layer.append(keys, values)
+        folded = module.q_proj(query).view(self.sentences, -1, heads[1], heads[3])
+        mixed = beam_attention(folded, layer.keys, layer.values, self.text_mask, module.scaling)
+        return module.out_proj(mixed.reshape(query.shape))
+
+    def _over_prompt(self, module: Any, layer: LayerKV, query: Tensor) -> Tensor:
+        """The attention of a text's first tokens (L, B, C), which all beams share, each to those before it."""
+        shape = *query.shape[:2], module.num_heads, module.head_dim
+        queries, keys, values = (
+            projection(query).view(shape).permute(1, 2, 0, 3)
+            for projection in (module.q_proj, module.k_proj, module.v_proj)
+        )
+        layer.extend(keys, values)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=module.scaling)
+        return module.out_proj(mixed.permute(2, 0, 1, 3).reshape(query.shape))
+
+    def over_source(
+        self, module: Any, layer: LayerKV, query: Tensor, source: Tensor | None, padding: Tensor | None, weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (1, R, C) for query (1, R, C), and the weights (1, R, 1, S), the mean over the heads, where wanted.
+
+        source: (S, B, C), the encoder's output; padding: (B, S) bool, or None.
+        """
+        if layer.prefix == 0:
+            assert source is not None
+            self._read(module, layer, source, padding)
+        folded = module.q_proj(query).view(self.sentences, -1, module.num_heads, module.head_dim)
+        if not weights:
+            mixed, mean = beam_attention(folded, layer.keys, layer.values, self.source_mask, module.scaling), None
+        else:
+            mixed, mean = beam_attention_with_weights(
+                folded, layer.keys, layer.values, self.source_mask, module.scaling
+            )
+            mean = mean.flatten(0, 1)[None, :, None]
+        return module.out_proj(mixed.reshape(query.shape)), mean
+
+    def _read(self, module: Any, layer: LayerKV, source: Tensor, padding: Tensor | None) -> None:
+        """Make the keys and values of the source, once for all steps and beams."""
+        length, b, _ = source.shape
+        shape = length, b, module.num_heads, module.head_dim
+        keys, values = (
+            projection(source).view(shape).permute(1, 2, 0, 3) for projection in (module.k_proj, module.v_proj)
+        )
+        layer.extend(keys, values)
+        if padding is not None and self.source_mask is None:
+            mask = torch.zeros(padding.shape, dtype=source.dtype, device=source.device)
+            self.source_mask = mask.masked_fill_(padding.to(torch.bool), -torch.inf)[:, None, None]
+
+    def sweep(self, slots: Tensor) -> None:
+        """Give up the slots of the text that no beam sees, as `Ancestry.sweep` says."""
+        for module, layer in self.of.items():
+            if not module.encoder_decoder_attention:
+                layer.sweep(slots)
+
+    def keep(self, sentences: Tensor, in_order: bool) -> None:
+        """Keep these sentences, as `decoding.search.first_finished.Stepper.keep` says."""
+        places: list[int] = sentences.tolist()
+        moved = [place for place, sentence in enumerate(places) if place != sentence]
+        moves = None
+        if not in_order:
+            to, origin = [moved, [places[place] for place in moved]]
+            moves = (
+                torch.tensor(to, device=sentences.device, dtype=torch.int64),
+                torch.tensor(origin, device=sentences.device, dtype=torch.int64),
+            )
+        for layer in self.of.values():
+            layer.keep(sentences, moves)
+        if self.source_mask is not None:
+            self.source_mask = self.source_mask[sentences]
+        self.sentences = len(places)

@@ -1,0 +1,208 @@
+"""fairseq's encoder on a CPU: its layers from the weights and without padding (`encoder`), or layer by layer.
+
+Loaded models run PyTorch's fused encoder layer instead, whose matrix products no route reaches. Where oneDNN's are the
+faster ones, that is the slower way.
+"""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from fairseq.models.transformer.transformer_encoder import TransformerEncoderBase
+from fairseq.modules import MultiheadAttention
+from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastgen.models.build.encoder_builder import encoder_of, may_run_in_c
+from fastgen.models.build.equivalence_check import OTHERWISE, outcome, trial, verdict
+from fastgen.models.build.introspection import NotFused
+from fastgen.models.layers import linear
+from fastgen.models.runtime.encoder import Encoder, Sentences, arranged, pays, weights_of, whole
+from fastgen.models.specs.encoder_layouts import ENCODERS
+from fastgen.patches.fairseq.generator.attention import Attending, current_step
+
+
+class EncoderAttention(Attending):
+    """The attention modules of an encoder's layers."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        self.modules = {layer.self_attn for layer in _layers(encoder)}
+
+    def attend(self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]) -> Any:
+        """Return (S, B, C) for query (S, B, C), every token of which sees all that is no padding."""
+        if module not in self.modules or options.get("attn_mask") is not None or options.get("need_weights"):
+            return None
+        shape = *query.shape[:2], module.num_heads, module.head_dim
+        queries, keys, values = (
+            projection(query).view(shape).permute(1, 2, 0, 3)
+            for projection in (module.q_proj, module.k_proj, module.v_proj)
+        )
+        padding = options.get("key_padding_mask")
+        mask = None if padding is None else ~padding.to(torch.bool)[:, None, None]
+        mixed = F.scaled_dot_product_attention(queries, keys, values, mask, scale=module.scaling)
+        return module.out_proj(mixed.permute(2, 0, 1, 3).reshape(query.shape)), None
+
+
+class Encoded(NamedTuple):
+    """What the encoders of an ensemble put out, None for a model without one; left_off: what did not run, and why."""
+
+    outputs: list[Any]
+    left_off: tuple[str, ...] = ()
+
+
+def encode(ensemble: Any, net_input: dict[str, Any]) -> Encoded:
+    """Return what fairseq's `EnsembleModel.forward_encoder` does, but for what is made of padding."""
+    if not ensemble.has_encoder():
+        return Encoded([None] * len(ensemble.models))
+    outputs, reasons = zip(*(_encode(model.encoder, net_input) for model in ensemble.models), strict=True)
+    return Encoded(list(outputs), tuple(dict.fromkeys(reason for reason in reasons if reason is not None)))
+
+
+def _encode(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | None]:
+    """What an encoder puts out, and why its modules made it, where that is not the faster way."""
+    on_cpu = net_input["src_tokens"].device.type == "cpu"
+    if not _is_fairseqs(encoder):
+        reason = _through_modules("layers that are not fairseq's own") if on_cpu else None
+        return encoder.forward_torchscript(net_input), reason
+    try:
+        found = _from_weights(encoder, net_input) if on_cpu else None
+    except NotFused as reason:
+        return _by_modules(encoder, net_input), _through_modules(reason)
+    return (_by_modules(encoder, net_input), None) if found is None else found
+
+
+def _through_modules(reason: object) -> str:
+    return f"the encoder runs through its own modules: {reason}"
+
+
+def _from_weights(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | None] | None:
+    """What the encoder puts out, with zeros for padding; None where its modules are the faster way.
+
+    The first time the modules' own output, which is compared, with the reason where it differs.
+
+    Raises:
+        NotFused: the layers cannot be run so.
+    """
+    given = {name for name, value in net_input.items() if value is not None}
+    if more := sorted(given - {"src_tokens", "src_lengths", "prev_output_tokens"}):
+        raise NotFused(f"it gets {', '.join(more)}")
+    visible = net_input["src_tokens"].ne(encoder.padding_idx)
+    lengths: list[int] = visible.sum(1).tolist()
+    count, length, width = len(encoder.layers), visible.shape[1], weights_of(encoder.layers[0].embed_dim)
+    saves = pays(lengths, length, "none", width, count, linear.reason_off(encoder) is None)
+    if not (saves or may_run_in_c(encoder)):
+        return None
+    if not all(lengths):
+        raise NotFused("a sentence of padding alone")
+    layers = encoder_of(_bare(encoder), ENCODERS["fairseq"], length, of=encoder)
+    if not saves and layers.together is None:
+        return None
+    proven = outcome(layers)
+    if proven is None:
+        own = _by_modules(encoder, net_input)
+        one, seen = {name: net_input[name][:1] for name in given}, visible[:1]
+        own_tokens = _tokens_of(own, seen)
+        found = trial(lambda: _tokens_of(_at_once(encoder, layers, one, seen), seen), (), own_tokens.dtype)
+        reason = verdict(layers, found, own_tokens)
+        return own, None if reason is None else _through_modules(reason)
+    if not proven:
+        raise NotFused(OTHERWISE)
+    next(iter(encoder.layers))  # a list of layers with LayerDrop draws its numbers here, in evaluation too
+    return _at_once(encoder, layers, net_input, visible), None
+
+
+def _tokens_of(output: Any, visible: Tensor) -> Tensor:
+    """What the encoder made of the first sentence's tokens, (N, C); visible: (1, S)."""
+    return output["encoder_out"][0][:, 0][visible[0]]
+
+
+def _at_once(encoder: Any, layers: Encoder, net_input: dict[str, Any], visible: Tensor) -> Any:
+    """What the encoder puts out with all of its layers in the place of one."""
+    shape = visible.shape[0], visible.shape[1]
+    sentences = whole(shape, "none", visible.device) if bool(visible.all()) else arranged(visible, "none")
+    twin = _twin(encoder)
+    twin._modules |= {"layers": nn.ModuleList([_AllLayers(layers, sentences)]), "layer_norm": None}
+    return twin.forward_torchscript(net_input)
+
+
+class _AllLayers(nn.Module):
+    """An encoder's layers, and its last norm, over the tokens of all sentences."""
+
+    load_to_BT = False  # fairseq asks it of the first layer
+
+    def __init__(self, layers: Encoder, sentences: Sentences) -> None:
+        super().__init__()
+        self.run = layers, sentences
+
+    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None) -> Tensor:
+        """Return (S, B, C) for x (S, B, C)."""
+        layers, sentences = self.run
+        found = sentences.restored(layers(sentences.chosen(x.transpose(0, 1)), sentences))
+        return found.transpose(0, 1).contiguous()  # every layer of the decoder reads it
+
+
+def _by_modules(encoder: Any, net_input: dict[str, Any]) -> Any:
+    if linear.reason_off(encoder) is not None:
+        return encoder.forward_torchscript(net_input)
+    unfused = _unfused(encoder)
+    token = current_step.set(EncoderAttention(unfused))
+    try:
+        return unfused.forward_torchscript(net_input)
+    finally:
+        current_step.reset(token)
+
+
+def _is_fairseqs(encoder: Any) -> bool:
+    """Whether an encoder and its layers run fairseq's own code."""
+    return (
+        isinstance(encoder, TransformerEncoderBase)
+        and type(encoder).forward_scriptable is TransformerEncoderBase.forward_scriptable
+        and all(
+            isinstance(layer, TransformerEncoderLayerBase)
+            and type(layer).forward is TransformerEncoderLayerBase.forward
+            and "forward" not in vars(layer)
+            and type(layer.self_attn) is MultiheadAttention
+            and layer.self_attn.bias_k is None
+            and not layer.self_attn.add_zero_attn
+            and not getattr(layer.self_attn, "use_xformers", False)
+            and not layer._forward_hooks
+            and not layer._forward_pre_hooks
+            for layer in _layers(encoder)
+        )
+    )
+
+
+def _layers(encoder: nn.Module) -> list[Any]:
+    return list(encoder.get_submodule("layers").children())
+
+
+def _unfused(encoder: Any) -> Any:
+    """An encoder of the same parameters whose layers say that no checkpoint was loaded: then none is fused.
+
+    The model itself stays as it is: another thread may be running it.
+    """
+    layers = _twin(encoder.layers)
+    for name, layer in encoder.layers._modules.items():  # a layer may be there more than once
+        layers._modules[name] = _twin(layer)
+        layers._modules[name].load_to_BT = False
+    twin = _twin(encoder)
+    twin._modules["layers"] = layers
+    return twin
+
+
+def _bare(encoder: Any) -> nn.Module:
+    """An encoder's layers and last norm alone, without the second set of weights that its fused layers have."""
+    bare = _unfused(encoder)
+    bare._modules = {name: part for name, part in bare._modules.items() if name in ("layers", "layer_norm")}
+    bare._parameters, bare._buffers = {}, {}
+    for layer in bare._modules["layers"]._modules.values():
+        layer._parameters = {}
+    return bare
+
+
+def _twin(module: Any) -> Any:
+    """A module of the same parameters and parts, in whose place among others another can be put."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin

@@ -1,0 +1,205 @@
+"""fairseq's `SequenceGenerator._generate` on the engine of `decoding`."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from fairseq.search import BeamSearch
+from torch import Tensor
+
+from fastgen.context import assigned
+from fastgen.decoding.backends.captured_first_finished import ReplayedFirstFinished
+from fastgen.decoding.backends.captured_selection import not_captured
+from fastgen.decoding.batching.continuous_batching import run
+from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.decoding.search.first_finished import FirstFinished, Hypothesis, Prediction
+from fastgen.models.cuda_graphs import graph, graph_buffers
+from fastgen.models.layers import packed_weights
+from fastgen.models.memory import scratch
+from fastgen.models.routing.routes import all_routed
+from fastgen.patches.engine import engine
+from fastgen.patches.fairseq.bild import bild
+from fastgen.patches.fairseq.generator.decide import decide
+from fastgen.patches.fairseq.generator.encoder import encode
+from fastgen.patches.fairseq.generator.lengths import longest_of, source_lengths
+from fastgen.patches.fairseq.generator.report import PATCH, note_served, of_generator
+from fastgen.patches.fairseq.generator.search import Beam, Toolkits
+from fastgen.patches.fairseq.generator.shared_stepper import Member, Stepper
+from fastgen.patches.fairseq.generator.split import Found, in_halves
+
+engine.on_release(packed_weights.release)
+engine.on_release(scratch.release)
+engine.on_release(graph_buffers.release)
+engine.on_release(graph.release)
+
+
+@dataclass
+class Begun:
+    """A generator's search that has begun, or is over."""
+
+    generator: Any
+    plan: Plan
+    search: FirstFinished
+    model: Stepper
+    left_off: tuple[str, ...]
+
+    def finish(self) -> Found:
+        """Return what `_generate` returns, once the search is over."""
+        found = [[_as_fairseq(hypothesis) for hypothesis in hypotheses] for hypotheses in self.search.outcome()]
+        left_off = *self.plan.left_off, *self.left_off, *self.model.left_off, *self.search.left_off
+        note_served(self.generator, self.plan, left_off, self.model.decoders)
+        return found
+
+
+_answer: ContextVar[tuple[Any, Any, Found] | None] = ContextVar("fastgen_fairseq_answer", default=None)
+
+
+def answered(generator: Any, sample: Any, found: Found) -> assigned[Any]:
+    """Within it, a generator's `_generate` of a sample returns what has been found already."""
+    return assigned(_answer, (generator, sample, found))
+
+
+def generate(
+    original: Callable[..., Any],
+    self: Any,
+    sample: Any,
+    prefix_tokens: Tensor | None = None,
+    constraints: Tensor | None = None,
+    bos_token: int | None = None,
+) -> Any:
+    """`SequenceGenerator._generate`: decide, then decode here or leave the call to fairseq; the reason is counted."""
+    answer = _answer.get()
+    if answer is not None and answer[0] is self and answer[1] is sample:
+        return answer[2]
+    asked = bild.asked()
+    if asked is not None and not bild.rests(asked, self, sample, prefix_tokens, constraints):
+        return bild.generate(asked, self, sample, prefix_tokens, constraints, bos_token)
+    try:
+        plan = decide(self, sample, constraints)
+    except Unsupported as unsupported:
+        engine.fallback(PATCH, unsupported.reason, of_generator(self))
+        return original(self, sample, prefix_tokens, constraints, bos_token)
+
+    def decoded(part: Any, prefix: Tensor | None) -> Begun:
+        of_part = replace(plan, sentences=len(part["net_input"]["src_tokens"]))
+        with engine.running(of_part), routes(self):
+            lengths = source_lengths(original, self, part["net_input"])
+            begun, _ = begin(self, of_part, part, lengths, prefix, constraints, bos_token)
+        return begun
+
+    if asked is None:
+        return in_halves(lambda part, prefix: decoded(part, prefix).finish(), self, sample, prefix_tokens)
+    began = time.perf_counter()
+    begun = decoded(sample, prefix_tokens)
+    return bild.of_large_alone(asked, self, begun.finish(), begun.model.times, time.perf_counter() - began)
+
+
+def models_of(generator: Any) -> list[Any]:
+    """All models that a generator runs, a language model beside them last."""
+    return [*generator.model.models, *([] if generator.lm_model is None else [generator.lm_model])]
+
+
+def routes(generator: Any) -> ExitStack:
+    """Route the linear layers of a generator's models within a `with` block."""
+    return all_routed(models_of(generator))
+
+
+def begin(
+    generator: Any,
+    plan: Plan,
+    sample: Any,
+    lengths: Tensor,
+    prefix_tokens: Tensor | None = None,
+    constraints: Tensor | None = None,
+    bos_token: int | None = None,
+    pauses: bool = False,
+) -> tuple[Begun, bool]:
+    """Encode a batch and search; return the search, and whether it is over.
+
+    Args:
+        lengths: of the sources, (B,).
+        pauses: whether to stop as soon as steps can be made together with those of others.
+    """
+    net_input = sample["net_input"]
+    source: Tensor = net_input["src_tokens"]
+    longest = longest_of(generator, source, lengths)
+    b, m, device = plan.sentences, plan.beams, source.device
+    steps = longest + 1
+    encoded = encode(generator.model, net_input)
+    stepper = Stepper(
+        [
+            Member(model, output, b, m, steps, generator.temperature)
+            for model, output in zip(generator.model.models, encoded.outputs, strict=True)
+        ],
+        b, m, steps, device,
+        None if generator.lm_model is None else Member(generator.lm_model, None, b, m, steps),
+        generator.lm_weight,
+    )  # fmt: skip
+    generator.search.init_constraints(constraints, m)
+    plain, captured = type(generator.search) is BeamSearch, graph.wanted(source)
+    reason = _reason_not_to_capture(generator, stepper) if captured else None
+    search = (ReplayedFirstFinished if captured and reason is None else FirstFinished)(
+        sentences=b,
+        beams=m,
+        start=generator.eos if bos_token is None else bos_token,
+        end=generator.eos,
+        pad=generator.pad,
+        longest=longest,
+        search=Beam(generator, prefix_tokens, longest, device)
+        if plain
+        else Toolkits(generator, prefix_tokens, longest, sample.get("id"), lengths),
+        device=device,
+        normalize=generator.normalize_scores,
+        length_penalty=generator.len_penalty,
+        no_longer_than=lengths if generator.match_source_len else None,
+        stop_at_longest=generator.search.stop_on_max_len,
+        captured=captured,
+    )
+    first = _prefilled(search, stepper, prefix_tokens)
+    made = stepper.step(search.text.ids[::m]) if first is None else (Prediction(lambda: first), None)
+    over = run(search, stepper, made, lambda: pauses and stepper.joinable)
+    left_off = encoded.left_off if reason is None else (*encoded.left_off, not_captured(reason))
+    return Begun(generator, plan, search, stepper, left_off), over
+
+
+def _reason_not_to_capture(generator: Any, stepper: Stepper) -> str | None:
+    """Why choices cannot be captured as decode steps are, as far as it is known before there are any."""
+    if type(generator.search) is not BeamSearch:
+        return f"{type(generator.search).__name__} makes them"
+    if len(stepper.members) > 1 or stepper.language_model is not None:
+        return "predictions of several models are mixed"
+    return None if stepper.members[0].plain else "log-probabilities of its own"
+
+
+def _prefilled(search: FirstFinished, stepper: Stepper, prefix: Tensor | None) -> Tensor | None:
+    """Run what all texts begin with at once, where that is all there is to it; return what is chosen from next.
+
+    A language model's prompt goes through fairseq as a prefix, a token at a time and for every beam.
+    """
+    chooser = search.search
+    if prefix is None or type(chooser) is not Beam or not stepper.prefills:
+        return None
+    tokens = torch.cat([search.tokens[:: search.beams, :1], prefix], 1)
+    shared = chooser.forced(tokens, search.longest)
+    if shared == 0:
+        return None
+    prefix = prefix[:, :shared]
+    first, token_scores = stepper.prefill(tokens[:, : shared + 1])
+    search.begin_behind(prefix, token_scores - prefix.eq(chooser.generator.unk) * chooser.generator.unk_penalty)
+    return first
+
+
+def _as_fairseq(hypothesis: Hypothesis) -> dict[str, Tensor]:
+    return {
+        "tokens": hypothesis.tokens,
+        "score": hypothesis.score,
+        "attention": torch.empty(0, dtype=torch.float32, device="cpu")
+        if hypothesis.attention is None
+        else hypothesis.attention,
+        "alignment": torch.empty(0, dtype=torch.float32, device="cpu"),
+        "positional_scores": hypothesis.token_scores,
+    }

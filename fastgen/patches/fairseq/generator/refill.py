@@ -1,0 +1,247 @@
+"""Batches that refill: when sentences have left, the next batch starts beside those that are still running.
+
+A batch begins as `SequenceGenerator._generate` does, and stops behind its first steps. From then on its steps are made
+together with those of the other running batches (`continuous_batching`). When it is over, and its turn has come, the
+task's `inference_step` is called as ever, and finds there what has been found.
+
+Source: Hoang et al. 2018 (Amun), section 2.1.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from fairseq import utils
+from fairseq.logging.meters import StopwatchMeter
+from fairseq.search import BeamSearch
+from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
+from fairseq.tasks import FairseqTask
+
+from fastgen.decoding.batching.continuous_batching import Cohort, Occupancy, advance, left_empty, reason_not_to_refill
+from fastgen.decoding.plan import Unsupported
+from fastgen.decoding.search.first_finished import Made
+from fastgen.models.cuda_graphs.replay import JointReplay
+from fastgen.models.memory.scratch import is_out_of_memory
+from fastgen.patches.engine import engine
+from fastgen.patches.engine.out_of_memory import NO_MEMORY, make_room
+from fastgen.patches.fairseq.bild.bild import asked
+from fastgen.patches.fairseq.generator.decide import decide
+from fastgen.patches.fairseq.generator.generate import Begun, answered, begin, models_of, routes
+from fastgen.patches.fairseq.generator.lengths import source_lengths
+from fastgen.patches.fairseq.generator.split import Found
+
+_logger = logging.getLogger("fastgen")
+
+
+class Translated(NamedTuple):
+    """A batch; its hypotheses, None where it has no sentences; how many tokens the best ones have."""
+
+    sample: Any
+    found: Found | None
+    tokens: int
+
+
+@dataclass(eq=False)
+class _Batch:
+    """A batch that waits, unless it runs or something has been found for it.
+
+    error: what came in the place of the batch, or when it began beside others: for when its turn has come.
+    """
+
+    sample: Any
+    runs: bool = False
+    found: Found | None = None
+    error: Exception | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self.error is None and "net_input" not in self.sample
+
+    @property
+    def waits(self) -> bool:
+        return not self.runs and self.found is None and not self.empty
+
+
+@dataclass(eq=False)
+class _Running(Cohort[Made]):
+    batch: _Batch = field(kw_only=True)
+    begun: Begun = field(kw_only=True)
+
+
+class Translations:
+    """The batches of a run and what is found for them, in order: one after the other, or beside each other.
+
+    Args:
+        batches: fairseq's iterator, or another.
+        timer: runs while something is translated, and counts the tokens.
+        prefix_size: tokens of the target that a hypothesis begins with.
+        cuda: whether batches are moved to a GPU.
+    """
+
+    def __init__(
+        self, task: Any, models: list[Any], generator: Any, batches: Any, timer: StopwatchMeter, prefix_size: int,
+        cuda: bool,
+    ) -> None:  # fmt: skip
+        self.task, self.models, self.generator, self.timer = task, models, generator, timer
+        self.prefix_size, self.cuda = prefix_size, cuda
+        self.refused = _reason_not_to_refill(task, generator, prefix_size)
+        self.left_off = dict.fromkeys([] if self.refused is None else [left_empty(self.refused)])
+        self._batches = iter(batches)
+        self._queue: deque[_Batch] = deque()  # what has been read and not been handed out
+        self._running: list[_Running] = []
+        self._occupancy, self._replay = Occupancy(), JointReplay()
+
+    def __iter__(self) -> Iterator[Translated]:
+        while self._queue or self._read() is not None:
+            batch = self._queue[0]
+            if batch.error is not None:
+                raise batch.error
+            translated = Translated(batch.sample, None, 0) if batch.empty else self._translate(batch)
+            self._queue.popleft()
+            yield translated
+
+    def _read(self) -> _Batch | None:
+        """Append the next batch to the queue; None where there is none.
+
+        What the iterator raises behind other batches must not come before them.
+        """
+        try:
+            sample: Any = next(self._batches, None)
+        except Exception as error:
+            if not self._queue:
+                raise
+            batch = _Batch(None, error=error)
+        else:
+            if sample is None:
+                return None
+            batch = _Batch(utils.move_to_cuda(sample) if self.cuda else sample)
+        self._queue.append(batch)
+        return batch
+
+    def _translate(self, batch: _Batch) -> Translated:
+        """Have the task translate a batch whose turn has come, where that is still to be done."""
+        self.timer.start()
+        self._decode(batch)
+        sample, found = batch.sample, batch.found
+        prefix = sample["target"][:, : self.prefix_size] if self.prefix_size > 0 else None
+        with nullcontext() if found is None else answered(self.generator, sample, found):
+            hypotheses = self.task.inference_step(
+                self.generator, self.models, sample, prefix_tokens=prefix, constraints=sample.get("constraints")
+            )
+        tokens = sum(len(of_sentence[0]["tokens"]) for of_sentence in hypotheses)
+        self.timer.stop(tokens)
+        return Translated(sample, hypotheses, tokens)
+
+    def _decode(self, batch: _Batch) -> None:
+        """Decode until a batch is done, with others beside it; it waits where that is for the task to do."""
+        if self.refused is not None and not batch.runs:
+            return
+        with engine.running("fairseq-generate"), routes(self.generator), torch.no_grad():
+            if batch.waits:
+                self._start(batch)
+            while batch.runs:
+                while self._has_room():
+                    self.timer.stop(0)
+                    another = self._read()
+                    self.timer.start()
+                    if another is None:
+                        break
+                    if another.waits and another.error is None:
+                        self._start(another)
+                self._step()
+
+    def _has_room(self) -> bool:
+        """Whether another batch may start beside those that run."""
+        if self.refused is not None or self._queue[-1].waits:
+            return False
+        tokens = max(cohort.sentences * cohort.width for cohort in self._running)
+        return self._occupancy.room(self._running, tokens) > 0
+
+    def _start(self, batch: _Batch) -> None:
+        """Let a batch begin, if it can: it runs, or is done; else it waits for its turn."""
+        sample, generator = batch.sample, self.generator
+        try:
+            plan = decide(generator, sample, sample.get("constraints"))
+            with engine.running(plan):
+                lengths = source_lengths(SequenceGenerator._generate, generator, sample["net_input"])
+                begun, over = begin(generator, plan, sample, lengths, pauses=True)
+        except Unsupported:
+            self._leave_off("calls run on fairseq's own code")
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._refuse(NO_MEMORY)
+            elif not self._running:
+                raise
+            else:
+                batch.error = error
+        else:
+            if over:
+                batch.found = begun.finish()
+                if begun.model.left_off:
+                    self._leave_off("decode steps are not made from the weights")
+            else:
+                batch.runs = True
+                width = sample["net_input"]["src_tokens"].shape[1]
+                self._running.append(
+                    _Running(begun.search, begun.model, plan.sentences, width, batch=batch, begun=begun)
+                )
+
+    def _step(self) -> None:
+        """Make a step of all that run."""
+        over = None
+        try:
+            over = advance(self._running, self._replay)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        if over is None:  # out of the handler, so that nothing holds on to what the batches had made
+            self._begin_anew()
+            return
+        if self._replay.refused is not None and self.refused is None:
+            self._refuse(self._replay.refused)
+        for cohort in over:
+            self._occupancy.note(cohort)
+            cohort.batch.runs, cohort.batch.found = False, cohort.begun.finish()
+
+    def _begin_anew(self) -> None:
+        """Have all that run wait for their turns, as there is not enough memory: then a batch may go in halves."""
+        again = [batch for batch in self._queue if batch.runs]
+        for batch in again:
+            batch.runs = False
+        self._running.clear()
+        self._replay.forget()
+        self._refuse(NO_MEMORY)
+        _logger.warning("not enough memory for batches that refill: %d begin anew", len(again))
+        make_room()
+
+    def _refuse(self, reason: str) -> None:
+        self.refused = reason
+        self._leave_off(reason)
+
+    def _leave_off(self, reason: str) -> None:
+        self.left_off[left_empty(reason)] = None
+
+
+def _reason_not_to_refill(task: Any, generator: Any, prefix_size: int) -> str | None:
+    """Why batches must be translated one after the other, as far as it can be told before they are."""
+    name, kind = type(generator).__name__, type(generator)
+    if type(task).inference_step is not FairseqTask.inference_step or "inference_step" in vars(task):
+        return f"{type(task).__name__} has its own inference_step"
+    if not isinstance(generator, SequenceGenerator):
+        return f"{name} is no SequenceGenerator"
+    own: Any = (SequenceGenerator.generate, SequenceGeneratorWithAlignment.generate)
+    if kind.generate not in own or "generate" in vars(generator):
+        return f"{name} has its own generate"
+    if type(generator.search) is not BeamSearch:
+        return f"{type(generator.search).__name__} may look at all sentences of a batch"
+    if asked() is not None:
+        return "a small model drafts"
+    if prefix_size > 0:
+        return "hypotheses begin with a prefix"
+    if not engine.is_on_top("fairseq.generate"):
+        return "fairseq.generate is not in place"
+    return reason_not_to_refill(p.device.type for model in models_of(generator) for p in model.parameters())

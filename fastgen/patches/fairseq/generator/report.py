@@ -1,0 +1,35 @@
+"""What accelerated calls of fairseq's generators did, counted for `status`."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from fastgen.decoding.plan import Plan
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.runtime.native_multistep_job import why_not_in_c
+from fastgen.patches.engine import engine
+from fastgen.patches.fairseq import TOOLKIT
+
+PATCH = "fairseq.generate"
+_METHODS = {"BeamSearch": "beam search", "Sampling": "sampling", "DiverseBeamSearch": "diverse beam search"}
+
+
+def of_generator(generator: Any) -> tuple[str, str]:
+    """The model class and the decoding method of a generator."""
+    search = type(generator.search).__name__
+    return type(generator.model.models[0]).__name__, _METHODS.get(search, search)
+
+
+def note_served(generator: Any, plan: Plan, left_off: Iterable[str], steps: Iterable[DecoderStep]) -> None:
+    """Count a call that fastgen's loop has served.
+
+    Args:
+        left_off: what the call did without. steps: the decode steps of its models that are made from their weights.
+    """
+    left_off = tuple(dict.fromkeys(left_off))
+    plan = replace(plan, left_off=left_off, not_in_c=next(filter(None, map(why_not_in_c, steps)), ""))
+    engine.hit(PATCH, left_off)
+    outcome = "partly" if plan.missing else "accelerated"
+    model, method = of_generator(generator)
+    method = plan.method if plan.method == "big-little decoding" else method
+    engine.note_call(TOOLKIT.name, model, method, outcome, plan.missing)

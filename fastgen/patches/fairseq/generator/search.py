@@ -1,0 +1,190 @@
+"""What `SequenceGenerator` does to log-probabilities, and how it chooses among them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.logits.transforms import (
+    Ban,
+    Edit,
+    NGramBlock,
+    Only,
+    Shift,
+    Text,
+    edited,
+    only_ban,
+    phases,
+    sparse,
+)
+from fastgen.decoding.search.first_finished import Candidates, FirstFinished, Prediction, best, best_of_logits, count_of
+from fastgen.ops.selection.kbest import fused
+
+
+class Beam:
+    """Beam search: edits of the log-probabilities, then the best of each sentence.
+
+    Where kernels or C run they get the edits as bits, and no log-probability is written.
+
+    Args:
+        longest: tokens of a hypothesis at most, its end not counted.
+    """
+
+    plain = True
+
+    def __init__(self, generator: Any, prefix_tokens: Tensor | None, longest: int, device: torch.device) -> None:
+        self.generator, self.prefix_tokens, self.longest = generator, prefix_tokens, longest
+        blocker = generator.repeat_ngram_blocker
+        self.ngram = 0 if blocker is None else int(blocker.no_repeat_ngram_size)
+        # fairseq's options, in its order; those of the free tokens not while there is a prefix.
+        self.first: list[Edit] = [Ban(torch.tensor([generator.pad], device=device, dtype=torch.int64), lambda _: True)]
+        if generator.unk_penalty:
+            offset = torch.tensor([-generator.unk_penalty], dtype=torch.float32, device=device)
+            self.first.append(Shift(torch.tensor([generator.unk], device=device, dtype=torch.int64), offset))
+        self.first.append(Only(generator.eos, lambda length: length > longest))
+        self.free: list[Edit] = [
+            Ban(
+                torch.tensor([generator.eos], device=device, dtype=torch.int64),
+                lambda length: length <= generator.min_len,
+            )
+        ]
+        if generator.token_indices_to_suppress is not None:
+            self.free.append(
+                Ban(
+                    _in_vocabulary(generator.token_indices_to_suppress, generator.vocab_size).to(device), lambda _: True
+                )
+            )
+        self.last: list[Edit] = [NGramBlock(self.ngram)] if self.ngram > 1 else []  # fairseq never finds single tokens
+
+    def __call__(self, prediction: Prediction, state: FirstFinished) -> Candidates:
+        count, logits = len(state.running), prediction.logits
+        if logits is not None and not self._in_prefix(state.step):
+            rows, text = logits.view(count, -1, logits.shape[1]), _text(state, logits)
+            if fused(rows, count_of(rows, state.beams), only_ban(self.edits, text)):
+                return self.of_logits(rows, text, state.running_scores(rows.shape[1]), state.beams)
+        log_probs = self.edited(prediction.log_probs(), state)
+        if state.step == 0 and log_probs.shape[0] != count:
+            log_probs = log_probs[:: state.beams]  # all beams are the same yet
+        rows = log_probs.view(count, -1, log_probs.shape[1])
+        return best(rows, state.running_scores(rows.shape[1]), state.beams)
+
+    def of_logits(self, logits: Tensor, text: Text, scores: Tensor, beams: int) -> Candidates:
+        edits = sparse(self.edits, text, logits.shape[2])
+        assert edits is not None  # all are of few tokens, and one of them changes scores
+        return best_of_logits(logits, scores, beams, edits)
+
+    def phase(self, step: int) -> tuple[int, ...] | None:
+        return None if self._in_prefix(step) else phases(self.edits, step + 1)
+
+    def forced(self, tokens: Tensor, longest: int) -> int:
+        """How many of tokens (B, P + 1) behind the first all sentences have, with nothing for an option to decide."""
+        generator, n = self.generator, self.ngram
+        free = tokens[:, 1:].eq(generator.pad) | tokens[:, 1:].eq(generator.eos)
+        count = min(int((~free).long().cumprod(1).sum(1).min()), longest)
+        if 2 * generator.beam_size >= generator.vocab_size:
+            return 0
+        for row in tokens[:, : count + 1].tolist() if n > 1 else ():
+            grams = list(zip(*(row[i:] for i in range(n)), strict=False))
+            if len(set(grams)) < len(grams):  # blocking would forbid what the prefix wants
+                return 0
+        return count
+
+    @property
+    def edits(self) -> list[Edit]:
+        """What is done to the log-probabilities of tokens that no prefix gives, in fairseq's order."""
+        return [*self.first, *self.free, *self.last]
+
+    def edited(self, log_probs: Tensor, state: FirstFinished) -> Tensor:
+        """Apply the generator's options, in fairseq's order; in place, or at R rows where prefixes want them."""
+        without_nan(log_probs)
+        log_probs = edited(log_probs, _text(state, log_probs), self.first)
+        if self._in_prefix(state.step):
+            if log_probs.shape[0] != state.tokens.shape[0]:
+                log_probs = log_probs.repeat_interleave(state.beams, 0)
+            log_probs, state.tokens, state.scores = self.generator._prefix_tokens(
+                state.step, log_probs, state.scores, state.tokens, self.prefix_tokens, state.beams
+            )
+        else:
+            log_probs = edited(log_probs, _text(state, log_probs), self.free)
+        return edited(log_probs, _text(state, log_probs), self.last)
+
+    def _in_prefix(self, step: int) -> bool:
+        """Whether a prefix may say what the next token is."""
+        prefix = self.prefix_tokens
+        return prefix is not None and step < min(prefix.shape[1], self.longest)
+
+    def kept(self, sentences: Tensor) -> None:
+        if self.prefix_tokens is not None:
+            self.prefix_tokens = self.prefix_tokens[sentences]
+
+    def continued(self, order: Tensor) -> None:
+        pass
+
+
+class Toolkits(Beam):
+    """The same edits, and a search of fairseq's own or the user's, which gets what fairseq would give it.
+
+    Sentences leave when fairseq's would, in order, as a search may draw random numbers for all or keep a state of each.
+    """
+
+    plain = False
+
+    def __init__(
+        self, generator: Any, prefix_tokens: Tensor | None, longest: int, ids: Any, source_lengths: Tensor
+    ) -> None:
+        super().__init__(generator, prefix_tokens, longest, source_lengths.device)
+        self.source_lengths = source_lengths
+        count = torch.arange(source_lengths.shape[0], dtype=torch.int64, device=source_lengths.device).type_as(
+            source_lengths
+        )
+        self.sentences = ids if isinstance(ids, Tensor) else count
+
+    def __call__(self, prediction: Prediction, state: FirstFinished) -> Candidates:
+        generator, count = self.generator, len(state.running)
+        log_probs = self.edited(prediction.log_probs(), state)
+        if log_probs.shape[0] == count:
+            log_probs = log_probs.repeat_interleave(state.beams, 0)
+        if generator.should_set_src_lengths:
+            generator.search.set_src_lengths(self.source_lengths)
+        scores, tokens, beams = generator.search.step(
+            state.step,
+            log_probs.view(count, -1, generator.vocab_size),
+            state.scores.view(count, state.beams, -1)[:, :, : state.step],
+            state.tokens[:, : state.step + 1],
+            self.sentences,
+        )
+        return Candidates(scores, tokens, beams)
+
+    def phase(self, step: int) -> None:
+        return None
+
+    def kept(self, sentences: Tensor) -> None:
+        super().kept(sentences)
+        self.source_lengths, self.sentences = self.source_lengths[sentences], self.sentences[sentences]
+        self.generator.search.prune_sentences(sentences)
+
+    def continued(self, order: Tensor) -> None:
+        self.generator.search.update_constraints(order)
+
+
+def _text(state: FirstFinished, rows: Tensor) -> Text:
+    """The tokens of rows (R, V), or (B, V) in the first step."""
+    each = state.tokens.shape[0] // rows.shape[0]
+    return Text(state.tokens[::each, : state.step + 1], 1)
+
+
+def without_nan(log_probs: Tensor) -> None:
+    """Replace NaN by -inf, as fairseq does."""
+    if log_probs.device.type == "cpu":  # a NaN among the logits makes a whole row of log-probabilities NaN
+        bad = log_probs[:, 0].isnan()
+        if bool(bad.any()):
+            log_probs[bad] = torch.where(log_probs[bad].isnan(), -torch.inf, log_probs[bad])
+    else:
+        log_probs.masked_fill_(log_probs.isnan(), -torch.inf)
+
+
+def _in_vocabulary(tokens: Tensor, count: int) -> Tensor:
+    """Indices into a vocabulary as indexing takes them: negative ones from its end, none beyond it."""
+    if len(tokens) and not -count <= int(tokens.min()) <= int(tokens.max()) < count:
+        raise IndexError(f"token_indices_to_suppress {tokens.tolist()}: the vocabulary has {count} tokens")
+    return tokens % count

@@ -1,0 +1,391 @@
+"""`generate(..., assistant_model=small, fallback_threshold=0.6, rollback_threshold=2.0)`: big-little decoding.
+
+`bild_call.options_of` takes what asks for it out of a call's arguments. The call then goes its usual way to the
+decoding loop. There `decode` sends the small model the same way with the same inputs, up to its own loop, and runs both
+together.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import logits_process as lp
+from transformers.generation import utils as gu
+
+from fastgen.context import assigned
+from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.decoding.speculative.adaptive_drafting import Pace, pace_of
+from fastgen.decoding.speculative.bild import Bild, Counts
+from fastgen.decoding.speculative.bild_options import Options
+from fastgen.decoding.speculative.policies import Drawn, Likeliest, Policy, Rejection
+from fastgen.models.build.introspection import NotFused
+from fastgen.models.routing.routes import routed
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.runtime.early_exit import early_exit
+from fastgen.models.runtime.ragged_step import Span
+from fastgen.models.specs.families import family_of
+from fastgen.patches.engine import engine
+from fastgen.patches.transformers import compat
+from fastgen.patches.transformers.bild.drafted_beams import DraftedStepper
+from fastgen.patches.transformers.cache.user_cache import IS_GIVEN
+from fastgen.patches.transformers.generate.decide import check_model, decide
+from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
+from fastgen.patches.transformers.generate.generation_call import Call
+from fastgen.patches.transformers.generate.logits_processors import edits_of, kind_of, known, rowwise, stop_of
+from fastgen.patches.transformers.generate.report import note_served
+from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
+
+WIDTH = 2
+"""Drafts of a step of a beam search, times its beams."""
+
+_OF_A_TEXT = (lp.RepetitionPenaltyLogitsProcessor, lp.EncoderNoRepeatNGramLogitsProcessor)
+"""Processors that look at a text, and at what is given for it, though not those by which rows may leave a batch."""
+
+_OF_ONE_TEXT = (lp.EncoderRepetitionPenaltyLogitsProcessor, lp.PrefixConstrainedLogitsProcessor)
+"""Others that look at what is given for all texts, and remember nothing."""
+
+
+@dataclass
+class Asked:
+    """A call of `generate` that asks for it.
+
+    inputs: what its model gets, by name, once it is called.
+    decoded: whether the call has come to the loop.
+    """
+
+    model: Any
+    options: Options
+    inputs: dict[str, Any] | None = None
+    decoded: bool = False
+
+    def noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`generate` that notes its inputs."""
+        signature = inspect.signature(original)
+
+        def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+            call = signature.bind(model, *args, **kwargs).arguments
+            self.note_inputs({"inputs": call.get("inputs")} | call.get("kwargs", {}), call.get("generation_config"))
+            return original(model, *args, **kwargs)
+
+        return generate
+
+    def note_inputs(self, given: Mapping[str, Any], config: Any) -> None:
+        """Note what a call is given, but for what is a setting of its generation config."""
+        settings = config or GenerationConfig()
+        self.inputs = {name: value for name, value in given.items() if not hasattr(settings, name)}
+
+
+_asked: ContextVar[Asked | None] = ContextVar("fastgen_bild", default=None)
+_handing_over: ContextVar[Any] = ContextVar("fastgen_bild_small", default=None)
+
+
+def asking(asked: Asked | None) -> assigned[Asked | None]:
+    """Within it, the model's decoding loop is `decode`; None: what has been asked outside is not meant."""
+    return assigned(_asked, asked)
+
+
+def asked_of(model: Any) -> Asked | None:
+    """What is asked of a model whose decoding loop begins."""
+    asked = _asked.get()
+    return asked if asked is not None and asked.model is model else None
+
+
+def hands_over(model: Any) -> bool:
+    """Whether a model's loop is not to run, but to hand its call over."""
+    return _handing_over.get() is model
+
+
+@dataclass
+class BildDecoderOnlyOutput(gu.GenerateDecoderOnlyOutput):
+    """As `GenerateDecoderOnlyOutput`, and what was done for each text.
+
+    Attributes:
+        bild: by name, int64 (B,): tokens, drafted, large_calls, small_calls, fallbacks, rollbacks
+            (`fastgen.decoding.speculative.bild.Counts`).
+    """
+
+    bild: dict[str, Tensor] | None = None
+
+
+@dataclass
+class BildEncoderDecoderOutput(gu.GenerateEncoderDecoderOutput):
+    """As `GenerateEncoderDecoderOutput`, and what was done for each text, as in `BildDecoderOnlyOutput`."""
+
+    bild: dict[str, Tensor] | None = None
+
+
+def decode(call: Call, asked: Asked) -> Any:
+    """The decoding loop of a call; returns what `generate` returns.
+
+    Raises:
+        ValueError: the call has what cannot be had here; the message says what.
+    """
+    options, config = asked.options, call.config
+    asked.decoded = True
+    check(call, asked)
+    large = _Whole(call)
+    small = _FirstLayers(large, options.layers) if options.layers is not None else _Later(lambda: _small(call, asked))
+    policy: Policy = Likeliest(0.0 if options.lossless else options.rollback)
+    if config.do_sample:
+        policy = Rejection() if options.lossless else Drawn(options.rollback)
+    streamer, pad = call.streamer, compat.pad_token(config)
+    bild = Bild(
+        large=large,
+        small=small,
+        prompt=call.input_ids,
+        stop=stop_of(call.stopping_criteria),
+        edits=edits_of(call.logits_processor, lambda: call.model.config.get_text_config(decoder=True).vocab_size),
+        policy=policy,
+        pad=0 if pad is None else int(pad),
+        fallback=options.fallback,
+        vocabulary=None if options.small is None else call.model.get_output_embeddings().weight.shape[0],
+        max_draft=options.max_draft,
+        shared=options.small is None,
+        paper_compat=options.paper_compat,
+        pace=pace_for(call, options),
+        on_tokens=None
+        if streamer is None
+        else lambda _, tokens: streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu")),
+    )
+    plan = replace(large.stepper.plan, method="big-little decoding")
+    large.stepper.plan = plan
+    assistant = asked.options.small
+    with engine.running(plan):
+        if assistant is None:
+            sequences = bild.run()
+        else:
+            with routed(assistant, family_of(assistant.config.model_type)):
+                sequences = bild.run()
+    if streamer is not None:
+        streamer.end()
+    note_served("transformers.sample", call.model, large.stepper.report())
+    return returned(call, config.return_dict_in_generate, sequences, by_name(bild.counts))
+
+
+def pace_for(call: Call, options: Options) -> Pace | None:
+    """The costs by which a call drafts; None where it always does."""
+    by_default = options.lossless and not call.config.do_sample
+    adaptive = by_default if options.adaptive is None else options.adaptive
+    return pace_of(call.model, options.small, options.layers, len(call.input_ids)) if adaptive else None
+
+
+def returned(call: Call, as_dict: bool, sequences: Tensor, counts: dict[str, Tensor]) -> Any:
+    """What `generate` returns; the counts are summed up for `status()`."""
+    sums = torch.stack(list(counts.values())).sum(1)
+    engine.decoded_together(dict(zip(counts, cast("list[int]", cast(Any, sums).tolist()), strict=True)))
+    if not as_dict:
+        return sequences
+    kind = BildEncoderDecoderOutput if call.model.config.is_encoder_decoder else BildDecoderOnlyOutput
+    return kind(sequences=cast(Any, sequences), bild=counts)
+
+
+def check(call: Call, asked: Asked) -> None:
+    """Raise ValueError where a call, or its small model, has what cannot be had here, as far as it is visible."""
+    if not asked.options.beams:
+        _check_call(call)
+    if asked.options.small is not None:
+        inputs_of_small(asked)
+        _check_small(asked.options.small)
+
+
+def drafted(call: Call, asked: Asked) -> DraftedStepper:
+    """The model of a beam search whose steps the small one drafts.
+
+    Raises:
+        ValueError: its steps cannot be made from its weights.
+    """
+    asked.decoded = True
+    plan, step = planned(call, "beam")
+    small = _small(call, asked).stepper
+    return DraftedStepper(call, plan, step, small, WIDTH * plan.beams, asked.options.beams)
+
+
+def not_proven(model: DraftedStepper, reason: NotFused) -> ValueError:
+    """What is raised where one of the two models has turned out to compute something else."""
+    return _not_fused(model.model if model.fused is None else model.small.model, reason)
+
+
+def by_name(counts: Sequence[Counts]) -> dict[str, Tensor]:
+    names = Counts.__dataclass_fields__
+    return dict(
+        zip(
+            names,
+            torch.tensor([[getattr(each, name) for each in counts] for name in names], dtype=torch.int64, device="cpu"),
+            strict=True,
+        )
+    )
+
+
+def _check_call(call: Call) -> None:
+    config = call.config
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name):
+            raise ValueError(f"big-little decoding returns tokens and counts: {name}=True is not possible")
+    if (name := known(call.stopping_criteria)) is not None:
+        raise ValueError(f"big-little decoding cannot tell for single tokens where a {name} ends a text")
+    several = call.input_ids.shape[0] > 1
+    allowed = _OF_A_TEXT if several else (*_OF_A_TEXT, *_OF_ONE_TEXT)
+    others = [processor for processor in call.logits_processor if kind_of(processor) not in allowed]
+    if (name := rowwise(others)) is not None:
+        why = "may look at the whole batch" if several else "may remember what it was asked before"
+        raise ValueError(
+            f"big-little decoding asks logits processors of some texts at a time, and of tokens that do not come to "
+            f"stay, but {name} {why}"
+        )
+    if several and call.streamer is not None:
+        raise ValueError(f"a streamer follows one text, and the batch has {call.input_ids.shape[0]}")
+
+
+def planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Plan, DecoderStep]:
+    """How a model's steps run.
+
+    Raises:
+        ValueError: they cannot be made from its weights.
+    """
+    kwargs = call.model_kwargs | {"synced_gpus": call.synced_gpus}
+    if compat.is_user_provided(compat.cache_of(kwargs)):
+        raise ValueError(f"big-little decoding of {type(call.model).__name__}: {IS_GIVEN}")
+    try:
+        plan, step = decide(
+            call.model, loop, call.input_ids, call.logits_processor, call.stopping_criteria, call.config, kwargs,
+            drafts=True,
+        )  # fmt: skip
+    except Unsupported as unsupported:
+        raise ValueError(f"big-little decoding of {type(call.model).__name__}: {unsupported.reason}") from None
+    if step is None:
+        raise _not_fused(call.model, "; ".join(plan.left_off))
+    if step.tokens > 1:
+        raise _not_fused(call.model, f"each step runs {step.tokens} tokens of a text")
+    return replace(plan, graphs=False), step  # drafts are of all lengths, and no pass over them is captured
+
+
+def _not_fused(model: Any, reason: object) -> ValueError:
+    return ValueError(
+        "big-little decoding needs decode steps from the weights, which run any tokens of any text; of "
+        f"{type(model).__name__}, {reason}"
+    )
+
+
+class _Whole:
+    """A model that makes all its layers' steps from the weights (`decoding.speculative.bild.Model`)."""
+
+    def __init__(self, call: Call) -> None:
+        plan, step = planned(call)
+        self.stepper = cast(SharedStepper, call.stepper(plan, step))
+
+    def prefill(self) -> Tensor | None:
+        if self.stepper.begin():
+            return None
+        logits = self.stepper.prefill()
+        try:
+            self.stepper.prove(logits)
+        except NotFused as reason:
+            raise _not_fused(self.stepper.model, reason) from None
+        return logits
+
+    @property
+    def fused(self) -> FusedDecoder:
+        assert self.stepper.fused is not None
+        return self.stepper.fused
+
+    def extend(self, spans: Sequence[Span]) -> Tensor:
+        return self.fused.extend(spans)
+
+    def keep(self, rows: Tensor) -> None:
+        self.stepper.keep_cache(rows, rows)
+
+
+class _FirstLayers:
+    """The first layers of a model, over its own keys and values (`decoding.speculative.bild.Model`)."""
+
+    def __init__(self, whole: _Whole, layers: int) -> None:
+        self.whole = whole
+        step = whole.stepper.of_weights
+        assert step is not None
+        self.step = early_exit(step, layers)
+
+    def prefill(self) -> None:
+        """The last token of each prompt is run once more, to the layer of the exit."""
+
+    def extend(self, spans: Sequence[Span]) -> Tensor:
+        return self.whole.fused.extend(spans, self.step)
+
+    def keep(self, rows: Tensor) -> None:
+        """They are the whole model's, which has kept them."""
+
+
+class _Later:
+    """A model that is made when it is first needed (`decoding.speculative.bild.Model`)."""
+
+    def __init__(self, make: Callable[[], _Whole]) -> None:
+        self._make = make
+        self._made: _Whole | None = None
+
+    def prefill(self) -> Tensor | None:
+        self._made = self._make()
+        return self._made.prefill()
+
+    def extend(self, spans: Sequence[Span]) -> Tensor:
+        assert self._made is not None
+        return self._made.extend(spans)
+
+    def keep(self, rows: Tensor) -> None:
+        assert self._made is not None
+        self._made.keep(rows)
+
+
+def _small(call: Call, asked: Asked) -> _Whole:
+    """The small model of a call, with the call's inputs."""
+    model, config, inputs = asked.options.small, call.config, inputs_of_small(asked)
+    with assigned(_handing_over, model):
+        handed_over = model.generate(generation_config=settings_of_small(config), **inputs)
+    if not isinstance(handed_over, Call):
+        raise ValueError(f"{type(model).__name__} has a generate of its own, which does not come to the decoding loop")
+    if handed_over.config.max_length != config.max_length:
+        raise ValueError(
+            f"the generation config of the small {type(model).__name__} has a length of its own, "
+            f"max_new_tokens={handed_over.config.max_new_tokens}: set it to None there"
+        )
+    texts = call.input_ids[:: config.num_beams]
+    if not torch.equal(handed_over.input_ids.to(texts.device), texts):
+        raise ValueError(f"the small {type(model).__name__} begins its texts with other tokens than the large model")
+    return _Whole(handed_over)
+
+
+def settings_of_small(config: Any) -> GenerationConfig:
+    """How the small model's `generate` is called, so that it begins as the large one with its settings does."""
+    return GenerationConfig(
+        max_length=config.max_length, num_beams=1, num_return_sequences=1, do_sample=False, use_cache=True,
+        return_dict_in_generate=False, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id,
+        bos_token_id=config.bos_token_id, decoder_start_token_id=config.decoder_start_token_id,
+    )  # fmt: skip
+
+
+def inputs_of_small(asked: Asked) -> Mapping[str, Any]:
+    """What the small model's `generate` gets: the call's inputs.
+
+    Raises:
+        ValueError: there are none but those that are the large model's alone.
+    """
+    assert asked.inputs is not None
+    inputs = {k: v for k, v in asked.inputs.items() if v is not None and k != "encoder_outputs"}
+    if "inputs_embeds" in inputs or not inputs.keys() & {"inputs", "input_ids", "input_features", "pixel_values"}:
+        raise ValueError(
+            f"the small model needs inputs that are not the large one's alone, and got {', '.join(inputs) or 'none'}"
+        )
+    return inputs
+
+
+def _check_small(model: Any) -> None:
+    family = family_of(model.config.model_type)
+    if family is not None and family.segments:
+        raise ValueError(f"{type(model).__name__} has a generate of its own, which does not come to the decoding loop")
+    try:
+        check_model(model)
+    except Unsupported as unsupported:
+        raise ValueError(f"big-little decoding of {type(model).__name__}: {unsupported.reason}") from None

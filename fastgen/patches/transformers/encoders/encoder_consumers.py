@@ -1,0 +1,100 @@
+"""What is read of an encoder's output by those around it, who say so (`encoder.reading`)."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, cast
+
+from torch import nn
+from transformers import TokenClassificationPipeline
+
+from fastgen.models.build.introspection import NotFused, is_toolkits
+from fastgen.models.routing.instance import untouched
+from fastgen.models.runtime.encoder import Padding
+from fastgen.patches.engine import engine
+from fastgen.patches.transformers.encoders.encoder import folder_of, read_as
+
+TAGGER = "transformers.tagger"
+
+_READERS = {
+    "bert": "BertPooler",
+    "camembert": "CamembertClassificationHead",
+    "electra": "ElectraClassificationHead",
+    "roberta": "RobertaClassificationHead",
+    "xlm_roberta": "XLMRobertaClassificationHead",
+}
+"""Whose forward takes the first position out of all; none where the model's own does."""
+
+
+def classify(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a sentence classifier, of whose encoder it reads each sentence's first position alone."""
+    if self.training:
+        return original(self, *args, **kwargs)
+    family = folder_of(cast(Any, type(self)))
+    name = f"transformers.classifier.{family}"
+    with read_as(partial(_first, self, original, family, name), name):
+        return original(self, *args, **kwargs)
+
+
+def _first(model: Any, forward: Callable[..., Any], family: str, name: str, encoder: nn.Module) -> Padding:
+    try:
+        if not is_toolkits(forward):
+            raise NotFused(f"a forward of its own of a {type(model).__name__}")
+        own = _read_first(model, family)
+    except NotFused as reason:
+        engine.fallback(name, str(reason))
+        return "run"
+    return "first" if own is encoder else "run"
+
+
+def tag(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the pipeline of token classification, which drops what the model says of padding."""
+    with read_as(partial(_tokens, self), TAGGER):
+        return original(self, *args, **kwargs)
+
+
+def _tokens(pipeline: Any, encoder: nn.Module) -> Padding:
+    own = ("postprocess", "gather_pre_entities")
+    model = pipeline.model
+    try:
+        kind = cast(Any, type(pipeline))
+        if any(getattr(kind, name) is not getattr(TokenClassificationPipeline, name) for name in own):
+            raise NotFused(f"a {kind.__name__} may look at padding")
+        if not type(model).__name__.endswith("ForTokenClassification"):
+            raise NotFused(f"a {type(model).__name__} may look at padding")
+        base = getattr(model, model.base_model_prefix)
+        if encoder not in base.children():
+            raise NotFused("an encoder that is not the model's")
+        _check_own([model, base, encoder, model.classifier])
+    except NotFused as reason:
+        engine.fallback(TAGGER, str(reason))
+        return "run"
+    return "none"
+
+
+def _read_first(model: Any, family: str) -> nn.Module:
+    """The encoder of a classifier whose parts are transformers' own.
+
+    Raises:
+        NotFused: somebody else may read what the encoder puts out.
+    """
+    base = getattr(model, model.base_model_prefix)
+    encoder = getattr(base, "transformer" if family == "distilbert" else "encoder")
+    modules = [base, encoder]
+    if family in _READERS:
+        pooler = getattr(base, "pooler", None)
+        reader = model.classifier if pooler is None else pooler
+        if type(reader).__name__ != _READERS[family]:
+            raise NotFused(f"a {type(reader).__name__} reads the encoder's output")
+        modules.append(reader)
+    _check_own(modules)
+    return encoder
+
+
+def _check_own(modules: Iterable[nn.Module]) -> None:
+    """Raise NotFused where modules run anything but their toolkit's forward."""
+    for module in modules:
+        if not untouched(module) or not is_toolkits(type(module).forward):
+            raise NotFused(f"a {type(module).__name__} that is not as it was made")
+    everywhere = cast(Any, nn.modules.module)
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        raise NotFused("a hook on all modules")

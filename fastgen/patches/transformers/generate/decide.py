@@ -1,0 +1,431 @@
+"""Whether and how a call of transformers' decoding loops is accelerated: one decision, before any effect."""
+
+import functools
+import weakref
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.models.build.equivalence_check import by_modules
+from fastgen.models.build.introspection import NotFused, is_toolkits, name_of, reads_rows
+from fastgen.models.build.patched_torch import replaced
+from fastgen.models.cuda_graphs import graph, replay
+from fastgen.models.routing.routes import touched_of, why_compiled
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.runtime.native_multistep_job import why_not_in_c
+from fastgen.models.specs.decoder_layouts import layout_of
+from fastgen.models.specs.families import Family, family_of
+from fastgen.patches.engine import engine
+from fastgen.patches.transformers import CACHES, TOOLKIT, compat, part_of
+from fastgen.patches.transformers.cache import user_cache
+from fastgen.patches.transformers.cache.shared_cache import parts_of
+from fastgen.patches.transformers.compat import CACHE
+from fastgen.patches.transformers.generate import captured_module_step, first_tokens, fused_decoder
+from fastgen.patches.transformers.generate.legacy_search import Method, method_of
+from fastgen.patches.transformers.generate.logits_processors import known, rowwise
+
+
+def decide(
+    model: Any,
+    loop: Literal["beam", "sample"],
+    input_ids: Tensor,
+    processors: Any,
+    criteria: Any,
+    config: Any,
+    kwargs: dict[str, Any],
+    drafts: bool = False,
+) -> tuple[Plan, DecoderStep | None]:
+    """Return the plan of a call, from what `generate` hands to its loop, and the fused step, where it has one.
+
+    drafts: there are steps behind the prompt, even if there is only one new token.
+
+    Raises:
+        Unsupported: with the reason, in the words that `fastgen.status()` shows.
+        ValueError: a list of first tokens does not fit the batch.
+    """
+    method = method_of(config)
+    beams = rows_of(loop, config)
+    vocabulary = lambda: model.config.get_text_config(decoder=True).vocab_size  # noqa: E731
+    first_tokens.check(config.forced_bos_token_id, input_ids.shape[0] // beams, vocabulary)
+    check_call(model, loop, method, config, kwargs)
+    _check_source(model, input_ids, kwargs)
+    _check_canary(model, loop, config, kwargs)
+    left_off: list[str] = []
+    reason = _reason_not_to_know(model, method) or _reason_not_to_share(model, input_ids, config, kwargs, beams)
+    if reason is None and beams == 1 and method is None and not drafts:
+        reason = _reason_too_few(model, input_ids, config.max_length - input_ids.shape[1])
+    if reason is not None:
+        left_off.append(not_shared(reason))
+    shared = not left_off
+    step, new_tokens = None, config.max_length - input_ids.shape[1]
+    if shared and (new_tokens > 1 or drafts or method is not None or has_own_attention(model)):
+        try:
+            step = fused_decoder.step(model, config, kwargs, _longest(model, input_ids, config, kwargs))
+        except NotFused as reason_not:
+            shared = beams == 1 or not has_own_attention(model)
+            left_off += [] if shared else [not_shared(MODULES_CANNOT)]
+            left_off.append(by_modules(reason_not))
+    samples = beams if loop == "sample" and method is None else 1
+    reason = _reason_not_to_drop(input_ids, processors, criteria, config, kwargs, samples)
+    may_drop = reason is None and new_tokens > 1
+    if step is None and ((shared and beams > 1) or may_drop):
+        drawn = draws(model)
+        if shared and beams > 1 and drawn is not None:
+            shared = False
+            left_off.append(not_shared(drawn))
+        if may_drop:
+            reason = drawn or _looks_at_rows(model)
+    sentences = input_ids.shape[0] // beams
+    if reason is not None and sentences > 1:
+        left_off.append(f"finished sentences stay in the batch: {reason}")
+    graphs = (
+        shared
+        and graph.wanted(input_ids)
+        and new_tokens > (captured_module_step.WORTH if step is None else replay.WORTH)
+    )
+    if graphs and (reason_not := reason_not_to_capture(model, method, config, kwargs, step)) is not None:
+        graphs = False
+        left_off.append(replay.not_captured(reason_not))
+    plan = Plan(
+        method=method_named(loop, config),
+        sentences=sentences,
+        beams=beams,
+        shared=shared,
+        drop=reason is None,
+        fused=step is not None,
+        graphs=graphs,
+        left_off=tuple(left_off),
+        not_in_c="" if step is None else why_not_in_c(step),
+    )
+    return plan, step
+
+
+def method_named(loop: Literal["beam", "sample"], config: Any) -> str:
+    """The name of the decoding method that a loop runs for a generation config."""
+    return method_of(config) or _OF_LOOP[loop, bool(config.do_sample)]
+
+
+_OF_LOOP = {
+    ("sample", False): "greedy search", ("sample", True): "sampling",
+    ("beam", False): "beam search", ("beam", True): "beam sampling",
+}  # fmt: skip
+
+
+def _check_canary(model: Any, loop: Literal["beam", "sample"], config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise Unsupported where the installed transformers was found to do otherwise in a part that a call needs."""
+    needed = [part_of(_OF_LOOP[loop, bool(config.do_sample)], bool(model.config.is_encoder_decoder))]
+    if config.return_dict_in_generate or compat.is_user_provided(compat.cache_of(kwargs)):
+        needed.append(CACHES)
+    for part in needed:
+        if (reason := engine.declined(TOOLKIT.name, part)) is not None:
+            raise Unsupported(reason)
+
+
+def reason_not_to_capture(
+    model: Any, method: Method | None, config: Any, kwargs: dict[str, Any], step: DecoderStep | None
+) -> str | None:
+    """Why decode steps over the shared cache, from the weights or without a `step` of that kind, are not captured."""
+    if method == "contrastive search":
+        return "contrastive search looks at what the model's head reads"
+    if step is not None:
+        return None
+    if has_own_attention(model):
+        return MODULES_CANNOT
+    if (reason := _reason_not_to_redeem(model, kwargs)) is not None:
+        return reason
+    try:
+        captured_module_step.check(model, config, kwargs)
+    except NotFused as reason_not:
+        return str(reason_not)
+    return None
+
+
+def rows_of(loop: Literal["beam", "sample"], config: Any) -> int:
+    """Rows of a sentence: beams, sequences to sample, or the candidates of contrastive search."""
+    if loop == "beam":
+        return config.num_beams
+    return config.top_k if method_of(config) is not None else config.num_return_sequences
+
+
+def _reason_not_to_know(model: Any, method: Method | None) -> str | None:
+    """Why a model is not one of those that are known; of a method that transformers has not, it decodes here anyway."""
+    try:
+        check_model(model)
+    except Unsupported as unsupported:
+        if method is None or compat.reorders_its_cache(model) or compat.has_states(model):
+            raise
+        return unsupported.reason
+    return None
+
+
+MODULES_CANNOT = "the model's own modules compute attention by themselves"
+
+
+def has_own_attention(model: Any) -> bool:
+    """Whether a model's modules cannot redeem what a shared cache hands out for several rows of a sentence."""
+    return any(family is not None and family.own_attention for family in map(_family, _configs(model)))
+
+
+def _family(config: Any) -> Family | None:
+    return family_of(config.model_type)
+
+
+refused: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Models that were found, at a first decode step, not to take their keys from the shared cache."""
+
+
+def computes_alone(model: Any) -> str:
+    """The reason for which a refused model does not share."""
+    return f"{type(model).__name__} computes with the cache in a way of its own"
+
+
+def not_shared(reason: str) -> str:
+    """How a plan says that its keys and values are not in the shared cache."""
+    return f"keys and values are not shared: {reason}"
+
+
+def check_call(
+    model: Any, loop: Literal["beam", "sample"], method: Method | None, config: Any, kwargs: dict[str, Any]
+) -> None:
+    """Raise Unsupported where a call is left to transformers' loop, as far as can be told from its arguments."""
+    for name in compat.CALLED_BY_LOOP[loop]:
+        if name in vars(model) or compat.has_own(model, name):
+            raise Unsupported(f"{type(model).__name__} has its own {name}")
+    if (default := torch.get_default_device()).type not in ("cpu", model.device.type):
+        raise Unsupported(f"the default device is {default}, and the model is on {model.device}")
+    if kwargs.get("synced_gpus"):
+        raise Unsupported("synced_gpus=True")
+    if config.is_assistant:
+        raise Unsupported("the model is the assistant of another")
+    cache = compat.cache_of(kwargs)
+    if loop == "beam":
+        if config.low_memory and method is None:
+            raise Unsupported("low_memory=True")
+        if CACHE in kwargs and not hasattr(cache, "reorder_cache"):
+            raise Unsupported(f"a {type(cache).__name__} cannot be reordered")
+    elif (
+        getattr(cache, "is_compileable", False)
+        and not config.disable_compile
+        and (model.device.type != "cpu" or compat.compiles_everywhere(config))
+    ):
+        raise Unsupported("transformers compiles the forward")
+
+
+def _check_source(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> None:
+    """Raise Unsupported where an encoder's states have other rows than the text, or others than their mask has."""
+    found, mask = kwargs.get("encoder_outputs"), kwargs.get("attention_mask")
+    states = found[0] if found and model.config.is_encoder_decoder else None
+    if not isinstance(states, Tensor) or states.dim() < 2:
+        return
+    layout, (rows, length) = layout_of(model.config), states.shape[:2]
+    fits = rows == len(input_ids)
+    if isinstance(mask, Tensor) and mask.dim() == 2 and layout is not None and layout.masks_source:
+        fits = fits and mask.shape == (rows, length)
+    if not fits:
+        raise Unsupported("encoder outputs of other rows or lengths than the text or the mask")
+
+
+def check_model(model: Any) -> None:
+    """Raise Unsupported where no call of this model is accelerated, whatever its arguments."""
+    if (reason := replaced()) is not None:
+        raise Unsupported(reason)
+    if all(family_of(part.model_type) is None for part in _configs(model)):
+        raise Unsupported(f"model type {model.config.model_type!r} is not proven yet")
+    if model.device.type == "meta":
+        raise Unsupported("the model's first weights are offloaded")
+    if compat.reorders_its_cache(model):
+        raise Unsupported(f"{type(model).__name__} reorders its cache itself")
+    if (reason := why_compiled(model)) is not None:
+        raise Unsupported(reason)
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        raise Unsupported("the model lies on several devices")
+
+
+def _configs(model: Any) -> tuple[Any, ...]:
+    """The model's config and, where it is one of several, that of its text: transformers makes a copy to find it."""
+    return (model.config, model.config.get_text_config(decoder=True)) if model.config.sub_configs else (model.config,)
+
+
+FEW, SHORT = 2, 64
+"""New tokens up to which, on a CPU, a call of a decoder-only model with one row per sentence takes longer to begin than
+its steps would save, and tokens of prompts up to which that holds: its own cache copies all that it holds at a step.
+Models with a source save by their first token, too."""
+
+
+def _reason_too_few(model: Any, input_ids: Tensor, new_tokens: int) -> str | None:
+    short = not model.config.is_encoder_decoder and input_ids.numel() <= SHORT
+    if new_tokens > 1 and not (new_tokens <= FEW and short and input_ids.device.type == "cpu"):
+        return None
+    return f"no more than {new_tokens} new, for which it does not pay"
+
+
+def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any], beams: int) -> str | None:
+    if not config.use_cache:
+        return "use_cache=False"
+    if kwargs.get("encoder_outputs") is not None and not model.config.is_encoder_decoder:
+        return "encoder outputs are given to a decoder"
+    cache = compat.cache_of(kwargs)
+    if (reason := _of_another_kind(cache)) is not None:
+        return reason
+    layout, mask = layout_of(model.config), kwargs.get("attention_mask")
+    sources = model.config.is_encoder_decoder and (layout is None or layout.masks_source)
+    if sources and isinstance(mask, Tensor) and not bool(mask.any(-1).all()):
+        return "a source of padding alone"
+    if compat.is_user_provided(cache):
+        if has_own_attention(model):
+            return user_cache.IS_GIVEN
+        if (reason := user_cache.reason_not_to_share(model, cache, len(input_ids), beams)) is not None:
+            return reason
+        if (
+            beams == 1
+            and (reason := user_cache.reason_not_to_copy(cache, config.max_length - input_ids.shape[1])) is not None
+        ):
+            return reason
+    if (found := _reads_rows(model)) is not None:
+        return f"{found} may look at rows, or at the cache"
+    longest = _longest(model, input_ids, config, kwargs)
+    for part in _configs(model):
+        rope: dict[str, Any] = getattr(part, "rope_parameters", None) or {}
+        short = rope.get("original_max_position_embeddings", getattr(part, "original_max_position_embeddings", None))
+        if rope.get("rope_type") == "longrope" and short is not None and longest > short:
+            return "a text that outgrows its short positions is computed anew"
+    attentions = config.return_dict_in_generate and config.output_attentions
+    if beams == 1:
+        windows = [layer.sliding_window for layer in parts_of(cache)[0].layers if layer.is_sliding]
+        if windows and attentions:
+            return "output_attentions=True with a sliding window"
+        # The shared cache keeps the whole text, which only several rows of a sentence make up for.
+        if windows and longest > min(windows):
+            return "the text may outgrow the sliding window"
+        return None
+    if attentions:
+        return "output_attentions=True"
+    return _reason_not_to_redeem(model, kwargs)
+
+
+def _of_another_kind(cache: Any) -> str | None:
+    """Why a cache is not of the kind that `generate` makes by itself, if it is not."""
+    for part in parts_of(cache) or [cache]:
+        if type(part) is not DynamicCache:
+            return f"the cache is a {type(part).__name__}"
+        if part.offloading:
+            return "the cache is offloaded"
+        layers: list[Any] = part.layers
+        for layer in layers:
+            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+                return f"the cache has a {type(layer).__name__}"
+    return None
+
+
+def _longest(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> int:
+    """Tokens of the text at most."""
+    embeds = None if model.config.is_encoder_decoder else kwargs.get("inputs_embeds")
+    prompt = input_ids if embeds is None else embeds
+    held = held_before(model, input_ids, config, kwargs)
+    return held + prompt.shape[1] + config.max_length - input_ids.shape[1]
+
+
+def held_before(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> int:
+    """Tokens that a given cache holds and the prompt does not repeat, by the rule of `_prefill`."""
+    cache = compat.cache_of(kwargs)
+    if cache is None or kwargs.get("inputs_embeds") is not None:
+        return 0
+    mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    length = compat.length_of_mask(config) if mask is None else mask.shape[1]
+    return 0 if length == input_ids.shape[1] else int(cache.get_seq_length())
+
+
+def _reason_not_to_redeem(model: Any, kwargs: dict[str, Any]) -> str | None:
+    """Why the model's attention cannot be that over the shared cache, for several rows per sentence."""
+    if model in refused:
+        return computes_alone(model)
+    if has_own_attention(model):
+        return None  # its modules are not asked
+    if not engine.is_applied("transformers.attention"):
+        return "transformers.attention is not in place"
+    for part in _configs(model):
+        if (reason := fused_decoder.not_known(model, part)) is not None:
+            return reason
+    if kwargs.get("mm_encoder_outputs"):
+        return "images or videos are given"
+    position_ids = kwargs.get("position_ids")
+    if position_ids is not None and position_ids.dim() > 2:
+        return "multimodal position ids"
+    return None
+
+
+def _reason_not_to_drop(
+    input_ids: Tensor, processors: Any, criteria: Any, config: Any, kwargs: dict[str, Any], samples: int
+) -> str | None:
+    if config.do_sample:
+        return "sampling draws for the whole batch"
+    if samples > 1:
+        return "several sequences per sentence"
+    if config.return_dict_in_generate:
+        return "return_dict_in_generate=True"
+    if kwargs.get("streamer") is not None:
+        return "a streamer listens"
+    cache = compat.cache_of(kwargs)
+    if compat.is_user_provided(cache):
+        return user_cache.IS_GIVEN
+    if cache is not None and (reason := _of_another_kind(cache)) is not None:
+        return reason
+    if (name := _not_by_rows(kwargs, input_ids.shape[0])) is not None:
+        return f"{name} has no entry for each row"
+    name = rowwise(processors) or known(criteria)
+    return None if name is None else f"{name} may look at the whole batch"
+
+
+def draws(model: Any) -> str | None:
+    """Why what a row draws depends on how many there are: dropout, in training mode."""
+    for module in captured_module_step.of_steps(model):
+        if module.training and _has_dropout(module):
+            return f"dropout of a {type(module).__name__} in training mode draws for the whole batch"
+    return None
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    numbers = [name for name, value in vars(module).items() if isinstance(value, float) and value]
+    return any("drop" in name or name == "p" for name in numbers)
+
+
+def _reads_rows(model: Any) -> str | None:
+    """What somebody has put on a module of the decode steps: it finds a row for each beam, and transformers' cache."""
+    found = {module: what for module in touched_of(model) if (what := reads_rows(module)) is not None}
+    if not found:
+        return None
+    of_steps = set(captured_module_step.of_steps(model))
+    return next((what for module, what in found.items() if module in of_steps), None)
+
+
+def _looks_at_rows(model: Any) -> str | None:
+    """Why the steps of a model's modules may depend on which rows there are: code that nobody knows."""
+    for module in captured_module_step.of_steps(model):
+        kind, part = type(module), module is not model  # whose class may be a user's own
+        if part and not _is_by_rows(kind):
+            return f"{name_of(module)} may look at the whole batch"
+        if (found := reads_rows(module)) is not None:
+            return f"{found} may look at the whole batch"
+        if part and not (is_toolkits(kind.forward) or kind.__module__.startswith("peft.")):
+            return f"a forward of its own of a {kind.__name__} may look at the whole batch"
+    return None
+
+
+@functools.cache
+def _is_by_rows(kind: type[nn.Module]) -> bool:
+    """Whether a module of a class does the same to a row whatever stands beside it."""
+    return kind.__module__.startswith(("torch.nn.", "transformers.", "peft.", "fastgen."))
+
+
+def _not_by_rows(kwargs: dict[str, Any], rows: int) -> str | None:
+    """The name of an argument of the model from which no rows can be taken away."""
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor) and (value.shape[:1] != (rows,) or (name == "position_ids" and value.dim() > 2)):
+            return name
+    # Without a cache the model reads the images again at every step.
+    images = not kwargs["use_cache"] and kwargs.get("mm_encoder_outputs")
+    return "mm_encoder_outputs" if images else None

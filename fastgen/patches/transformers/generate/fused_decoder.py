@@ -1,0 +1,265 @@
+"""The decode steps of a transformers model from its weights (`models.runtime.decode_step`), over the shared cache."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fastgen import config
+from fastgen.models.build.equivalence_check import outcome
+from fastgen.models.build.introspection import NotFused, is_toolkits
+from fastgen.models.build.step_builder import step_of
+from fastgen.models.cuda_graphs import graph
+from fastgen.models.cuda_graphs.graph_buffers import Reads
+from fastgen.models.cuda_graphs.replay import Opened, Replay
+from fastgen.models.runtime.decode_step import Context, DecoderStep
+from fastgen.models.runtime.native_multistep_job import Prepared, is_written, prepared
+from fastgen.models.runtime.ragged_step import Ragged, Span
+from fastgen.models.specs.decoder_layouts import layout_of
+from fastgen.ops import native
+from fastgen.patches.transformers import compat
+from fastgen.patches.transformers.cache.shared_cache import SharedCache, parts_of
+from fastgen.patches.transformers.compat import CACHE
+from fastgen.patches.transformers.generate.legacy_search import method_of
+
+# Arguments of a model's forward that its decode steps can do without, or that are looked at here; and of a loop.
+_ARGUMENTS = {
+    True: {
+        "attention_mask",
+        "decoder_attention_mask",
+        "encoder_outputs",
+        "global_attention_mask",
+        CACHE,
+        "use_cache",
+    },
+    False: {"attention_mask", "inputs_embeds", "logits_to_keep", CACHE, "position_ids", "use_cache"},
+}  # by whether it is an encoder-decoder
+_OF_LOOP = {"streamer", "synced_gpus", "tokenizer"}
+_NOT_FORWARDED = {"labels"}  # trainers hand `generate` whole batches; it keeps these from the forward
+_ATTENTION = ("eager", "sdpa")
+
+
+def not_known(model: Any, config: Any) -> str | None:
+    """Why the attention function that a model's config names is not one whose results are known."""
+    name = compat.attention_of(config)
+    eager = getattr(sys.modules.get(type(model).__module__), "eager_attention_forward", None)
+    function = cast(Any, ALL_ATTENTION_FUNCTIONS).get(name, eager if name == "eager" else None)
+    if name not in _ATTENTION:
+        return f"attention implementation {name!r}"
+    return None if function is None or is_toolkits(function) else f"an attention function {name!r} of its own"
+
+
+def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: int) -> DecoderStep:
+    """Return the decode step of a call.
+
+    Args:
+        kwargs: what the model's forward gets. longest: tokens of a text at most.
+
+    Raises:
+        NotFused: the steps cannot be made from the weights; with the reason.
+    """
+    if config.settings().step == "module":
+        raise NotFused("FASTGEN_STEP=module")
+    check_arguments(model, generation_config, kwargs)
+    windows = [layer.sliding_window for layer in parts_of(kwargs[CACHE])[0].layers if layer.is_sliding]
+    if windows and longest > min(windows):
+        raise NotFused("the text may outgrow the sliding window")
+    layout = layout_of(model.config)
+    if layout is None:
+        raise NotFused(f"there is no record of model type {model.config.model_type!r}")
+    if (layout.source is not None or layout.source_in_text) != bool(model.config.is_encoder_decoder):
+        raise NotFused("a decoder without its encoder")
+    check_preparation(model)
+    if (reason := not_known(model, model.config)) is not None:
+        raise NotFused(reason)
+    if layout.source_in_text:
+        longest += kwargs["encoder_outputs"][0].shape[1]
+    found = step_of(model, layout, longest)
+    if found.tokens > 1 and method_of(generation_config) == "contrastive search":
+        raise NotFused("contrastive search looks at tokens, and the head at what asks behind them")
+    mask = kwargs.get("attention_mask")
+    if found.counts_padding and mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise NotFused("padding that is not on the left")
+    return found
+
+
+def check_arguments(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise NotFused where more is asked of a step than logits, or more given to it than a text."""
+    returned = generation_config.output_hidden_states or generation_config.output_attentions
+    noted = any(getattr(model.config, name, False) for name in ("output_hidden_states", "output_attentions"))
+    if noted or (returned and generation_config.return_dict_in_generate):
+        raise NotFused("hidden states or attentions are returned")
+    arguments = _ARGUMENTS[bool(model.config.is_encoder_decoder)] | _OF_LOOP
+    for name, value in kwargs.items():
+        if name in _NOT_FORWARDED:
+            continue
+        if value is not None and name not in arguments:
+            raise NotFused(f"the model gets {name}")
+        if isinstance(value, Tensor) and value.dim() != 2 and name != "inputs_embeds":  # which are the prompt alone
+            raise NotFused(f"{name} has {value.dim()} dimensions")
+
+
+def check_preparation(model: Any) -> None:
+    """Raise NotFused where a model prepares its steps in a way of its own."""
+    layout = layout_of(model.config)
+    for name in compat.STEP_METHODS:
+        method: Any = getattr(cast(Any, type(model)), name)
+        harmless = layout is not None and layout.own_inputs and is_toolkits(method)
+        if name in vars(model) or (compat.has_own(model, name) and not harmless):
+            raise NotFused(f"{type(model).__name__} has its own {name}")
+    if type(model).__call__ is not nn.Module.__call__:
+        raise NotFused(f"{type(model).__name__} has its own __call__")
+
+
+class FusedDecoder:
+    """A model's steps behind the prompt: token ids in, logits out.
+
+    Args:
+        kwargs: what the model's forward would get in the first of them.
+
+    Raises:
+        NotFused: the model has run other layers than the step has, or its mask is not that of the whole text.
+    """
+
+    def __init__(self, step: DecoderStep, model: Any, cache: SharedCache, kwargs: dict[str, Any]) -> None:
+        if (len(cache.text), len(cache.source)) != step.layers:
+            raise NotFused(f"its cache has {len(cache.text)} layers")
+        self.step, self.cache, self.prefix = step, cache, cache.text[0].prefix
+        self.longest = self.prefix + cache.longest
+        self.ready = bool(outcome(step))  # else the next step is made both ways
+        self.encoder_decoder = bool(model.config.is_encoder_decoder)
+        layout = layout_of(model.config)
+        assert layout is not None  # or there is no step
+        names = ("decoder_attention_mask", "attention_mask") if self.encoder_decoder else ("attention_mask", "")
+        text, source = (kwargs.get(name) for name in names)
+        text = text if layout.masks_text else None
+        source = source if layout.masks_source else None
+        positions = kwargs.get("position_ids")
+        if source is not None and layout.source_in_text:  # which may be padded at any side
+            text = torch.nn.functional.pad(source, (0, self.prefix - source.shape[1]), value=1)
+            source, positions = None, text.sum(1, keepdim=True)
+        elif text is not None and text.shape[1] != self.prefix + 1:  # which may also mask generated tokens
+            raise NotFused(f"a mask of {text.shape[1] - 1} tokens for a text of {self.prefix}")
+        self.prefix_mask = None if text is None else _additive(text[:: cache.beams, : self.prefix], step.dtype)
+        self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)
+        counted = None if text is None else text[:, : self.prefix].sum(1, keepdim=True)
+        self.first = self._first(counted if layout.counted or step.counts_padding else positions)
+        self.seeing = bool(kwargs.get("output_hidden_states"))  # whether `hidden` is looked at
+        self.hidden: Tensor | None = None  # (R, C), what the head has read last
+        replayed = graph.wanted(cache.text[0].keys) and not self.seeing
+        self._written = not self.seeing and not replayed and is_written(step)  # from ids to logits in C
+        self.replay = Replay(step, cache.text, cache.longest) if replayed else None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return logits (R, V) of what follows ids (R, L), of which the cache holds all but the newest.
+
+        They are fp32, or of the model's type where the step is captured.
+        """
+        if self.replay is not None and self.ready and self.replay.able(len(ids)):
+            return self.replay(ids[:, -1], self._reads)[0]
+        if not self.seeing:
+            return self.step(ids[:, -1], self.context()).float()
+        self.hidden = self.step.hidden(ids[:, -1], self.context())
+        return self.step.logits(self.hidden).float()
+
+    def open(self, ids: Tensor) -> Opened:
+        """Open a step of the newest token of ids (R, L) that is captured together with those of others."""
+        assert self.replay is not None
+        return self.replay.open(ids[:, -1], self._reads)
+
+    @property
+    def _reads(self) -> Reads:
+        cache = self.cache
+        return Reads(
+            cache.sentences, cache.text, cache.source, cache.ancestry, self.first, self.prefix_mask, self.source_mask
+        )
+
+    def context(self) -> Context:
+        """What the next step reads."""
+        cache, ancestry, steps = self.cache, self.cache.ancestry, self.cache.text[0].steps
+        return Context(
+            cache.sentences, self.prefix + steps + 1, self.prefix, self._position(steps), cache.text, cache.source,
+            self._text_mask(steps), self.source_mask, None if ancestry is None else ancestry.times,
+        )  # fmt: skip
+
+    def _position(self, steps: int) -> int | Tensor:
+        """Of the newest token, so many steps behind the prompt: (R,) where rows differ."""
+        at = self.first + steps
+        return at.repeat_interleave(self.cache.beams) if isinstance(at, Tensor) else at
+
+    @property
+    def in_a_row(self) -> bool:
+        """Whether C may make several steps in a row, choices and all."""
+        return self.ready and self._written and native.library() is not None
+
+    def prepared(self, steps: int) -> Prepared | None:
+        """Have at most so many steps ready, for which the cache has room; None where C cannot run."""
+        cache, ancestry, text = self.cache, self.cache.ancestry, self.cache.text[0]
+        mask = None
+        if ancestry is not None:
+            mask, own = ancestry.behind(self.prefix, self.prefix_mask), ancestry.own
+        else:
+            own = torch.zeros(1, 1, dtype=torch.float32, device=cache.text[0].keys.device)
+            if self.prefix_mask is not None:
+                mask = torch.nn.functional.pad(self.prefix_mask[:, 0], (0, text.steps + steps))
+        context = Context(
+            cache.sentences, self.prefix + text.steps + 1, self.prefix, self._position(text.steps), cache.text,
+            cache.source, None, self.source_mask, None if ancestry is None else ancestry.times,
+        )  # fmt: skip
+        return prepared(self.step, context, mask, own, steps)
+
+    def extend(self, spans: Sequence[Span], step: DecoderStep | None = None) -> Tensor:
+        """Return logits (N, V) fp32 of what follows the tokens of spans, with one beam per sentence.
+
+        step: one of the first layers alone; None for all.
+        """
+        cache, step = self.cache, step or self.step
+        text, source = step.layers
+        around = Ragged(
+            cache.sentences, spans, self.first, cache.text[:text], cache.source[:source], self.prefix_mask,
+            self.source_mask,
+        )  # fmt: skip
+        ids = torch.tensor([token for span in spans for token in span.tokens], device=around.device, dtype=torch.int64)
+        return step(ids, around).float()
+
+    def keep(self, sentences: Tensor) -> None:
+        """Keep these sentences, int64 indices."""
+        self.prefix_mask, self.source_mask = (
+            None if mask is None else mask[sentences] for mask in (self.prefix_mask, self.source_mask)
+        )
+        if isinstance(self.first, Tensor):
+            self.first = self.first[sentences]
+
+    def _first(self, position_ids: Tensor | None) -> int | Tensor:
+        """The position of the first token behind the prompt; (B,) where sentences differ."""
+        if position_ids is None:
+            return self.prefix
+        first = position_ids[:: self.cache.beams, -1]
+        return int(first[0]) if bool((first == first[0]).all()) else first
+
+    def _text_mask(self, steps: int) -> Tensor | None:
+        """What is seen in a step that is `steps` behind the prompt; None where it is all."""
+        prefix, ancestry = self.prefix_mask, self.cache.ancestry
+        if ancestry is None:
+            return None if prefix is None else torch.nn.functional.pad(prefix, (0, steps + 1))
+        visible = ancestry.visible[:, None].to(self.step.dtype)
+        shared = visible.new_zeros(1) if prefix is None else prefix
+        return torch.cat([shared.expand(*visible.shape[:3], self.prefix), visible], 3)
+
+
+def source_mask(model: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> Tensor | None:
+    """What a decoder's attention over the source does not see, additive (R, 1, 1, S), of a forward's arguments."""
+    mask, layout = kwargs.get("attention_mask"), layout_of(model.config)
+    assert layout is not None  # or there is no step
+    return None if mask is None or not layout.masks_source else _additive(mask, dtype)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """mask (B, N), true where visible, as (B, 1, 1, N); None where all is visible."""
+    hidden = ~mask.to(torch.bool)
+    if not bool(hidden.any()):
+        return None
+    return torch.zeros(hidden.shape, dtype=dtype, device=mask.device).masked_fill_(hidden, -torch.inf)[:, None, None]

@@ -1,0 +1,388 @@
+"""transformers' `generate` and its two decoding loops, on the engine of `decoding`."""
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from transformers.generation import utils as gu
+
+from fastgen.decoding.backends.captured_beam_search import ReplayedBeamSearch
+from fastgen.decoding.backends.captured_sampling import ReplayedSampling
+from fastgen.decoding.backends.captured_selection import not_captured
+from fastgen.decoding.batching.continuous_batching import run
+from fastgen.decoding.batching.stable_prefix import Certain
+from fastgen.decoding.logits.transforms import Edit, capturable
+from fastgen.decoding.plan import Unsupported
+from fastgen.decoding.search.beam_search import BeamSearch
+from fastgen.decoding.search.finishing_rules import TransformersRule
+from fastgen.decoding.search.sampling import Sampling
+from fastgen.decoding.search.stopping import Stop
+from fastgen.decoding.speculative.bild_options import Options
+from fastgen.models.build.introspection import NotFused
+from fastgen.models.cuda_graphs import graph, graph_buffers
+from fastgen.models.layers import packed_weights
+from fastgen.models.memory import scratch
+from fastgen.models.routing.routes import routed, withdraw
+from fastgen.models.specs.families import family_of
+from fastgen.patches.engine import engine
+from fastgen.patches.transformers import compat
+from fastgen.patches.transformers.bild import bild, bild_call, bild_resting
+from fastgen.patches.transformers.cache.user_cache import IS_GIVEN
+from fastgen.patches.transformers.encoders import unpadded_encoder
+from fastgen.patches.transformers.generate import legacy_loops, legacy_search, sequence_scores
+from fastgen.patches.transformers.generate.decide import decide, method_named
+from fastgen.patches.transformers.generate.generation_call import Call
+from fastgen.patches.transformers.generate.logits_processors import bounded, edits_of, fill_of, stop_of
+from fastgen.patches.transformers.generate.module_stepper import Stepper
+from fastgen.patches.transformers.generate.outputs import Decoding, fields, vocabulary
+from fastgen.patches.transformers.generate.resolve_setting import rows_at_most, said
+from fastgen.patches.transformers.generate.sequence_scores import Scored
+from fastgen.patches.transformers.introspection import parity
+from fastgen.patches.transformers.streaming import beam_streamer, cancellation, split, suspend
+from fastgen.patches.transformers.streaming.suspend import Begun
+
+_Original = Callable[..., Any]
+
+TOO_FEW, TOO_NARROW = 64, 256
+"""Rows of a product, and the width of a model, up to which a call for one new token saves less than a look at the
+model's layers takes: its products take microseconds, the look a millisecond."""
+
+engine.on_release(packed_weights.release)
+engine.on_release(scratch.release)
+engine.on_release(graph_buffers.release)
+engine.on_release(graph.release)
+
+
+def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`GenerationMixin.generate` with the model's linear layers on their fastest route; in parity mode, both ways."""
+    suspend.note_call(self)
+    if kwargs.get("custom_generate") is not None:
+        of = type(self).__name__, "custom_generate"
+        engine.fallback("transformers.generate", "custom_generate runs a loop of its own", of)
+    if len(args) > 1:  # by name, as options are looked for
+        names = list(inspect.signature(original).parameters)[2:]
+        args, kwargs = args[:1], kwargs | dict(zip(names, args[1:], strict=False))
+    options = bild_call.options_of(self, kwargs)
+    run = functools.partial(_as_asked, options)
+    if parity.wanted():
+        if options is None or (options.lossless and not said(self, kwargs, "do_sample")):
+            return parity.both_ways(run, original, self, *args, **kwargs)
+        engine.compared("run once: big-little decoding changes the output, without lossless=True or with sampling")
+    return run(original, self, *args, **kwargs)
+
+
+def _as_asked(options: Options | None, original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if options is None:
+        with bild.asking(None):  # another call, be it of the same model
+            return _accelerated(original, self, *args, **kwargs)
+    asked = bild.Asked(self, options)
+    with bild.asking(asked):
+        output = _accelerated(asked.noting(original), self, *args, **kwargs)
+    if not asked.decoded:
+        raise ValueError(
+            "big-little decoding was asked for, and generate ran another way to decode, which its other arguments or "
+            f"the generation config of {type(self).__name__} ask for"
+        )
+    return output
+
+
+def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    family, asked = family_of(getattr(self.config, "model_type", "")), bild.asked_of(self)
+    rows = rows_at_most(self, args, kwargs)
+    if asked is None and _is_too_small(self, rows, kwargs):
+        with engine.running("generate"), legacy_search.calling(self, kwargs):
+            return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
+    with (
+        engine.running("generate"),
+        unpadded_encoder.unread_padding(self, kwargs, tokens_alone=asked is not None and not asked.options.beams),
+        legacy_search.calling(self, kwargs),
+        routed(self, family, rows) as layers,
+    ):
+        if layers:
+            engine.hit("transformers.generate")
+        return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
+
+
+def compiled_call(original: _Original, self: Any, compile_config: Any) -> Any:
+    """`PreTrainedModel.get_compiled_call`: what Dynamo is about to trace is the model as it is outside of a call."""
+    withdraw(self)
+    engine.hit("transformers.compiled_call")
+    return original(self, compile_config)
+
+
+def _is_too_small(model: Any, rows: int | None, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call has so little to compute that its layers are left as they are."""
+    width: Any = getattr(model.config, "hidden_size", None)
+    narrow = isinstance(width, int) and width <= TOO_NARROW
+    return narrow and rows is not None and rows <= TOO_FEW and said(model, kwargs, "max_new_tokens") == 1
+
+
+def beam_search(
+    original: _Original,
+    self: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    **model_kwargs: Any,
+) -> Any:
+    """`GenerationMixin._beam_search`, where it can be over one cache per sentence."""
+    streamer = beam_streamer.followed_by(model_kwargs)
+    if streamer is not None:
+        del model_kwargs["streamer"]
+    config = bounded("beam", generation_config, stopping_criteria)
+    call = Call(
+        self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs, streamer,
+        sequence_scores.asked_of(self), *cancellation.asked_of(self),
+    )  # fmt: skip
+    stock = lambda: original(  # noqa: E731
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
+    )
+    with _unasked():
+        return _run("beam", call, stock)
+
+
+def _unasked() -> ExitStack:
+    """A loop: another call of `generate` within it, by a processor or a criterion, is asked for nothing."""
+    stack = ExitStack()
+    stack.enter_context(sequence_scores.asking(None))
+    stack.enter_context(cancellation.asking(None, None))
+    return stack
+
+
+def sample(
+    original: _Original,
+    self: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """`GenerationMixin._sample`, where it can be over one cache per sentence."""
+    config = bounded("sample", generation_config, stopping_criteria)
+    call = Call(
+        self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs, streamer,
+        sequence_scores.asked_of(self), *cancellation.asked_of(self),
+    )  # fmt: skip
+    stock = lambda: original(  # noqa: E731
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+    )
+    with _unasked():
+        return _run("sample", call, stock)
+
+
+def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) -> Any:
+    """Decide, then decode here or leave the call to the toolkit; the reason is counted.
+
+    Returns what `generate` returns; where it was asked to pause and can, the `Begun` loop.
+    """
+    method = legacy_search.method_of(call.config)
+    if bild.hands_over(call.model):
+        return call
+    if call.config.is_assistant:  # of a call in progress, which is counted itself
+        return stock()
+    asked = bild.asked_of(call.model)
+    if asked is not None and method is not None:
+        raise ValueError(f"{method} does not go with big-little decoding")
+    if asked is not None and loop == "beam":
+        return _drafted_beams(call, asked)
+    rests, returned = asked is not None and bild_resting.rests(call, asked), call.config.return_dict_in_generate
+    if asked is not None and not rests:
+        return bild.decode(call, asked)
+    began = time.perf_counter()
+    if rests:
+        call = bild_resting.resting(call)
+    name = {"beam": "transformers.beam_search", "sample": "transformers.sample"}[loop]
+    wide = legacy_loops.widened(call) if method == "contrastive search" else call
+    try:
+        plan, step = decide(
+            call.model,
+            loop,
+            wide.input_ids,
+            call.logits_processor,
+            call.stopping_criteria,
+            call.config,
+            wide.model_kwargs | {"synced_gpus": call.synced_gpus, "streamer": call.streamer},
+        )
+    except Unsupported as unsupported:
+        if asked is not None:
+            return bild.decode(call, asked)  # which says what it needs
+        if method is not None:  # transformers would run another one
+            raise ValueError(f"{method} of {type(call.model).__name__}: {unsupported.reason}") from None
+        of = type(call.model).__name__, method_named(loop, call.config)
+        engine.fallback(name, unsupported.reason, of)
+        return stock()
+    if asked is not None and step is None:
+        return bild.decode(call, asked)
+    pauses, reason = (False, None) if rests else suspend.decide(call.model, plan, step, call.stopping_criteria)
+    with engine.running(plan):
+        model = wide.stepper(plan, step) if method is None else legacy_loops.stepper(wide, plan, step)
+        decoding = decoding_of(loop, call, model)
+        with decoding.around():
+            over = run(decoding.search, model, model.prefill(), lambda: pauses and model.joinable)
+    begun = Begun(name, model, decoding.search, decoding.output, () if reason is None else (reason,))
+    if asked is not None:
+        found, seconds = begun.finish(), time.perf_counter() - began
+        return bild_resting.of_large_alone(call, asked, returned, found, model.report(), seconds)
+    return begun.finish() if over else begun
+
+
+def _drafted_beams(call: Call, asked: bild.Asked) -> Any:
+    """A beam search whose steps a small model drafts."""
+    model = bild.drafted(call, asked)
+    assistant = asked.options.small
+    with engine.running(model.plan), routed(assistant, family_of(assistant.config.model_type)):
+        decoding = _beam_search(call, model)
+        try:
+            first = model.prefill()
+        except NotFused as reason:
+            raise bild.not_proven(model, reason) from None
+        run(decoding.search, model, first)
+    passes = model.passes
+    engine.decoded_together(
+        {"beam_steps": passes.steps, "large_calls": passes.large_calls, "small_calls": passes.small_calls}
+    )
+    return Begun("transformers.beam_search", model, decoding.search, decoding.output).finish()
+
+
+def decoding_of(loop: Literal["beam", "sample"], call: Call, model: Stepper) -> Decoding:
+    if (method := legacy_search.method_of(call.config)) is not None:
+        return legacy_loops.decoding_of(method, call, model)
+    return _beam_search(call, model) if loop == "beam" else _sample(call, model)
+
+
+def _beam_search(call: Call, model: Stepper) -> Decoding:
+    config, m = call.config, model.plan.beams
+    certain = call.certain(m)
+    eos = compat.eos_tokens(config)
+    rule = TransformersRule(
+        beams=m,
+        max_length=config.max_length,
+        prompt_length=call.input_ids.shape[1],
+        ends=0 if eos is None else eos.shape[0],
+        length_penalty=config.length_penalty,
+        early_stopping=config.early_stopping,
+    )
+    stop = stop_of(call.stopping_criteria)
+    edits = edits_of(call.logits_processor, lambda: vocabulary(call.model))
+    search = (ReplayedBeamSearch if _replayed(call, model, edits, stop) else BeamSearch)(
+        prompt=call.input_ids[::m],
+        rule=rule,
+        stop=stop,
+        edits=edits,
+        fill=fill_of("beam", config),
+        sample=config.do_sample,
+        rank_drawn=compat.INSTALLED.ranks_drawn_beams,
+        may_drop=model.plan.drop,
+        captured=model.plan.graphs,
+        exact=call.model.dtype == torch.float64,
+        trace=call.trace,
+        wanted=call.wanted,
+        on_step=certain,
+    )
+    return Decoding(search, lambda: _of_beams(call, model, search, certain))
+
+
+def _replayed(call: Call, model: Stepper, edits: Sequence[Edit], stop: Stop) -> bool:
+    """Whether the choices of a search are captured as its steps are; if not, the plan says why."""
+    if not model.plan.graphs:
+        return False
+    reason = None
+    if call.config.return_dict_in_generate:
+        reason = "return_dict_in_generate=True"  # scores are kept, or keys and values of a step that ran too far
+    elif call.scored and call.config.num_beams == 1:
+        reason = "scores are summed up"
+    elif call.streamer is not None or call.on_tokens is not None:
+        reason = "a streamer listens"
+    elif compat.is_user_provided(compat.cache_of(call.model_kwargs)):
+        reason = IS_GIVEN  # which is to hold the keys and values of the last step
+    elif stop.others:
+        reason = "a stopping criterion looks at all tokens"
+    elif not capturable(edits):
+        reason = "a logits processor may look at the text, or wait for the device"
+    elif call.config.do_sample and not graph.draws_alike(call.input_ids.device):
+        reason = "a graph draws other random numbers"
+    _note(model, None if reason is None else not_captured(reason))
+    return reason is None
+
+
+def _note(model: Stepper, left_off: str | None) -> None:
+    if left_off is not None:
+        model.plan = replace(model.plan, left_off=(*model.plan.left_off, left_off))
+
+
+def _of_beams(call: Call, model: Stepper, search: BeamSearch, certain: Certain | None) -> Any:
+    config, best = call.config, search.outcome
+    if isinstance(search, ReplayedBeamSearch):
+        _note(model, search.choices.refused)
+    kept = config.num_return_sequences
+    sequences, beams = best.ids[:, :kept].flatten(0, 1), best.beams[:, :kept].flatten(0, 1)
+    longest = int((beams >= 0).sum(1).max())
+    sequences = sequences[:, : call.input_ids.shape[1] + longest]
+    if certain is not None and call.streamer is not None:
+        certain.end(0, sequences[0])
+        call.streamer.end()
+    if call.scored:
+        return Scored(sequences, best.scores[:, :kept].flatten())
+    if not config.return_dict_in_generate:
+        return sequences
+    found = fields(call, model, search.trace)
+    found |= {
+        "sequences": sequences,
+        "sequences_scores": best.scores[:, :kept].flatten() if config.output_scores else None,
+        "beam_indices": beams[:, :longest],
+    }
+    kind = (
+        gu.GenerateBeamEncoderDecoderOutput
+        if call.model.config.is_encoder_decoder
+        else gu.GenerateBeamDecoderOnlyOutput
+    )
+    return kind(**found)
+
+
+def _sample(call: Call, model: Stepper) -> Decoding:
+    config, streamer, wanted = call.config, call.streamer, call.wanted
+    pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
+    pad = compat.pad_token(config)
+    compat.warn_of_compilation(call.model, config, call.model_kwargs)
+    stop = stop_of(call.stopping_criteria)
+    edits = edits_of(call.logits_processor, lambda: vocabulary(call.model))
+    replayed = _replayed(call, model, edits, stop)
+    sampling = (functools.partial(ReplayedSampling, longest=config.max_length) if replayed else Sampling)(
+        ids=call.input_ids,
+        stop=stop,
+        edits=edits,
+        pad=pad.to(call.input_ids.device) if pads else None,
+        sample=config.do_sample,
+        may_drop=model.plan.drop and pads,
+        captured=model.plan.graphs,
+        trace=call.trace,
+        on_step=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
+        on_tokens=call.on_tokens,
+        wanted=None if wanted is None else lambda row: wanted(row // model.plan.beams),
+    )
+    return Decoding(sampling, lambda: _of_samples(call, model, sampling), lambda: compat.decode_context(call.model))
+
+
+def _of_samples(call: Call, model: Stepper, sampling: Sampling) -> Any:
+    if isinstance(sampling, ReplayedSampling):
+        _note(model, sampling.choices.refused)
+    if call.streamer is not None:
+        call.streamer.end()
+    if sampling.trace.chosen is not None:
+        return Scored(sampling.outcome, sequence_scores.summed(sampling.trace.chosen))
+    if not call.config.return_dict_in_generate:
+        return sampling.outcome
+    found = fields(call, model, sampling.trace) | {"sequences": sampling.outcome}
+    kind = gu.GenerateEncoderDecoderOutput if call.model.config.is_encoder_decoder else gu.GenerateDecoderOnlyOutput
+    return cast(Any, kind)(**found)

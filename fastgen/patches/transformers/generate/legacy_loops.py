@@ -1,0 +1,205 @@
+"""The loops of the methods that transformers 5 has taken out of its library, as `generate` calls them."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+from transformers.generation import utils as gu
+
+from fastgen.constraints import Constraint, constraints_of
+from fastgen.decoding.backends.captured_selection import not_captured
+from fastgen.decoding.plan import Plan
+from fastgen.decoding.search.constrained_beam_search import ConstrainedBeamSearch
+from fastgen.decoding.search.contrastive_search import ContrastiveSearch
+from fastgen.decoding.search.diverse_beam_search import DiverseBeamSearch
+from fastgen.decoding.search.hypothesis_pools import Hypothesis, Ranking
+from fastgen.decoding.search.pooled_beam_search import PooledBeams
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.specs.decoder_layouts import layout_of
+from fastgen.patches.transformers import compat
+from fastgen.patches.transformers.cache.shared_cache import parts_of
+from fastgen.patches.transformers.cache.user_cache import IS_GIVEN
+from fastgen.patches.transformers.compat import CACHE
+from fastgen.patches.transformers.generate.generation_call import Call
+from fastgen.patches.transformers.generate.legacy_search import Method
+from fastgen.patches.transformers.generate.logits_processors import edits_of, stop_of
+from fastgen.patches.transformers.generate.module_stepper import Stepper
+from fastgen.patches.transformers.generate.outputs import Decoding, fields, vocabulary
+from fastgen.patches.transformers.generate.sequence_scores import Scored, summed
+
+
+def widened(call: Call) -> Call:
+    """A call of contrastive search with a row for each candidate.
+
+    Raises:
+        ValueError: it asks for what contrastive search here has not; with the value.
+    """
+    config, cache = call.config, compat.cache_of(call.model_kwargs)
+    kind, layout = type(call.model).__name__, layout_of(call.model.config)
+    if layout is not None and layout.source_in_text:
+        raise ValueError(f"contrastive search looks at hidden states, and a {kind} returns none")
+    if cache is None or CACHE not in inspect.signature(call.model.forward).parameters:
+        raise ValueError(f"contrastive search runs one token at a time, and a {kind} has no cache of keys and values")
+    if config.cache_implementation not in (None, "dynamic"):
+        raise ValueError(
+            f"contrastive search runs one token more than cache_implementation={config.cache_implementation!r} holds"
+        )
+    if compat.is_user_provided(cache):
+        raise ValueError(f"contrastive search looks at all of the prompt, and {IS_GIVEN}")
+    if config.prefill_chunk_size is not None:
+        raise ValueError(
+            f"contrastive search looks at all of the prompt, and prefill_chunk_size is {config.prefill_chunk_size}"
+        )
+    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+        raise ValueError("contrastive search returns no attentions and no hidden states of its steps")
+    return call.widened(config.top_k)
+
+
+def stepper(call: Call, plan: Plan, step: DecoderStep | None) -> Stepper:
+    """What makes the steps of a call; those of contrastive search say what the model's head reads."""
+    if plan.method != "contrastive search":
+        return call.stepper(plan, step)
+    seeing = replace(call, model_kwargs=call.model_kwargs | {"output_hidden_states": True})
+    return seeing.stepper(plan, step)
+
+
+def decoding_of(method: Method, call: Call, model: Stepper) -> Decoding:
+    if method == "contrastive search":
+        contrastive = _contrastive(call, model)
+        return Decoding(contrastive, lambda: _of_contrastive(call, model, contrastive))
+    if model.plan.graphs:
+        reason = not_captured("finished hypotheses are kept on the host")
+        model.plan = replace(model.plan, left_off=(*model.plan.left_off, reason))
+    search = _diverse(call, model) if method == "diverse beam search" else _constrained(call, model)
+    return Decoding(search, lambda: _of_pools(call, model, search))
+
+
+def _diverse(call: Call, model: Stepper) -> DiverseBeamSearch:
+    config = call.config
+    # Where transformers 4 had the penalty in the row of its processors.
+    before = (config.guidance_scale not in (None, 1)) + (config.sequence_bias is not None)
+    first = edits_of(call.logits_processor[:before], lambda: vocabulary(call.model))
+    then = edits_of(call.logits_processor[before:], lambda: vocabulary(call.model))
+    return DiverseBeamSearch(
+        **_common(call, model),
+        edits=[*first, *then],
+        groups=config.num_beam_groups,
+        penalty=config.diversity_penalty,
+        edits_before=len(first),
+    )
+
+
+def _constrained(call: Call, model: Stepper) -> ConstrainedBeamSearch:
+    constraints = constraints_of(call.config.constraints, call.config.force_words_ids)
+    check_tokens(constraints, vocabulary(call.model))
+    return ConstrainedBeamSearch(
+        **_common(call, model),
+        edits=edits_of(call.logits_processor, lambda: vocabulary(call.model)),
+        constraints=constraints,
+        returned=call.config.num_return_sequences,
+    )
+
+
+def _contrastive(call: Call, model: Stepper) -> ContrastiveSearch:
+    config, streamer, pad = call.config, call.streamer, compat.pad_token(call.config)
+    pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
+    masked = "decoder_attention_mask" if call.model.config.is_encoder_decoder else "attention_mask"
+    return ContrastiveSearch(
+        ids=call.input_ids,
+        mask=call.model_kwargs.get(masked),
+        candidates=config.top_k,
+        penalty=config.penalty_alpha,
+        stop=stop_of(call.stopping_criteria),
+        edits=edits_of(call.logits_processor, lambda: vocabulary(call.model)),
+        pad=pad.to(call.input_ids.device) if pads and pad is not None else None,
+        may_drop=model.plan.drop and pads,
+        trace=call.trace,
+        on_step=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
+    )
+
+
+def check_tokens(constraints: Sequence[Constraint], size: int) -> None:
+    """Raise ValueError where a constraint has a token beyond a vocabulary of some size."""
+    for constraint in constraints:
+        highest = max(max(phrase) for phrase in constraint.phrases)
+        if highest >= size:
+            raise ValueError(f"{constraint} has the token {highest}, and the vocabulary has {size}")
+
+
+def _common(call: Call, model: Stepper) -> dict[str, Any]:
+    config, prompt = call.config, call.input_ids[:: call.config.num_beams]
+    eos, pad = compat.eos_tokens(config), compat.pad_token(config)
+    return {
+        "prompt": prompt,
+        "beams": config.num_beams,
+        "ends": frozenset[int]() if eos is None else frozenset(cast("list[int]", eos.tolist())),
+        "pad": 0 if pad is None else int(pad),
+        "max_length": config.max_length,
+        "ranking": Ranking(config.length_penalty, config.early_stopping, config.max_length - prompt.shape[1]),
+        "stop": stop_of(call.stopping_criteria),
+        "may_drop": model.plan.drop,
+        "captured": model.plan.graphs,
+        "trace": call.trace,
+    }
+
+
+def _of_pools(call: Call, model: Stepper, search: PooledBeams) -> Any:
+    config = call.config
+    found = search.best(config.num_return_sequences)
+    sequences = _sequences(found, config).to(call.input_ids.device)
+    scores = torch.tensor([one.score for one in found], dtype=torch.float32, device=sequences.device)
+    if call.scored:
+        return Scored(sequences, scores)
+    if not config.return_dict_in_generate:
+        return sequences
+    kind = (
+        gu.GenerateBeamEncoderDecoderOutput
+        if call.model.config.is_encoder_decoder
+        else gu.GenerateBeamDecoderOnlyOutput
+    )
+    wanted = config.output_scores
+    return kind(
+        **fields(call, model, search.trace),
+        sequences=cast(Any, sequences),
+        sequences_scores=cast(Any, scores if wanted else None),
+        beam_indices=cast(Any, torch.nn.utils.rnn.pad_sequence([one.beams for one in found], True, -1.0)),
+    )
+
+
+def _of_contrastive(call: Call, model: Stepper, search: ContrastiveSearch) -> Any:
+    if call.streamer is not None:
+        call.streamer.end()
+    if search.trace.chosen is not None:
+        return Scored(search.outcome, summed(search.trace.chosen))
+    if not call.config.return_dict_in_generate:
+        return search.outcome
+    found = fields(call, model, search.trace)
+    cache = found[CACHE]
+    rows = len(search.ids) * search.candidates
+    layers = [layer for part in parts_of(cache) for layer in part.layers]
+    if not layers or any(type(layer) is not DynamicLayer for layer in layers):  # such as one that has slid
+        found[CACHE] = None
+    else:
+        cache.batch_select_indices(
+            torch.arange(0, rows, search.candidates, device=call.model.device, dtype=torch.int64)
+        )
+        cache.crop(-1)  # elsewhere the last token of a text has not been run
+    kind = gu.GenerateEncoderDecoderOutput if call.model.config.is_encoder_decoder else gu.GenerateDecoderOnlyOutput
+    return kind(**found, sequences=cast(Any, search.outcome))
+
+
+def _sequences(found: Sequence[Hypothesis], config: Any) -> Tensor:
+    """The hypotheses as one tensor: behind each, where there is room, the token that ends it, and padding."""
+    eos, pad = compat.eos_tokens(config), compat.pad_token(config)
+    longest = max(len(one.ids) for one in found)
+    width = longest if eos is None else min(longest + 1, config.max_length)
+    sequences = torch.full((len(found), width), -1 if pad is None else int(pad), dtype=torch.int64, device="cpu")
+    for row, one in zip(sequences, found, strict=True):
+        row[: len(one.ids)] = one.ids
+        if len(one.ids) < width and eos is not None:
+            row[len(one.ids)] = eos[0]
+    return sequences

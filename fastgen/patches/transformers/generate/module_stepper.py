@@ -1,0 +1,157 @@
+"""A transformers model that makes decode steps through its own forward, as the toolkit's own loops do."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.kv_cache.kv_cache import Ancestry
+from fastgen.decoding.plan import Plan
+from fastgen.patches.transformers import compat
+from fastgen.patches.transformers.cache.shared_cache import nbytes
+from fastgen.patches.transformers.compat import CACHE
+from fastgen.patches.transformers.generate.report import CallReport
+
+
+class Stepper:
+    """A model and the keyword arguments of its forward at B * M rows, among them the toolkit's own cache, if any.
+
+    Args:
+        input_ids: (B * M, P). model_kwargs: as `generate` hands them to its loop, expanded to B * M rows.
+    """
+
+    def __init__(
+        self, model: Any, plan: Plan, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> None:
+        self.model, self.plan, self.config = model, plan, generation_config
+        self.input_ids, self.kwargs = input_ids, model_kwargs
+        self.outputs: list[Any] | None = None
+        self.last_hidden: Tensor | None = None  # (R or B, P or 1, C), where the forward is asked for it
+        self._began: list[tuple[int, float]] = []  # rows and time at the start of each step
+        self._joined = 0  # of them, those made together with steps of other calls
+        self._rows, self._peak = plan.rows, 0  # present rows; bytes of the cache before rows left
+
+    @property
+    def joinable(self) -> bool:
+        """Whether steps can be made together with those of others by now."""
+        return False
+
+    @property
+    def returned_cache(self) -> Any:
+        """The KV cache that the toolkit's loop would return."""
+        return compat.cache_of(self.kwargs)
+
+    @property
+    def hidden(self) -> Tensor:
+        """What the model's head has read last, (R, 1, C); behind the prompt (R or B, P, C)."""
+        assert self.last_hidden is not None
+        return self.last_hidden
+
+    @property
+    def ancestry(self) -> Ancestry | None:
+        """What `reorder` changes, if there is such a table and nothing else."""
+        return None
+
+    def prefill(self) -> Tensor:
+        logits = self._taken(compat.prefill(self.model, self.input_ids, self.config, self.kwargs))
+        if "beam" in self.plan.method and self.kwargs.get(CACHE, self) is None:
+            raise ValueError(  # as the toolkit's loop does, where a prompt in chunks leaves no cache
+                f"{type(self.model).__name__} cannot use beam search with a cache currently, as the cache cannot be "
+                "reordered"
+            )
+        return logits
+
+    def step(self, ids: Tensor) -> Tensor:
+        self._note_step(ids)
+        return self._taken(self._forward(ids))
+
+    def reorder(self, parents: Tensor) -> None:
+        cache = compat.cache_of(self.kwargs)
+        if cache is not None:
+            cache.reorder_cache(
+                self._rows_of(torch.arange(parents.shape[0], device=parents.device, dtype=torch.int64), parents)
+            )
+
+    def keep(self, sentences: Tensor) -> None:
+        rows = self._rows_of(sentences, torch.arange(self.plan.beams, device=sentences.device, dtype=torch.int64))
+        self._rows = rows.shape[0]
+        self.keep_arguments(rows)
+        self.keep_cache(sentences, rows)
+
+    def hand_back(self) -> None:
+        """Leave a cache that the caller gave as the toolkit's loop leaves it, once that is over: as it is, here."""
+
+    def report(self) -> CallReport:
+        """What this call did; to be asked when it has ended."""
+        times = [began for _, began in self._began] + [time.perf_counter()]
+        steps = [(rows, times[i + 1] - times[i]) for i, (rows, _) in enumerate(self._began)]
+        return CallReport(self.plan, *self._kv_bytes(), steps, self._joined)
+
+    def _note_step(self, ids: Tensor) -> None:
+        self._began.append((ids.shape[0], time.perf_counter()))
+
+    def _forward(self, ids: Tensor) -> Any:
+        newest = 1 if self.kwargs["use_cache"] else None
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=newest, **self.kwargs)
+        return self.model(**inputs, return_dict=True)
+
+    def keep_arguments(self, rows: Tensor) -> None:
+        """Keep what the model's forward is given of these rows."""
+        self.kwargs = {name: _select(rows, value) for name, value in self.kwargs.items()}
+
+    def keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
+        """Keep what the cache holds of these sentences, which are `rows` in a cache by rows."""
+        cache = compat.cache_of(self.kwargs)
+        if cache is not None:
+            self._peak = max(self._peak, nbytes(cache))
+            cache.batch_select_indices(rows)
+
+    def _kv_bytes(self) -> tuple[int, int]:
+        """The most bytes of keys and values there were, and those that the toolkit's loop would have by now."""
+        by_now = nbytes(compat.cache_of(self.kwargs))
+        return max(self._peak, by_now), by_now // max(self._rows, 1) * self.plan.rows
+
+    def _rows_of(self, sentences: Tensor, beams: Tensor) -> Tensor:
+        """Return (N * M,), the rows of beams (M,) or (N, M) of sentences (N,)."""
+        return (sentences[:, None] * self.plan.beams + beams).flatten()
+
+    def _taken(self, outputs: Any, repeat: int = 1) -> Tensor:
+        """Note what the next step needs and return the logits (R, V) fp32 of the last token.
+
+        repeat: how many rows each row of the outputs stands for.
+        """
+        self.kwargs = compat.arguments_of_next(self.model, outputs, self.kwargs)
+        if self.kwargs.get("output_hidden_states"):
+            name = "decoder_hidden_states" if self.model.config.is_encoder_decoder else "hidden_states"
+            self.last_hidden = outputs[name][-1]
+        if self.outputs is not None:
+            self.outputs.append({name: _repeat(repeat, outputs.get(name)) for name in _OBSERVED})
+        # A copy of the last token's where there are more, as a view would keep those of the whole text.
+        several = outputs.logits.shape[1] > 1
+        logits = outputs.logits[:, -1].to(dtype=torch.float32, device=self.input_ids.device, copy=several)
+        return logits.repeat_interleave(repeat, 0) if repeat > 1 else logits
+
+
+_OBSERVED = ("hidden_states", "decoder_hidden_states", "attentions", "decoder_attentions", "cross_attentions")
+
+
+def _select(rows: Tensor, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.index_select(0, rows.to(value.device))
+    if isinstance(value, Mapping):
+        mapping = cast("Mapping[str, Any]", value)
+        return cast(Any, type(mapping))(
+            {k: _select(rows, v) if isinstance(v, Tensor) else v for k, v in mapping.items()}
+        )
+    return value
+
+
+def _repeat(m: int, value: Any) -> Any:
+    """Expand what the prompt's forward returned at B rows to B * M rows."""
+    if m == 1 or value is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.repeat_interleave(m, 0)
+    return tuple(_repeat(m, part) for part in value)

@@ -1,0 +1,55 @@
+"""What a loop of ours hands to `generate`: its search, and what makes the output of it."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fastgen.decoding.batching.continuous_batching import Search
+from fastgen.decoding.search.beam_search import Trace
+from fastgen.patches.transformers.compat import CACHE
+from fastgen.patches.transformers.generate.generation_call import Call
+from fastgen.patches.transformers.generate.module_stepper import Stepper
+
+
+@dataclass
+class Decoding:
+    """A loop: its search, what makes `generate`'s output of it, and what transformers runs it in."""
+
+    search: Search[Tensor]
+    output: Callable[[], Any]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def fields(call: Call, model: Stepper, trace: Trace) -> dict[str, Any]:
+    """The fields that all of `generate`'s outputs have."""
+    config, encoder_decoder = call.config, call.model.config.is_encoder_decoder
+
+    def of_steps(name: str, wanted: bool) -> tuple[Any, ...] | None:
+        return tuple(outputs[name] for outputs in model.outputs or ()) if wanted else None
+
+    found: dict[str, Any] = {
+        "scores": None if trace.scores is None else tuple(trace.scores),
+        "logits": None if trace.logits is None else tuple(trace.logits),
+        CACHE: model.returned_cache,
+    }
+    if not encoder_decoder:
+        return found | {
+            "attentions": of_steps("attentions", config.output_attentions),
+            "hidden_states": of_steps("hidden_states", config.output_hidden_states),
+        }
+    encoder = call.model_kwargs["encoder_outputs"]
+    return found | {
+        "encoder_attentions": encoder.get("attentions") if config.output_attentions else None,
+        "encoder_hidden_states": encoder.get("hidden_states") if config.output_hidden_states else None,
+        "decoder_attentions": of_steps("decoder_attentions", config.output_attentions),
+        "cross_attentions": of_steps("cross_attentions", config.output_attentions),
+        "decoder_hidden_states": of_steps("decoder_hidden_states", config.output_hidden_states),
+    }
+
+
+def vocabulary(model: Any) -> int:
+    """How many tokens a model's text has."""
+    return int(model.config.get_text_config(decoder=True).vocab_size)

@@ -1,0 +1,397 @@
+"""A transformers model that makes decode steps over the shared cache."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+
+from fastgen.decoding.kv_cache.kv_cache import Ancestry
+from fastgen.decoding.plan import Plan
+from fastgen.models.build.equivalence_check import (
+    by_modules,
+    first_outcome,
+    first_verdict,
+    outcome,
+    trial,
+    tried,
+    verdict,
+)
+from fastgen.models.build.introspection import NotFused
+from fastgen.models.cuda_graphs.replay import Opened, Result, not_captured
+from fastgen.models.layers.attention import BeamAttention
+from fastgen.models.memory.scratch import memory_of
+from fastgen.models.runtime import first_token
+from fastgen.models.runtime.decode_step import Context, DecoderStep
+from fastgen.models.runtime.native_multistep_job import Prepared
+from fastgen.patches.transformers import compat
+from fastgen.patches.transformers.cache.attention import current_step
+from fastgen.patches.transformers.cache.shared_cache import SharedCache
+from fastgen.patches.transformers.compat import CACHE
+from fastgen.patches.transformers.generate.captured_module_step import CapturedModules
+from fastgen.patches.transformers.generate.decide import (
+    MODULES_CANNOT,
+    computes_alone,
+    has_own_attention,
+    not_shared,
+    reason_not_to_capture,
+    refused,
+)
+from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder, source_mask
+from fastgen.patches.transformers.generate.module_stepper import Stepper
+from fastgen.patches.transformers.generate.report import CallReport
+
+
+class SharedStepper(Stepper):
+    """A stepper whose prompt runs at B rows, and whose decode steps find their keys and values in a `SharedCache`.
+
+    A model that does not take all its keys from there, as a changed forward might not, shows so in the first step.
+    From then on the call goes on without the shared cache.
+
+    Where the model's steps can be made from its weights, they are. The very first one is made both ways and compared.
+    Of modules that compute attention themselves, the own forward then runs with the first beam of each sentence, to
+    which the shared cache looks like one without beams.
+
+    Args:
+        step: the one from the weights; None where there is none.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        plan: Plan,
+        input_ids: Tensor,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        step: DecoderStep | None,
+    ) -> None:
+        super().__init__(model, plan, input_ids, generation_config, model_kwargs)
+        longest = generation_config.max_length - input_ids.shape[1] + (1 if step is None else step.tokens) - 1
+        stock = model_kwargs[CACHE]
+        self.cache: SharedCache | None = SharedCache(
+            plan.sentences, plan.beams, longest, model.device, stock, memory_of(model)
+        )
+        model_kwargs[CACHE] = self.cache.as_seen
+        self.of_weights = step
+        self.fused: FusedDecoder | None = None
+        self.captured: CapturedModules | None = None
+        self._behind = 0  # replayed steps of modules, which the arguments of the next one do not know of yet
+        self.alone = plan.beams > 1 and has_own_attention(model)
+        self.first_proven = None if step is None else first_outcome(step)  # of the text's first token
+
+    @property
+    def returned_cache(self) -> Any:
+        return super().returned_cache if self.cache is None else self.cache.as_stock()
+
+    def hand_back(self) -> None:
+        returned = self.config.return_dict_in_generate  # which has done so
+        if self.cache is not None and compat.is_user_provided(self.cache.stock) and not returned:
+            self.cache.as_stock()
+
+    def begin(self) -> bool:
+        """Hold the source's keys and values, and have room for the prompt's one token, which comes as a span.
+
+        False where the prompt has to be run. One beam per sentence.
+        """
+        cache, step = self.cache, self.of_weights
+        assert cache is not None
+        if not (step is not None and self.first_proven and outcome(step)):
+            return False
+        given: dict[str, Any] = self.kwargs
+        if not self._is_first_token(cache, step, given):
+            return False
+        states: Tensor = given["encoder_outputs"][0]
+        _make_room(cache, step, states)
+        cache.begin_decoding()
+        self.fused = FusedDecoder(step, self.model, cache, self.kwargs)
+        return True
+
+    def prefill(self) -> Tensor:
+        assert self.cache is not None
+        m = self.plan.beams
+        first = {name: _every(m, value) for name, value in self.kwargs.items()}
+        outputs = self._prompt(self.cache, first)
+        self.cache.begin_decoding()
+        logits = self._taken(outputs, repeat=m)
+        if self.cache.has_gaps:
+            self._leave_shared(self.cache, self.kwargs, "a layer that its modules number is not there")
+        elif self.of_weights is not None:
+            try:
+                self.fused = FusedDecoder(self.of_weights, self.model, self.cache, self.kwargs)
+            except NotFused as reason:
+                self._leave_fused(str(reason))
+        elif self.plan.graphs:
+            self.captured = CapturedModules(self.model, self.cache)
+        return logits
+
+    def _prompt(self, cache: SharedCache, kwargs: dict[str, Any]) -> Any:
+        """What the model's own forward returns of the prompt, or what stands in its place; `kwargs`: of B rows."""
+        step, ids = self.of_weights, self.input_ids[:: self.plan.beams]
+        if step is None or not self._is_first_token(cache, step, kwargs):
+            return compat.prefill(self.model, ids, self.config, kwargs)
+        states, mask = kwargs["encoder_outputs"][0], source_mask(self.model, kwargs, step.dtype)
+        if self.first_proven:
+            _make_room(cache, step, states)
+            text, source = ([(layer.keys, layer.values) for layer in of] for of in (cache.text, cache.source))
+            logits = step(ids[:, 0], first_token.first_token(text, source, mask))
+            return Seq2SeqLMOutput(logits=cast(Any, logits[:, None]), **{CACHE: cast(Any, cache.as_seen)})
+        outputs: Any = compat.prefill(self.model, ids, self.config, kwargs)
+        if self.first_proven is None:
+            found = tried(lambda: first_token.all_made(step, ids[:, 0], states, mask), step.dtype)
+            own = [each for layer in (*cache.text, *cache.source) for each in (layer.keys, layer.values)]
+            first_verdict(step, found, [outputs.logits[:, -1], *own])
+        return outputs
+
+    def _is_first_token(self, cache: SharedCache, step: DecoderStep, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the prompt is a token behind nothing but a source, of which logits alone are wanted."""
+        states, mask = kwargs.get("encoder_outputs"), kwargs.get("decoder_attention_mask")
+        return (
+            self.input_ids.shape[1] == 1 and not cache.text and states is not None and mask is None
+            and self.outputs is None and not kwargs.get("output_hidden_states") and first_token.able(step)
+            and getattr(self.config, "prefill_chunk_size", None) is None  # which runs without the source's mask
+        )  # fmt: skip
+
+    def prove(self, logits: Tensor) -> None:
+        """Behind the prompt, make sure that steps are made from the weights.
+
+        The very first one of a model is made both ways, with the likeliest tokens by logits (R, V), and forgotten.
+
+        Raises:
+            NotFused: they are not, with the reasons.
+        """
+        if self.cache is not None and self.fused is not None and not self.fused.ready:
+            cache = self.cache
+            SharedStepper.step(self, torch.cat([self.input_ids, logits.argmax(1, keepdim=True)], 1))
+            cache.undo_steps()
+            self._began.clear()
+        if self.fused is None:
+            raise NotFused("; ".join(self.plan.left_off))
+
+    def step(self, ids: Tensor) -> Tensor:
+        if self.cache is None or self.fused is None or not self.fused.ready:
+            if self.alone and self.cache is not None:
+                return self._first_alone(self.cache, ids)
+            if self.cache is not None and self.captured is not None and self._began and self.captured.able(len(ids)):
+                return self._of_captured(self.cache, self.captured, ids)
+            return super().step(ids)
+        self._note_step(ids)
+        self.cache.begin_step()
+        return self.fused(ids)
+
+    @property
+    def in_a_row(self) -> bool:
+        """Whether C may make several steps in a row, choices and all."""
+        cache, fused = self.cache, self.fused
+        return cache is not None and fused is not None and fused.in_a_row and not compat.is_user_provided(cache.stock)
+
+    def begin_steps(self, most: int) -> Prepared | None:
+        """Have at most so many of them ready; None where they have to be made one at a time."""
+        assert self.cache is not None
+        assert self.fused is not None
+        return self.fused.prepared(self.cache.begin_steps(most))
+
+    def end_steps(self, run: int, began: Sequence[float], is_open: bool) -> None:
+        """So many have been made, which began then; is_open: whether slots of the next tokens are open."""
+        assert self.cache is not None
+        self._began += [(self.cache.rows, second) for second in began]
+        self.cache.end_steps(run, is_open)
+
+    def report(self) -> CallReport:
+        replay = self.captured if self.fused is None else self.fused.replay
+        if replay is not None and replay.refused is not None:
+            self.plan = replace(self.plan, graphs=False, left_off=(*self.plan.left_off, replay.refused))
+        return super().report()
+
+    @property
+    def joinable(self) -> bool:
+        return self.fused is not None and self.fused.ready
+
+    @property
+    def decoders(self) -> list[DecoderStep]:
+        assert self.fused is not None
+        return [self.fused.step]
+
+    @property
+    def longest(self) -> int:
+        assert self.fused is not None
+        return self.fused.longest
+
+    def is_replayed(self, rows: int) -> bool:
+        assert self.fused is not None
+        return self.fused.replay is not None and self.fused.replay.able(rows)
+
+    def begin_step(self, ids: Tensor) -> list[Context]:
+        """Open a step of the newest token of ids (R, L), which is made together with those of others."""
+        return [self._joined_with(ids).context()]
+
+    def open_step(self, ids: Tensor) -> list[Opened]:
+        """The same, for a step that is captured."""
+        return [self._joined_with(ids).open(ids)]
+
+    def _joined_with(self, ids: Tensor) -> FusedDecoder:
+        assert self.cache is not None
+        assert self.fused is not None
+        self._note_step(ids)
+        self._joined += 1
+        self.cache.begin_step()
+        return self.fused
+
+    def end_step(self, results: Sequence[Result]) -> Tensor:
+        """Return the logits (R, V) of a step that was made together with those of others."""
+        assert self.fused is not None
+        logits = results[0][0]
+        return logits.float() if self.fused.replay is None else logits
+
+    @property
+    def ancestry(self) -> Ancestry | None:
+        return None if self.cache is None else self.cache.ancestry
+
+    def reorder(self, parents: Tensor) -> None:
+        if self.cache is None:
+            super().reorder(parents)
+        else:
+            self.cache.reorder(parents)
+
+    @property
+    def hidden(self) -> Tensor:
+        fused = None if self.fused is None else self.fused.hidden
+        return super().hidden if fused is None else fused[:, None]
+
+    def _forward(self, ids: Tensor) -> Any:
+        if self.cache is None:
+            return super()._forward(ids)
+        self._catch_up()
+        first, given = len(self._began) == 1, self.kwargs
+        self.cache.begin_step()
+        if self.fused is None:
+            return self._of_module(self.cache, ids, given, first)
+        fused = self.fused
+        found = trial(lambda: fused(ids), self.cache.text, fused.step.dtype)
+        outputs = self._of_module(self.cache, ids, given, first)
+        reason = verdict(fused.step, found, outputs.logits[:, -1])
+        fused.ready = reason is None
+        if reason is not None and self.plan.fused:
+            self._leave_fused(reason)
+        return outputs
+
+    def _first_alone(self, cache: SharedCache, ids: Tensor) -> Tensor:
+        """The first step, where modules cannot make it over the shared cache: from the weights, or without that."""
+        self._note_step(ids)
+        if self.fused is not None:
+            m, fused = self.plan.beams, self.fused
+            given = {name: _every(m, value) for name, value in self.kwargs.items()}
+            with cache.as_of_prompt():
+                inputs = self.model.prepare_inputs_for_generation(ids[::m], next_sequence_length=1, **given)
+                own = self.model(**inputs, return_dict=True).logits[:, -1]
+            cache.begin_step()
+            found = trial(lambda: fused(ids)[::m], cache.text, fused.step.dtype)
+            reason = verdict(fused.step, found, own)
+            fused.ready = reason is None
+            if reason is None:
+                return fused(ids)
+            self._leave_fused(reason)
+        self._leave_shared(cache, self.kwargs, MODULES_CANNOT)
+        return self._taken(super()._forward(ids))
+
+    def _leave_fused(self, reason: str) -> None:
+        self.fused, left_off = None, (*self.plan.left_off, by_modules(reason))
+        graphs = self.plan.graphs and self.cache is not None
+        if graphs and (reason_not := reason_not_to_capture(self.model, None, self.config, self.kwargs, None)):
+            graphs, left_off = False, (*left_off, not_captured(reason_not))
+        self.plan = replace(self.plan, fused=False, graphs=graphs, left_off=left_off)
+        if graphs and self.cache is not None:
+            self.captured = CapturedModules(self.model, self.cache)
+
+    def _of_captured(self, cache: SharedCache, captured: CapturedModules, ids: Tensor) -> Tensor:
+        """The logits (R, V) fp32 of a step that is replayed, or made both ways."""
+        self._note_step(ids)
+        cache.begin_step()
+        found = captured(ids, self._catch_up)
+        if found is not None and not captured.doubted:
+            for layer in cache.text:
+                layer.note_step()
+            self._behind += 1
+            return found
+        outputs = self._of_module(cache, ids, self._catch_up(), first=False)
+        captured.judge(found, outputs.logits[:, -1])
+        return self._taken(outputs)
+
+    def _catch_up(self) -> dict[str, Any]:
+        """The arguments of the forward, with the tokens of replayed steps counted."""
+        for _ in range(self._behind):
+            self.kwargs = compat.arguments_of_next(self.model, BaseModelOutput(), self.kwargs)
+        self._behind = 0
+        return self.kwargs
+
+    def _of_module(self, cache: SharedCache, ids: Tensor, given: dict[str, Any], first: bool) -> Any:
+        """The outputs of the model's own forward."""
+        ancestry = cache.ancestry
+        if ancestry is None:
+            return super()._forward(ids)
+        attention = BeamAttention(cache.sentences, cache.beams, ancestry.visible, ancestry.times)
+        token = current_step.set(attention)
+        try:
+            outputs = super()._forward(ids)
+        finally:
+            current_step.reset(token)
+        if first and attention.attended != cache.layers:
+            self._go_on_unshared(cache, given)
+            return super()._forward(ids)
+        if first and cache.source and self.kwargs.get("attention_mask") is not None:
+            # Made once: to see that nothing is padded, transformers would wait for the device in every step.
+            self.kwargs["attention_mask"] = attention.source_mask
+        return outputs
+
+    def _go_on_unshared(self, cache: SharedCache, kwargs: dict[str, Any]) -> None:
+        """Drop what the first step has written, and go on from its arguments with the cache of the toolkit's own."""
+        refused.add(self.model)
+        self._leave_shared(cache, kwargs, computes_alone(self.model))
+
+    def _leave_shared(self, cache: SharedCache, kwargs: dict[str, Any], reason: str) -> None:
+        self._peak = cache.peak_nbytes
+        cache.undo_steps()
+        self.kwargs = kwargs | {CACHE: cache.as_stock()}
+        self.cache = self.fused = self.captured = None
+        left_off = (not_shared(reason), *self.plan.left_off)
+        self.plan = replace(self.plan, shared=False, fused=False, graphs=False, left_off=left_off)
+
+    def keep_arguments(self, rows: Tensor) -> None:
+        if self.joinable:  # the forward will not run again
+            self.kwargs = {}
+        else:
+            super().keep_arguments(rows)
+
+    def keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
+        if self.cache is None:
+            super().keep_cache(sentences, rows)
+        else:
+            self.cache.keep(sentences)
+            if self.fused is not None:
+                self.fused.keep(sentences.to(self.cache.device))
+
+    def _kv_bytes(self) -> tuple[int, int]:
+        if self.cache is None:
+            return super()._kv_bytes()
+        return self.cache.peak_nbytes, self.cache.stock_nbytes
+
+
+def _make_room(cache: SharedCache, step: DecoderStep, states: Tensor) -> None:
+    """Hold the keys and values of an encoder's output (B, S, C), and have room for those of the text's first token."""
+    for layer, kept in enumerate(first_token.source_of(step, states)):
+        cache.keep_source(layer, *kept)
+    for layer, kept in enumerate(first_token.room_of(step, len(states))):
+        cache.keep_text(layer, *kept)
+
+
+def _every(m: int, value: Any) -> Any:
+    """Undo the expansion of `generate`: every m-th row of a tensor, and of the tensors in a mapping."""
+    if m == 1:
+        return value
+    if isinstance(value, Tensor):
+        return value[::m].contiguous()  # once, and not in every layer that reads the encoder's output
+    if isinstance(value, Mapping):
+        mapping = cast("Mapping[str, Any]", value)
+        return cast(Any, type(mapping))({k: _every(m, v) if isinstance(v, Tensor) else v for k, v in mapping.items()})
+    return value

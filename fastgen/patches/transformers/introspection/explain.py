@@ -1,0 +1,293 @@
+"""What a call of `generate` would run and the memory it would take, found without running the model.
+
+transformers' own `generate` prepares the call (`prepared`), and `decide` is asked; for the most memory that the call
+takes, all of it runs over tensors without values (`peak`).
+"""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from transformers import DynamicCache, StaticCache
+
+from fastgen import config
+from fastgen.context import isolated
+from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.models.layers import linear
+from fastgen.models.memory import budget
+from fastgen.models.routing import routes
+from fastgen.models.runtime.early_exit import early_exit
+from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.ops import linear as linear_ops
+from fastgen.patches.engine import engine
+from fastgen.patches.engine.status import readable
+from fastgen.patches.transformers import compat
+from fastgen.patches.transformers.bild import bild, bild_call
+from fastgen.patches.transformers.cache.shared_cache import held, parts_of
+from fastgen.patches.transformers.generate import legacy_search
+from fastgen.patches.transformers.generate.decide import decide, held_before
+from fastgen.patches.transformers.generate.generation_call import Call
+from fastgen.patches.transformers.generate.resolve_setting import rows_at_most
+from fastgen.patches.transformers.introspection.peak import NotPredicted, peak_bytes
+from fastgen.patches.transformers.introspection.prepared import (
+    Prepared,
+    arguments_of,
+    generates_segments,
+    prepare,
+    without_wrappers,
+)
+
+
+@dataclass(frozen=True)
+class Linears:
+    """How linear layers would run.
+
+    Attributes:
+        routed: how many may run by another product than torch's, where their rows make that the faster one.
+        by: which that is: in C, by oneDNN, or by MKL or oneDNN; and why one of these is left out, if so.
+        packed: whether their weights are copied into a layout of these.
+        packed_bytes: what these copies take at most; they are kept between calls.
+        shortage: why there is no memory for all copies that are not there yet; None where there is.
+        reason: why none is routed.
+    """
+
+    routed: int = 0
+    packed: bool = False
+    packed_bytes: int = 0
+    reason: str | None = None
+    by: str = ""
+    shortage: str | None = None
+
+    def __str__(self) -> str:
+        if self.reason is not None:
+            return f"torch's own: {self.reason}"
+        copies = f"packed copies of at most {readable(self.packed_bytes)}" if self.packed else "no copies of weights"
+        return f"{self.routed} {self.by}, {copies}" + (
+            f"; not all are packed: {self.shortage}" if self.shortage else ""
+        )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call of `generate` would run. ``print(explanation)`` shows all.
+
+    Attributes:
+        call: whose `generate`.
+        plan: what fastgen would run; None where transformers' own loop would.
+        reason: why transformers' own loop would run.
+        kv_bytes, stock_kv_bytes: what keys and values take at the maximal length, with fastgen and with transformers'
+            own cache; None without a plan, and for a cache that is of neither a dynamic nor a static kind.
+        least_peak_bytes, peak_bytes: the most memory that the call takes beside what there is before it, at the maximal
+            length, with nothing kept from earlier calls but packed copies of weights. Slots of generated tokens that no
+            beam sees any more are given up, which depends on the text: the least is where beams share all tokens
+            whenever that is looked at, the other where none is given up. None without a plan, and where it is not
+            predicted, which the notes say with the reason.
+        linears: how linear layers would run, with a plan or without.
+        notes: what a plan leaves out and why, and what else to know.
+    """
+
+    call: str
+    plan: Plan | None
+    reason: str | None
+    kv_bytes: int | None
+    stock_kv_bytes: int | None
+    least_peak_bytes: int | None
+    peak_bytes: int | None
+    linears: Linears
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain dicts and tuples, which JSON can hold."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        plan, lines = self.plan, list[tuple[str, str]]()
+        if plan is None:
+            lines.append(("loop", f"transformers' own: {self.reason}"))
+        else:
+            rows = f"{plan.sentences} sentences x {plan.beams} rows"
+            lines.append(("loop", f"fastgen's {plan.method}, {rows}"))
+            shared = "fastgen's, one per sentence" + (", shared by its rows" if plan.beams > 1 else "")
+            lines.append(("cache", shared if plan.shared else "transformers' own, if any"))
+            steps = "from the weights" if plan.fused else "through the model's own modules"
+            lines.append(("decode steps", steps + (", as CUDA graphs" if plan.graphs else "")))
+            if plan.not_in_c:
+                lines.append(("", f"as torch operations, not in C: {plan.not_in_c}"))
+            if plan.sentences > 1:
+                lines.append(("finished sentences", "leave the batch" if plan.drop else "stay in the batch"))
+        if self.kv_bytes is not None and self.stock_kv_bytes is not None:
+            ours, stock = readable(self.kv_bytes), readable(self.stock_kv_bytes)
+            lines.append(("keys and values", f"at most {ours}, with transformers' own cache {stock}"))
+        if self.least_peak_bytes is not None and self.peak_bytes is not None:
+            least, most = readable(self.least_peak_bytes), readable(self.peak_bytes)
+            close = self.peak_bytes <= 1.05 * self.least_peak_bytes
+            said = most if close else f"{least} where beams share most tokens, at most {most},"
+            lines.append(("peak memory", f"{said} beside weights and their packed copies"))
+        lines.append(("linear layers", str(self.linears)))
+        lines += [("note", note) for note in self.notes]
+        return "\n".join([f"{self.call}.generate", *(f"  {name:<19} {text}" for name, text in lines)])
+
+
+def explain(model: Any, **generate_kwargs: Any) -> Explanation:
+    """Say what ``model.generate(**generate_kwargs)`` would run, without running it.
+
+    Raises:
+        TypeError: the model cannot generate.
+        Exception: what `generate` raises for these arguments before its decoding loop.
+    """
+    if not callable(getattr(model, "generate", None)):
+        raise TypeError(f"{type(model).__name__} has no generate")
+    bare = without_wrappers(model)
+    linears = _linears(bare, rows_at_most(bare, (), generate_kwargs))
+    asked = _asked(bare, generate_kwargs)
+    try:
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise Unsupported("PEFT's prompt learning prepares the call in a way of its own")
+        if asked is not None:
+            _check_patch("transformers.sample")
+            return _of_two_models(bare, asked, linears, generate_kwargs)
+        prepared = prepare(bare, model, generate_kwargs)
+        with torch.no_grad():  # as `generate` calls its loops
+            plan, _ = decide(
+                bare,
+                prepared.loop,
+                prepared.input_ids,
+                prepared.logits_processor,
+                prepared.stopping_criteria,
+                prepared.config,
+                prepared.kwargs,
+            )
+        if legacy_search.method_of(prepared.config) is not None:
+            _check_patch("transformers.generation_mode")
+        note = _check_patch({"beam": "transformers.beam_search", "sample": "transformers.sample"}[prepared.loop])
+    except Unsupported as unsupported:
+        return Explanation(type(bare).__name__, None, unsupported.reason, None, None, None, None, linears)
+    ours, stock = _kv_bytes(bare, prepared, plan)
+    notes = (*plan.left_off, note) if note else plan.left_off
+    if generates_segments(bare):
+        notes = ("this is the first segment's first attempt: each of them comes to a loop by itself", *notes)
+    try:
+        peaks = isolated(peak_bytes, bare, prepared, plan, arguments_of(model, generate_kwargs) | {"streamer": None})
+    except NotPredicted as reason:
+        peaks, notes = (None, None), (*notes, f"peak memory is not predicted: {reason}")
+    return Explanation(type(bare).__name__, plan, None, ours, stock, *peaks, linears, notes)
+
+
+def _asked(bare: Any, kwargs: dict[str, Any]) -> bild.Asked | None:
+    """What a call says of big-little decoding, which is taken out of its arguments; None where it is another call."""
+    if (options := bild_call.options_of(bare, kwargs)) is None:
+        return None
+    asked = bild.Asked(bare, options)
+    asked.note_inputs(kwargs, kwargs.get("generation_config"))
+    return asked
+
+
+def _of_two_models(bare: Any, asked: bild.Asked, linears: Linears, kwargs: dict[str, Any]) -> Explanation:
+    """What big-little decoding would run; it raises what the call would."""
+    try:
+        prepared, small = prepare(bare, bare, kwargs), asked.options.small
+    except Unsupported as unsupported:
+        raise ValueError(f"big-little decoding of {type(bare).__name__}: {unsupported.reason}") from None
+    call = _call(bare, prepared)
+    bild.check(call, asked)
+    with torch.no_grad():
+        plan, step = bild.planned(call, prepared.loop)
+        if asked.options.layers is not None:
+            early_exit(step, asked.options.layers)  # which raises where there is no such layer
+        models = [(bare, prepared, plan)]
+        if small is not None:
+            given = {"generation_config": bild.settings_of_small(prepared.config), **bild.inputs_of_small(asked)}
+            of_small = prepare(small, small, given)
+            models.append((small, of_small, bild.planned(_call(small, of_small))[0]))
+    found = [_kv_bytes(*each) for each in models]
+    ours, stock = (None if None in each else sum(each) for each in zip(*found, strict=True))
+    drafts = f"{type(small).__name__} drafts" if small is not None else f"the first {asked.options.layers} layers draft"
+    if prepared.loop == "beam":
+        plan = replace(plan, drop=False)  # all that has been drafted stays until the end
+    else:
+        plan = replace(plan, method="big-little decoding")
+    notes = (drafts, *plan.left_off, "peak memory is not predicted: two models decode together")
+    return Explanation(type(bare).__name__, plan, None, ours, stock, None, None, linears, notes)
+
+
+def _call(model: Any, prepared: Prepared) -> Call:
+    kwargs = dict(prepared.kwargs)
+    synced, streamer = kwargs.pop("synced_gpus"), kwargs.pop("streamer")
+    criteria = prepared.stopping_criteria
+    return Call(
+        model, prepared.input_ids, prepared.logits_processor, criteria, prepared.config, synced, kwargs, streamer
+    )
+
+
+def _check_patch(name: str) -> str:
+    """Return what `status` says of an applied patch.
+
+    Raises:
+        Unsupported: it is not in place.
+    """
+    row = engine.status()[name]
+    if row.state != "applied":
+        raise Unsupported(f"{name} is {row.state}: {row.reason}")
+    if engine.is_disabled():
+        raise Unsupported("inside fastgen.disabled()")
+    return row.reason
+
+
+def _linears(model: Any, rows: int | None) -> Linears:
+    row = engine.status()["transformers.generate"]
+    if row.state != "applied":
+        return Linears(reason=f"transformers.generate is {row.state}: {row.reason}")
+    if (reason := linear.reason_off(model)) is not None:
+        return Linears(reason=reason)
+    survey = routes.survey(model, rows)
+    if rows is not None and not survey.layers and routes.survey(model, None).layers:
+        return Linears(reason=f"faster for the {rows} rows that there are at most")
+    by, lacking = linear_ops.described(packed=config.settings().packs)
+    is_asked = config.settings().linear == "packed" and config.settings().memory is None
+    shortage = budget.shortage_now(survey.missing_bytes) if survey.missing_bytes and not is_asked else None
+    by = f"{by} ({lacking})" if lacking else by
+    return Linears(survey.layers, survey.packed, survey.packed_bytes, by=by, shortage=shortage)
+
+
+def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | tuple[None, None]:
+    """What keys and values take at the maximal length, with the cache of the plan and with transformers' own."""
+    text = model.config.get_text_config(decoder=True)
+    layers: int = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
+    one = getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False)  # Falcon's names
+    heads: int = 1 if one else getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim: int = (
+        getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or text.hidden_size // text.num_attention_heads
+    )
+    entry = 2 * heads * dim * _dtype(model).itemsize
+    prompt, source = prepared.input_ids, 0
+    if model.config.is_encoder_decoder:
+        source = prepared.kwargs["encoder_outputs"][0].shape[1]
+        if (layout := LAYOUTS.get(model.config.model_type)) is not None and layout.source_in_text:
+            source -= 1  # the text is that of source and target, and its start token is not run
+    elif prepared.kwargs.get("inputs_embeds") is not None:
+        prompt = prepared.kwargs["inputs_embeds"]
+    cache = compat.cache_of(prepared.kwargs)
+    # The last token is chosen but never run.
+    prefix = prompt.shape[1] + held_before(model, prepared.input_ids, prepared.config, prepared.kwargs)
+    steps = prepared.config.max_length - prepared.input_ids.shape[1] - 1
+    parts = parts_of(cache)
+    if not all(isinstance(part, (DynamicCache, StaticCache)) for part in parts):
+        return None, None
+    texts = zip(parts, (prefix + steps, source), strict=False)
+    stock = plan.rows * sum(_held(part, layers, length) for part, length in texts) * entry
+    if not plan.shared:
+        return stock, stock
+    return plan.sentences * layers * (source + prefix + steps * plan.beams) * entry, stock
+
+
+def _held(cache: Any, layers: int, length: int) -> int:
+    """Tokens of a text that the layers of a dynamic or static cache hold, all together."""
+    present: list[Any] = cache.layers
+    if isinstance(cache, StaticCache):
+        return sum(layer.max_cache_len for layer in present)
+    return sum(held(layer, length) for layer in present) if len(present) == layers else layers * length
+
+
+def _dtype(model: Any) -> torch.dtype:
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype

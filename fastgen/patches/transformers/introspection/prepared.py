@@ -1,0 +1,239 @@
+"""What `generate` hands to its decoding loop, found without running the model.
+
+transformers' own `generate` prepares the call, on a copy of the model object that shares everything with the model,
+but whose decoding loops hand back what they are given, and whose encoder hands back a stand-in. Where a `generate`
+comes to its loop several times, the first one counts.
+"""
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, NoReturn, cast
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
+from transformers.modeling_outputs import BaseModelOutput
+
+from fastgen.decoding.plan import Unsupported
+from fastgen.models.build.introspection import is_toolkits
+from fastgen.models.specs.families import family_of
+from fastgen.patches.engine import engine
+from fastgen.patches.transformers import compat
+from fastgen.patches.transformers.generate import legacy_loops, legacy_search
+from fastgen.patches.transformers.generate.decide import check_model, rows_of
+from fastgen.patches.transformers.generate.generation_call import Call
+from fastgen.patches.transformers.generate.logits_processors import bounded
+from fastgen.patches.transformers.generate.resolve_setting import Settings
+from fastgen.patches.transformers.streaming import beam_streamer
+
+
+@dataclass
+class Prepared:
+    """What `generate` hands to one of its loops."""
+
+    loop: Literal["beam", "sample"]
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: Any
+    config: Any
+    kwargs: dict[str, Any]
+
+    @property
+    def sentences(self) -> int:
+        return self.input_ids.shape[0] // rows_of(self.loop, self.config)
+
+
+def without_wrappers(model: Any) -> Any:
+    """The model whose `generate` runs in the end: without PEFT's and torch.compile's wrappers."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def prepare(bare: Any, model: Any, kwargs: dict[str, Any]) -> Prepared:
+    """Have `generate` prepare the call.
+
+    Raises:
+        Unsupported: it would not come to a loop that is patched.
+    """
+    if legacy_search.method_of(Settings(model, kwargs)) is None:  # these methods decode for any model, or say why not
+        check_model(bare)
+    generate = cast(Any, type(bare)).generate
+    if generate is not MIXIN.generate and not generates_segments(bare):
+        raise Unsupported(f"{type(bare).__name__} has a generate of its own")
+    if kwargs.get("custom_generate") is not None:
+        raise Unsupported("custom_generate is given")
+    if kwargs.get("cache_implementation") == "paged":
+        raise Unsupported("cache_implementation='paged'")
+    attention = compat.attention_of(bare.config)
+    try:
+        with engine.disabled():
+            generate(_probe(bare, model.generation_config), **arguments_of(model, kwargs))
+    except _Reached as reached:
+        return reached.prepared
+    finally:  # which a generate of a model's own may have set, for a call that is not to run
+        if compat.attention_of(bare.config) != attention:
+            compat.set_attention(bare.config, attention)
+    raise Unsupported(f"the generate of {type(bare).__name__} comes to no loop")
+
+
+def generates_segments(bare: Any) -> bool:
+    """Whether a model's own `generate`, which is transformers', calls that of all models for each segment."""
+    family = family_of(bare.config.model_type)
+    generate = cast(Any, type(bare)).generate
+    return family is not None and family.segments and generate is not MIXIN.generate and is_toolkits(generate)
+
+
+def arguments_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate`, of which it may change what it likes."""
+    kwargs = {
+        name: value for name, value in kwargs.items() if name not in getattr(model, "special_peft_forward_args", ())
+    }
+    for name in ("encoder_outputs", *compat.CACHE_ARGUMENTS):  # which `generate` changes in place
+        if kwargs.get(name) is not None:
+            kwargs[name] = copy.copy(kwargs[name])
+    if kwargs.get("streamer") is not None:
+        kwargs["streamer"] = beam_streamer.BeamStreamer(_Silent())
+    return kwargs
+
+
+def _probe(model: Any, generation_config: Any) -> Any:
+    """Return a model that shares all of `model`'s attributes, and on which `generate` runs no forward."""
+
+    def get_encoder(_: Any, *args: Any, **kwargs: Any) -> _Encoder:
+        return _Encoder(model.get_encoder(*args, **kwargs))
+
+    def validate(_: Any, mode: Any, config: Any, mode_kwargs: dict[str, Any]) -> None:
+        mode = legacy_search.MODES.get(mode, mode)
+        with contextlib.suppress(Unsupported):  # then transformers says what it refuses
+            mode_kwargs = beam_streamer.accepted(model, mode, config, mode_kwargs)
+        getattr(model, compat.VALIDATE)(mode, config, mode_kwargs)
+
+    kind = cast(Any, type(model))
+    methods: dict[str, Any] = {
+        name: _loop(name) for name in GENERATION_MODES_MAPPING.values() if name in _LOOPS or not _is_repository(name)
+    }
+    methods |= {
+        "__module__": kind.__module__,
+        "get_encoder": get_encoder,
+        compat.VALIDATE: validate,
+        "detect_language": _any_language,
+        "load_custom_generate": _load_custom_generate,
+        compat.REPOSITORY: _repository,
+        # What would compute images' features, extend the prompt by generating, and allocate a static cache's memory.
+        compat.ENCODE_IMAGES: _without_images,
+        "heal_tokens": _as_they_are,
+        compat.STATIC_CACHE_SHAPE: _unknown_shape,
+    }
+    probe: Any = object.__new__(type(kind.__name__, (kind,), methods))
+    probe.__dict__ = vars(model) | {"generation_config": generation_config}
+    return probe
+
+
+def _is_repository(method: str) -> bool:
+    return "/" in method
+
+
+class _Reached(Exception):
+    """A loop has been come to."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+
+
+def _loop(name: str) -> Callable[..., NoReturn]:
+    """Return what takes the place of a loop."""
+
+    def prepared(
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> NoReturn:
+        if name not in _LOOPS:
+            raise Unsupported(f"{name} is not patched")
+        legacy_search.check(generation_config)
+        if legacy_search.method_of(generation_config) == "contrastive search":
+            given = logits_processor, stopping_criteria, generation_config, synced_gpus, kwargs
+            wide = legacy_loops.widened(Call(self, input_ids, *given))
+            input_ids, kwargs = wide.input_ids, wide.model_kwargs
+        kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
+        loop = _LOOPS[name]
+        config = bounded(loop, generation_config, stopping_criteria)
+        raise _Reached(Prepared(loop, input_ids, logits_processor, stopping_criteria, config, kwargs))
+
+    return prepared
+
+
+MIXIN: Any = GenerationMixin  # whose methods are typed for models that no class of transformers is
+
+_LOOPS = dict(compat.LOOPS)
+for _mode, _loop_mode in legacy_search.MODES.items():  # by names of their own, as nothing is patched here
+    _LOOPS[GENERATION_MODES_MAPPING[_mode]] = _LOOPS[GENERATION_MODES_MAPPING[_loop_mode]]
+
+
+def _repository(self: Any, mode: Any, *args: Any) -> str | None:
+    return None if mode in legacy_search.MODES else getattr(MIXIN, compat.REPOSITORY)(self, mode, *args)
+
+
+def _load_custom_generate(self: Any, repository: str, *args: Any, **kwargs: Any) -> Any:
+    raise Unsupported(f"{repository} runs a loop of its own")
+
+
+def _without_images(self: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    given = any(name.startswith(("pixel_values", "image_patches")) for name in model_kwargs)
+    model_kwargs.setdefault("mm_encoder_outputs", {"image": SimpleNamespace()} if given else {})
+    for modality in ("image", "video"):  # what transformers hands to their encoders goes no further
+        encode = getattr(self.base_model, f"get_{modality}_features", None)
+        for name in () if encode is None else inspect.signature(encode).parameters:
+            model_kwargs.pop(name, None)
+    return model_kwargs
+
+
+def _any_language(self: Any, generation_config: Any, **inputs: Any) -> Tensor:
+    """A language for each text, without looking at it."""
+    given: Any = next(value for value in inputs.values() if value is not None and not isinstance(value, int))
+    rows = len(given if isinstance(given, Tensor) else given[0])
+    return torch.full((rows,), next(iter(generation_config.lang_to_id.values())), dtype=torch.int64, device="cpu")
+
+
+def _as_they_are(self: Any, input_ids: Tensor, *args: Any) -> Tensor:
+    return input_ids
+
+
+def _unknown_shape(self: Any) -> None:
+    return None
+
+
+class _Silent(BaseStreamer):
+    """Stands in for a streamer, which must not hear of a call that does not run."""
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class _Encoder:
+    """Stands in for an encoder: outputs of the right length that take no memory."""
+
+    def __init__(self, encoder: Any) -> None:
+        self.encoder = encoder
+        self.forward = encoder.forward  # for its signature
+        self._hf_hook = SimpleNamespace()  # for accelerate, which leaves a mark there
+
+    def __call__(self, **inputs: Any) -> BaseModelOutput:
+        names = ("input_features", "inputs_embeds", "input_ids")
+        name = next(name for name in names if inputs.get(name) is not None)
+        rows, length = inputs[name].shape[:2]
+        if name == "input_features":  # of speech, of which all segments are of one length
+            length = self.encoder.config.max_source_positions
+        hidden = torch.empty(rows, length, 1, device="meta", dtype=torch.float32)
+        return BaseModelOutput(last_hidden_state=cast(Any, hidden))

@@ -1,0 +1,305 @@
+"""Many sentences through `generate`: in batches of like lengths and of a size in tokens, back in their order."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice, takewhile
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fastgen.context import isolated
+from fastgen.decoding.batching.batch_compaction import Wanted
+from fastgen.patches.engine import engine
+from fastgen.patches.transformers import compat
+from fastgen.patches.transformers.bild import bild_call
+from fastgen.patches.transformers.compat import CACHE_ARGUMENTS, INSTALLED
+from fastgen.patches.transformers.generate import first_tokens, sequence_scores
+from fastgen.patches.transformers.generate.resolve_setting import said
+from fastgen.patches.transformers.generate.sequence_scores import Scored
+from fastgen.patches.transformers.streaming import cancellation
+from fastgen.patches.transformers.streaming.refill import Batch, Refill, who_stands_between
+from fastgen.patches.transformers.streaming.suspend import Begun
+
+MAX_TOKENS = 4096
+"""Tokens of a batch, padding counted, unless the caller says otherwise."""
+
+WINDOW = 1024
+"""Sentences that are read ahead and sorted by length, unless the caller says otherwise."""
+
+
+def generate_stream(
+    model: Any,
+    inputs: Iterable[Sequence[int] | Tensor],
+    *,
+    max_tokens: int = MAX_TOKENS,
+    window: int = WINDOW,
+    scores: bool = False,
+    wanted: Wanted | None = None,
+    on_tokens: Callable[[int, list[int]], object] | None = None,
+    **generate_kwargs: Any,
+) -> Iterator[Any]:
+    """Yield what ``model.generate(**generate_kwargs)`` gives for each of `inputs`, in their order.
+
+    `window` sentences are read at a time, sorted by length, and generated in batches of at most `max_tokens` tokens,
+    padding counted (a longer sentence is a batch by itself). What a sentence gives does not depend on its neighbours,
+    but for rounding.
+
+    Args:
+        model: a transformers model that can generate.
+        inputs: the token ids of each sentence, without padding: of the source or, for a decoder-only model, the prompt.
+        scores: whether sequences have scores: the `sequences_scores` of a beam search; else the sum of the
+            log-probabilities of a sequence's tokens, as `compute_transition_scores(..., normalize_logits=True)` has
+            them. No scores of steps are kept for it, where the loop is fastgen's.
+        wanted: whether somebody still waits for a sentence, by its number from 0; asked behind every step. One that
+            nobody waits for leaves its batch as one that has finished, and what is yielded for it means nothing.
+            `docs/stream.md` says where none can leave so.
+        on_tokens: called with a sentence's number and tokens that it has generated, as soon as they are certain: each
+            token once, in order, all of a sentence before it is yielded. The call is made in the thread that generates.
+        generate_kwargs: what `generate` takes beside the inputs and their mask. `forced_bos_token_id` may be any
+            iterable of a token for each sentence, which is read in step with `inputs`; a list of one is for all.
+            `max_new_tokens` may be a function of the tokens of a batch's longest sentence; what a sentence gives then
+            depends on its neighbours, where it comes to that limit.
+
+    Yields:
+        (N, L) int64 on the CPU, N = num_return_sequences: a sentence's sequences, the shorter ones padded. A
+        decoder-only model's begin with the prompt. With `scores` a pair of that and the scores (N,), named `Scored`.
+
+    Raises:
+        TypeError: an argument that a stream cannot have; the message names it.
+        ValueError: a sentence without tokens, sizes that are not positive, or several sequences per sentence with
+            `on_tokens`; the message has the value. What is wrong
+            with a sentence, or what `inputs` raises, comes behind what is yielded for those before it. There are more
+            first tokens than sentences, or fewer, which is found before anything of the window is generated.
+    """
+    stream = _Stream(
+        model, max_tokens, window, scores, wanted, on_tokens, generate_kwargs
+    )  # checked here, not at the first sentence
+    return stream.run(iter(inputs))
+
+
+class _Stream:
+    def __init__(
+        self, model: Any, max_tokens: int, window: int, scores: bool, wanted: Wanted | None,
+        on_tokens: Callable[[int, list[int]], object] | None, kwargs: dict[str, Any],
+    ) -> None:  # fmt: skip
+        for name, value in (("max_tokens", max_tokens), ("window", window)):
+            if value < 1:
+                raise ValueError(f"{name} = {value} must be at least 1")
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        self.model, self.max_tokens, self.window, self.kwargs = model, max_tokens, window, kwargs
+        self.wanted, self.begun = wanted, 0  # sentences of the windows before this one
+        limit = kwargs.get("max_new_tokens")
+        self.limit = limit if callable(limit) else None
+        if self.limit is not None:
+            kwargs["max_new_tokens"] = self.limit(1)  # each batch says its own
+        self.on_tokens, self.told = on_tokens, dict[int, int]()  # how many tokens of a sentence
+        self.encoder_decoder = bool(model.config.is_encoder_decoder)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        self.first = first_tokens.beside(said(model, kwargs, _FIRST), vocabulary)
+        self.drafts = False
+        if self.first is not None:
+            kwargs[_FIRST] = 0  # each batch says its own
+            self.drafts = bild_call.options_of(model, dict(kwargs)) is not None  # which has one for all of a batch
+        config = compat.prepare_config(model, kwargs.get("generation_config"), _settings(kwargs))
+        if config.return_dict_in_generate:
+            raise TypeError("return_dict_in_generate=True: a stream yields sequences alone")
+        for name in _REFUSED & set(kwargs):
+            raise TypeError(f"{name}: a stream cannot have it")
+        if not self.encoder_decoder and config.max_new_tokens is None:
+            raise TypeError("max_new_tokens is needed: a prompt's padding would count in max_length")
+        if not self.encoder_decoder and config.min_length:
+            raise TypeError(f"min_length = {config.min_length} would count a prompt's padding; say min_new_tokens")
+        # Padding before a prompt is text to whoever looks at single tokens, or is the caller's own.
+        sees_padding = (
+            config.no_repeat_ngram_size == 1
+            or config.forced_bos_token_id is not None
+            or (config.repetition_penalty not in (None, 1.0) and not INSTALLED.penalty_skips_padding)
+            or "logits_processor" in kwargs
+        )
+        self.alike = sees_padding and not self.encoder_decoder
+        ends = config.eos_token_id
+        self.ends = torch.tensor([] if ends is None else ends, dtype=torch.int64, device="cpu").flatten()
+        fill = config.pad_token_id
+        self.fill = int(self.ends[0] if fill is None and len(self.ends) else fill or 0)
+        self.copies = config.num_return_sequences or 1
+        if on_tokens is not None and self.copies > 1:
+            raise ValueError(f"on_tokens follows one text of a sentence, and num_return_sequences is {self.copies}")
+        self.scores, self.config = scores, config
+        self.by_transformers = False  # whether scores are known not to come from a loop of ours
+
+        self.refill = Refill(model, max_tokens, self._generate, config, kwargs)
+
+    def run(self, inputs: Iterator[Sequence[int] | Tensor]) -> Iterator[Any]:
+        error = None
+        while error is None and (waiting := self._window(inputs)):
+            found: dict[int, Any] = {}
+            for batch, output in isolated(self.refill.run, waiting.take):
+                found.update(zip(batch.places, self._each(batch, output), strict=True))
+            for i in range(len(waiting.sentences)):
+                yield found.pop(i)
+            self.begun, error = self.begun + len(waiting.sentences), waiting.error
+        if error is not None:
+            raise error
+
+    def _window(self, inputs: Iterator[Sequence[int] | Tensor]) -> "_Waiting | None":
+        """The next sentences; None where there are no more."""
+        sentences, first, error = list[Tensor](), list[int](), None
+        read = islice(inputs, self.window)
+        while error is None:
+            try:
+                sentences.append(_ids(next(read)))
+            except StopIteration:
+                break
+            except Exception as of_next:  # comes behind what is yielded for those that have been read
+                if not sentences:
+                    raise
+                error = of_next
+            else:
+                if self.first is not None:
+                    first.append(self.first.take())
+        if self.first is not None and error is None and len(sentences) < self.window:
+            self.first.end()
+        apart = self.first is not None and (self.drafts or not engine.is_applied("transformers.first_tokens"))
+        return _Waiting(sentences, first, self.max_tokens, self.alike, apart, error) if sentences else None
+
+    def _generate(self, batch: Batch) -> Any:
+        ids = torch.full((len(batch.sentences), batch.width), self.fill, dtype=torch.int64, device="cpu")
+        mask = torch.zeros_like(ids)
+        for row, sentence in enumerate(batch.sentences):
+            padding = batch.width - len(sentence)
+            at = slice(0, len(sentence)) if self.encoder_decoder else slice(padding, batch.width)
+            ids[row, at], mask[row, at] = sentence, 1
+        device = self.model.device
+        inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        kwargs = self.kwargs
+        if self.limit is not None:
+            kwargs = kwargs | {"max_new_tokens": self.limit(batch.width)}
+        if batch.first:
+            kwargs = kwargs | {_FIRST: batch.first if len(set(batch.first)) > 1 else batch.first[0]}
+        with self._awaited(batch):
+            return self._called(inputs, kwargs)
+
+    def _awaited(self, batch: Batch) -> AbstractContextManager[None]:
+        wanted, begun = self.wanted, self.begun
+        nobody = wanted is None and self.on_tokens is None
+        if nobody or who_stands_between(self.model, self.config, self.kwargs) is not None:
+            return nullcontext()
+        return cancellation.asking(
+            self.model,
+            None if wanted is None else lambda i: wanted(begun + batch.places[i]),
+            None if self.on_tokens is None else lambda i, place, ids: self._tell(begun + batch.places[i], place, ids),
+        )
+
+    def _tell(self, number: int, place: int, tokens: Sequence[int]) -> None:
+        """Tell tokens of a sentence from a place on, but those that are known: a batch may have begun anew."""
+        told = self.told.get(number, 0)
+        if self.on_tokens is not None and (new := list(tokens[told - place :])):
+            self.told[number] = told + len(new)
+            self.on_tokens(number, new)
+
+    def _called(self, inputs: dict[str, Tensor], kwargs: dict[str, Any]) -> Any:
+        """What `generate` returns; scored, where scores are asked for; or a loop that it has begun."""
+        if not self.scores:
+            return self.model.generate(**inputs, **kwargs)
+        if not (self.by_transformers or engine.is_disabled()):
+            if who_stands_between(self.model, self.config, kwargs) is None:
+                with sequence_scores.asking(self.model):
+                    found = self.model.generate(**inputs, **kwargs)
+                if isinstance(found, Scored | Begun):
+                    return found
+            self.by_transformers = True
+        return sequence_scores.by_transformers(self.model, inputs, kwargs, self.ends)
+
+    def _each(self, batch: Batch, output: Any) -> Iterator[Any]:
+        """What is yielded for each sentence of a batch."""
+        if not self.scores:
+            return self._cut(batch, output.cpu())
+        scores = output.scores.cpu().split(self.copies)
+        return map(Scored, self._cut(batch, output.sequences.cpu()), scores)
+
+    def _cut(self, batch: Batch, found: Tensor) -> Iterator[Tensor]:
+        """The sequences of each sentence, from those of all, without their padding."""
+        for row, sentence in enumerate(batch.sentences):
+            own = found[row * self.copies : (row + 1) * self.copies]
+            prompt = 1
+            if not self.encoder_decoder:
+                own, prompt = own[:, batch.width - len(sentence) :], len(sentence)
+            own = own[:, : self._length(own, prompt)]
+            self._tell_rest(self.begun + batch.places[row], own[0, prompt:])
+            yield own.clone()
+
+    def _tell_rest(self, number: int, tokens: Tensor) -> None:
+        if self.on_tokens is not None and (self.wanted is None or self.wanted(number)):
+            self._tell(number, 0, cast(Any, tokens).tolist())
+        self.told.pop(number, None)
+
+    def _length(self, sequences: Tensor, prompt: int) -> int:
+        """Tokens up to the last end, that of the longest sequence."""
+        generated = sequences[:, prompt:]
+        if not generated.numel():
+            return prompt
+        ended = torch.isin(generated, self.ends).to(torch.int8)
+        first = torch.where(ended.any(1), ended.argmax(1) + 1, generated.shape[1])
+        return prompt + int(first.max())
+
+
+class _Waiting:
+    """The sentences of a window that have not begun, the longest first.
+
+    first: the first token of each output, or nothing.
+    alike: a batch has sentences of one length alone. apart: of one first token alone.
+    error: why there are no more, where the inputs have failed behind them.
+    """
+
+    def __init__(
+        self, sentences: list[Tensor], first: list[int], max_tokens: int, alike: bool, apart: bool,
+        error: Exception | None,
+    ) -> None:  # fmt: skip
+        self.sentences, self.first, self.max_tokens, self.error = sentences, first, max_tokens, error
+        lengths = [len(sentence) for sentence in sentences]
+        self.kinds = [(first[i] if apart else 0, length if alike else 0) for i, length in enumerate(lengths)]
+        self.order = sorted(range(len(sentences)), key=lambda i: (self.kinds[i][0], -lengths[i]))
+
+    def take(self, room: int) -> Batch | None:
+        """The next batch, of as many as fit into `room` tokens beside the first of them; None where that does not.
+
+        In a room of `max_tokens` a sentence always fits.
+        """
+        if not self.order:
+            return None
+        longest = self.order[0]
+        count = room // len(self.sentences[longest])
+        if room == self.max_tokens:
+            count = max(1, count)
+        places = list(takewhile(lambda i: self.kinds[i] == self.kinds[longest], self.order[:count]))
+        self.order = self.order[len(places) :]
+        if not places:
+            return None
+        return Batch(places, [self.sentences[i] for i in places], [self.first[i] for i in places] if self.first else [])
+
+
+_FIRST = "forced_bos_token_id"
+
+_REFUSED = {
+    "inputs", "input_ids", "attention_mask", "inputs_embeds", "encoder_outputs", "decoder_input_ids",
+    "decoder_inputs_embeds", "decoder_attention_mask", "position_ids", "token_type_ids", "streamer", *CACHE_ARGUMENTS,
+    "stopping_criteria", "stop_strings", "prefix_allowed_tokens_fn",
+}  # fmt: skip
+"""Inputs, which a stream makes itself, and what ends a text without a token that says so or knows a batch's order."""
+
+
+def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name != "generation_config"}
+
+
+def _ids(sentence: Sequence[int] | Tensor) -> Tensor:
+    if isinstance(sentence, str | Mapping):
+        raise TypeError(f"a sentence must be token ids, not a {type(sentence).__name__}")
+    ids = torch.as_tensor(cast(Any, sentence), device="cpu")
+    if ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool):
+        raise TypeError(f"token ids must be integers, not {ids.dtype}")
+    ids = ids.to(torch.int64)
+    if ids.dim() != 1 or len(ids) == 0:
+        raise ValueError(f"a sentence must be one row of at least one token id, not of shape {tuple(ids.shape)}")
+    return ids

@@ -1,0 +1,350 @@
+"""What a server answers: JSON in, JSON or server-sent events out, and the limits between.
+
+    POST /generate        {"text": "..."}          {"output": "...", "outputs": ["..."], "tokens": 7, "model": "..."}
+                          {"texts": ["...", ...]}  {"answers": [{"output": ...}, ...], "model": "..."}
+                          with "options": {"num_beams": 4, ...} (`requests.Wanted`); with "stream": true events
+    POST /v1/completions  as OpenAI's, with `Wanted`'s options beside its own
+    GET /health           {"status": "ok", "model": ..., "version": ..., "waiting": 0}
+    GET /status           `fastgen.status()`, and what became of the texts so far
+    GET /metrics          what `metrics.Metrics` counts, in Prometheus' text format
+
+400: the request is not as above; 404, 405: no such address or method; 413: it is too long; 500: the model failed;
+503: too many wait, with Retry-After. All of these answer {"error": "..."}; for completions the error is an object, as
+OpenAI's. Behind the first event of a stream, an event with such an error is its last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from prometheus_client.metrics_core import Metric
+
+import fastgen
+from fastgen.corpus.languages import Unknown
+from fastgen.corpus.texts import Output, Problem, Sequences, Source, TextGenerator
+from fastgen.errors import CommandError
+from fastgen.ray.server.completions import Completions, Own, usage
+from fastgen.ray.server.merging import Merger, QueueFull, Tell
+from fastgen.ray.server.metrics import CONTENT_TYPE, Metrics, exposition
+from fastgen.ray.server.requests import Asked, Completion, Refused, Wanted
+from fastgen.ray.server.streaming import DONE, Pieces, Stream, event
+from fastgen.ray.settings import Settings
+
+
+class _Alike(NamedTuple):
+    """What the texts of a batch have in common.
+
+    begins: that each output has a first token of its own.
+    """
+
+    generation: tuple[tuple[str, Any], ...]
+    begins: bool
+
+
+_NAMES = {"target_lang", "forced_bos_token"}  # options that say how outputs begin
+
+_MAX_SOURCE = 1024  # tokens, where neither the settings nor the tokenizer say how many
+
+_METHODS = {"/generate": "POST", "/v1/completions": "POST", "/health": "GET", "/status": "GET", "/metrics": "GET"}
+
+_LEFT = 499  # what is logged and counted of a client that has left before its answer
+
+_log = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A status of HTTP and what is sent with it: JSON, text, or the events of a stream."""
+
+    status: int
+    content: dict[str, Any] | str | AsyncIterator[str]
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class Api:
+    """A model that answers requests.
+
+    Args:
+        replica: the name of the replica, for its metrics.
+
+    Attributes:
+        gather: what all replicas count.
+
+    Raises:
+        CommandError: there is no such model, or it cannot generate with the settings' arguments.
+    """
+
+    def __init__(self, settings: Settings, replica: str = "") -> None:
+        self.settings = settings
+        self._failed: str | None = None
+        self.generator = TextGenerator(settings.options(), serves=True)
+        limit = settings.max_source_tokens or min(self.generator.tokenizer.model_max_length, _MAX_SOURCE)
+        self.generator.options = replace(self.generator.options, max_source_tokens=limit)
+        (first,) = self.generator(["."])  # a wrong argument is found here, not by the first client
+        if isinstance(first, Problem):
+            raise CommandError(f"{settings.shown_name} cannot generate: {first.reason}")
+        self.metrics = Metrics(settings.shown_name, replica, lambda: len(self.merger.waiting))
+        self.gather: Callable[[], Awaitable[list[list[Metric]]]] = self._own_metrics
+        self.merger = Merger[Source, _Alike, Sequences | Problem](
+            self._generate, batch_tokens=settings.batch_tokens, most=settings.max_waiting, linger=settings.linger,
+            on_batch=self.metrics.batches.observe,
+        )  # fmt: skip
+
+    async def __call__(self, method: str, path: str, body: bytes = b"") -> Answer:
+        """Answer a request; log and count it when all of its answer is sent."""
+        began = time.perf_counter()
+        try:
+            answer = await self._answer(method, path, body)
+        except BaseException as error:
+            self._note(method, path, _LEFT if isinstance(error, asyncio.CancelledError) else 500, began)
+            raise
+        if isinstance(answer.content, AsyncIterator):
+            return replace(answer, content=self._noted(answer.content, method, path, began))
+        self._note(method, path, answer.status, began)
+        return answer
+
+    async def _answer(self, method: str, path: str, body: bytes) -> Answer:
+        try:
+            if path not in _METHODS:
+                raise Refused(404, f"there is no {path}")
+            if method != _METHODS[path]:
+                raise Refused(405, f"{path} is asked for by {_METHODS[path]}")
+            if path == "/metrics":
+                return Answer(200, exposition(await self.gather()), {"Content-Type": CONTENT_TYPE})
+            if path in ("/health", "/status"):
+                return Answer(200, self.health() if path == "/health" else self._status())
+            if len(body) > self.settings.max_bytes:
+                raise Refused(413, f"{len(body)} bytes, {self.settings.max_bytes} at most")
+            return Answer(200, await (self._own(body) if path == "/generate" else self._completion(body)))
+        except Refused as refused:
+            return _error(path, refused.status, refused)
+        except CommandError as failed:
+            return _error(path, 500, failed)
+        except QueueFull as full:
+            return _error(path, 503, full, {"Retry-After": str(self.settings.retry_after)})
+
+    async def _noted(self, events: AsyncIterator[str], method: str, path: str, began: float) -> AsyncIterator[str]:
+        """The events of a stream, which is logged and counted at its end."""
+        status, first = _LEFT, True
+        try:
+            async for one in events:
+                if first:
+                    first = False
+                    self.metrics.first_token.labels(path).observe(time.perf_counter() - began)
+                yield one
+            status = 200
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]  # a generator, which has what it waits for leave
+            self._note(method, path, status, began)
+
+    def _note(self, method: str, path: str, status: int, began: float) -> None:
+        seconds, name = time.perf_counter() - began, path if path in _METHODS else "other"
+        self.metrics.requests.labels(name, str(status)).inc()
+        self.metrics.seconds.labels(name).observe(seconds)
+        _log.info("%s %s %d %.1fms", method, path, status, 1000 * seconds)
+
+    async def _own_metrics(self) -> list[list[Metric]]:
+        return [self.metrics.families()]
+
+    def check(self) -> None:
+        """Raise RuntimeError where requests would wait for ever, or none be answered any more."""
+        self.merger.check()
+        if self._failed is not None:
+            raise RuntimeError(f"the device has failed: {self._failed}")
+
+    def health(self) -> dict[str, Any]:
+        return {
+            "status": "ok",
+            "model": self.settings.shown_name,
+            "version": fastgen.__version__,
+            "waiting": len(self.merger.waiting),
+        }
+
+    def _status(self) -> dict[str, Any]:
+        counts = {name: getattr(self.merger, name) for name in ("batches", "generated", "left", "dropped")}
+        return {"texts": counts, "fastgen": fastgen.status().to_dict()}
+
+    async def _own(self, body: bytes) -> dict[str, Any] | AsyncIterator[str]:
+        """The answer to a request to /generate."""
+        asked = Asked.read(body)
+        model = self.settings.shown_name
+        if asked.stream:
+            return self._stream(asked, Own(model))
+        _, sequences = await self._sequences(asked)
+        found = [_shown(one) for one in self._outputs(sequences)]
+        if asked.texts is not None:
+            return {"answers": found, "model": model}
+        if "problem" in found[0]:
+            raise Refused(500, found[0]["problem"])
+        return found[0] | {"model": model}
+
+    async def _completion(self, body: bytes) -> dict[str, Any] | AsyncIterator[str]:
+        """The answer to a request to /v1/completions."""
+        completion = Completion.read(body, self.settings.shown_name)
+        asked, wanted = completion.asked(), completion.stream_options
+        if wanted is not None and not asked.stream:
+            raise Refused(400, "stream_options is for stream=true")
+        shown = Completions(self.settings.shown_name, wanted is not None and wanted.include_usage)
+        if asked.stream:
+            return self._stream(asked, shown)
+        sources, sequences = await self._sequences(asked)
+        texts, tokens = list[tuple[str, str]](), 0
+        for found, output in zip(sequences, self._outputs(sequences), strict=True):
+            if isinstance(found, Problem) or isinstance(output, Problem):
+                raise Refused(500, found.reason if isinstance(found, Problem) else "")
+            reasons = [self._reason(ids, asked.options) for ids in found.ids.tolist()]
+            texts += zip(output.texts, reasons, strict=True)
+            tokens += output.tokens
+        return shown.whole(texts, usage(sum(map(len, sources)), tokens))
+
+    async def _sequences(self, asked: Asked) -> tuple[list[Source], list[Sequences | Problem]]:
+        sources, alike = self._sources(asked)
+        return sources, await self.merger.submit(sources, alike)
+
+    def _stream(self, asked: Asked, shown: Own | Completions) -> AsyncIterator[str]:
+        """The events of a request, which waits from now on.
+
+        Raises:
+            Refused, QueueFull: as where no stream is asked for; or it is no single text.
+        """
+        if len(asked.sources) > 1:
+            raise Refused(400, f"{len(asked.sources)} texts: a stream has one")
+        if (several := self._in_force("num_return_sequences", asked.options) or 1) > 1:
+            raise Refused(400, f"num_return_sequences = {several}: a stream has one")
+        (source,), alike = self._sources(asked)
+        cleans = self.generator.options.clean_up or bool(
+            getattr(self.generator.tokenizer, "clean_up_tokenization_spaces", False)
+        )
+        stream = Stream(Pieces(self.generator.text, cleans), self.generator.ends)
+        (answer,) = self.merger.enqueue([source], alike, stream.hear)
+        return self._events(asked, source, stream, answer, shown)
+
+    async def _events(
+        self,
+        asked: Asked,
+        source: Source,
+        stream: Stream,
+        answer: asyncio.Future[Sequences | Problem],
+        shown: Own | Completions,
+    ) -> AsyncIterator[str]:
+        try:
+            async for piece in stream.read(answer):
+                yield event(shown.piece(piece))
+            try:
+                found = answer.result()
+            except Exception as error:
+                _log.exception("a stream has failed")
+                found = Problem(str(error))
+            (output,) = self._outputs([found])
+            if isinstance(found, Problem) or isinstance(output, Problem):
+                yield event(shown.error(found.reason if isinstance(found, Problem) else ""))
+                return
+            (ids,) = found.ids.tolist()
+            if ids[: len(stream.tokens)] != stream.tokens:  # drawn anew, when the model had failed
+                yield event(shown.error("the text was generated anew and has become another"))
+                return
+            counted = usage(len(source), output.tokens)
+            reason = self._reason(ids, asked.options)
+            for one in shown.end(stream.pieces.end(output.texts[0]), reason, counted):
+                yield event(one)
+            yield DONE
+        finally:
+            answer.cancel()  # whoever leaves
+
+    def _reason(self, ids: Sequence[int], options: Wanted) -> str:
+        """Why a text ended, as OpenAI has it."""
+        end = next((place for place, token in enumerate(ids) if token in self.generator.ends), None)
+        forced = self._in_force("forced_eos_token_id", options) is not None  # which ends a text at its longest
+        cut = end is None or (forced and end + 1 >= self._in_force("max_new_tokens", options))
+        return "length" if cut else "stop"
+
+    def _outputs(self, found: Sequence[Sequences | Problem]) -> list[Output | Problem]:
+        outputs = self.generator.decode(found)
+        self.metrics.tokens.inc(sum(one.tokens for one in outputs if isinstance(one, Output)))
+        return outputs
+
+    def _sources(self, asked: Asked) -> tuple[list[Source], _Alike]:
+        """The sources of a request that is within the limits, and what they share with those of their batch."""
+        self._check(asked)
+        generation = asked.options.model_dump(exclude_none=True, exclude=_NAMES)
+        first = self._first_token(asked.options)
+        sources = [replace(source, first=first) for source in self._encoded(asked.sources)]
+        return sources, _Alike(tuple(generation.items()), first is not None)
+
+    def _check(self, asked: Asked) -> None:
+        """Raise Refused where a request is beyond the limits, but for tokens."""
+        settings, options = self.settings, asked.options
+        if len(asked.sources) > settings.max_texts:
+            raise Refused(413, f"{len(asked.sources)} texts, {settings.max_texts} at most")
+        for name, most in (("max_new_tokens", settings.max_new_tokens), ("num_beams", settings.max_beams)):
+            if (getattr(options, name) or 0) > most:
+                raise Refused(400, f"{name} = {getattr(options, name)}, {most} at most")
+        if options.target_lang is not None and options.forced_bos_token is not None:
+            raise Refused(400, "say either target_lang or forced_bos_token")
+        beams, sequences = (self._in_force(name, options) or 1 for name in ("num_beams", "num_return_sequences"))
+        drawn = beams == 1 and self._in_force("do_sample", options)  # as many as one likes
+        if sequences > beams and not drawn:
+            raise Refused(400, f"num_return_sequences = {sequences}, {beams} at most, as many as num_beams")
+
+    def _in_force(self, name: str, options: Wanted) -> Any:
+        """An argument of `generate`: the request's, else the settings', else the model's own."""
+        stored = getattr(self.generator.model.generation_config, name, None)
+        said = self.generator.generation | options.model_dump(exclude_none=True)
+        return said.get(name, stored)
+
+    def _first_token(self, options: Wanted) -> int | None:
+        """What outputs begin with, by the request or else for all; None where that is not said, or they do not."""
+        names = self.generator.names
+        try:
+            if options.target_lang is not None:
+                names.check_languages("options.target_lang")
+                return names.language(options.target_lang)
+            if options.forced_bos_token is not None:
+                return names.token(options.forced_bos_token)
+        except (CommandError, Unknown) as error:
+            raise Refused(400, str(error)) from error
+        found = self._in_force("forced_bos_token_id", options)
+        return found if isinstance(found, int) else None
+
+    def _encoded(self, texts: Sequence[str]) -> list[Source]:
+        for place, text in enumerate(texts):
+            if not text.strip():
+                raise Refused(400, f"text {place + 1} is empty")
+        sources = self.generator.encode(texts)
+        for place, source in enumerate(sources):
+            if isinstance(source, Problem):
+                raise Refused(413, f"text {place + 1}: {source.reason}")
+        return [source for source in sources if not isinstance(source, Problem)]
+
+    def _generate(
+        self, sources: list[Source], alike: _Alike, wanted: Callable[[int], bool], tell: Tell | None
+    ) -> list[Sequences | Problem]:
+        """Sequences of some sources; tokenizers are left to the other thread."""
+        generator = copy.copy(self.generator)
+        generator.generation = generator.generation | dict(alike.generation)
+        try:
+            return generator.generate(sources, wanted, tell)
+        except CommandError as error:
+            if isinstance(error.__cause__, torch.AcceleratorError):
+                self._failed = str(error)
+            raise
+
+
+def _shown(found: Output | Problem) -> dict[str, Any]:
+    if isinstance(found, Problem):
+        return {"problem": found.reason}
+    return {"output": found.texts[0], "outputs": found.texts, "tokens": found.tokens}
+
+
+def _error(path: str, status: int, error: Exception, headers: dict[str, str] | None = None) -> Answer:
+    found: Any = str(error)
+    if path.startswith("/v1/"):
+        found = {"message": found, "type": "server_error" if status >= 500 else "invalid_request_error", "code": status}
+    return Answer(status, {"error": found}, headers or {})
