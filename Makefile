@@ -113,7 +113,8 @@ fuzz: $(READY)  ## compare N=1000 random generate calls with unpatched transform
 sanitize: $(READY)  ## the operations in C with AddressSanitizer and UndefinedBehaviorSanitizer: N=1000 rounds, and tests
 	CC=gcc $(RUN) fastgen/ops/native/build.py --sanitize $(SANITIZED)
 	$(SANITIZE) --rounds $(N)
-	$(SANITIZE) --pytest $(foreach name,native native_search in_c encoders_in_c in_a_row,tests/test_$(name).py)
+	$(SANITIZE) --pytest tests/ops/test_native.py tests/ops/test_native_search.py tests/models/test_in_c.py \
+	  tests/models/test_encoders_in_c.py tests/patches/transformers/generate/test_in_a_row.py
 
 clean:  ## remove what make and the tools made: .venv, caches, build output
 	rm -rf .venv build dist site fastgen/ops/native/lib .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -76,7 +76,12 @@ _HALF = f"{_BENCH} --dtype bfloat16 --rounds 3"
 _OPS = "-m benchmarks.ops --device {device}"
 _SMOKE = "-m benchmarks.smoke --device {device} --scale {scale} --out {out}"
 _TESTS = "-m pytest -m gpu -q -rfE -p no:cacheprovider"
-_WHOLE_CALLS_FIRST = "tests/test_gpu.py tests/test_draw.py tests/test_kernel_calls.py tests/test_kernels.py"
+_WHOLE_CALLS_FIRST = " ".join(
+    (
+        "tests/models/test_gpu.py", "tests/decoding/test_draw.py",
+        "tests/patches/transformers/generate/test_kernel_calls.py", "tests/ops/test_kernels.py",
+    )
+)  # fmt: skip
 
 PARTS = {
     1: (
@@ -94,7 +99,7 @@ PARTS = {
         Stage("float32", 120, f"{_BENCH} --rounds 3 --case bart_large gpt2 t5_base marian_base kv_memory"),
         Stage("refill", 60, f"{_HALF} --case refill trained"),
         Stage(
-            "races", 60, f"{_TESTS} tests/test_kernels.py -k 'table or choice or cache or rotation'",
+            "races", 60, f"{_TESTS} tests/ops/test_kernels.py -k 'table or choice or cache or rotation'",
             tool="compute-sanitizer --tool racecheck --target-processes all",
         ),
         Stage(

@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared, so before fastgen.ops is imported
     with contextlib.suppress(ModuleNotFoundError):
-        from tests import interpreter
+        from tests.support import interpreter
 
         interpreter.hasten()
 
@@ -38,7 +38,7 @@ def pytest_configure() -> None:
     if wanted and found != wanted:
         pytest.exit(f"EXPECT_TRANSFORMERS={wanted}, but transformers {found} is the one that would be imported", 4)
     if os.environ.get("PRETEND_GPU") == "1":
-        from tests.pretended import Pretended
+        from tests.support.pretended import Pretended
 
         Pretended(pytest.MonkeyPatch())
 
@@ -63,7 +63,7 @@ def _canary() -> None:
 
     version = _version("transformers")
     if version != "not installed" and not TOOLKIT.has_tested(version):
-        from tests import zoo
+        from tests.support import zoo
 
         model = zoo.build("gpt2")
         model.generate(**zoo.batch(model, 1, 2), max_new_tokens=1)

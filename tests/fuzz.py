@@ -1,7 +1,7 @@
 """Random calls of `generate`, with fastgen and without: `python -m tests.fuzz -n 1000`, or `make fuzz N=1000`.
 
 Call i is drawn from the number ``--seed`` + i alone, so that a difference is repeated by ``--seed S -n 1``. What can be
-drawn is one table, `OPTIONS`; `tests/test_fuzz.py` draws from the same one.
+drawn is one table, `OPTIONS`; `tests/patches/transformers/generate/test_fuzz.py` draws from the same one.
 """
 
 import argparse
@@ -31,10 +31,10 @@ from fastgen.decoding.kv_cache import kv_cache as kv
 from fastgen.ops.selection import kbest
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate import decide
-from tests import zoo
-from tests.parity import assert_same, fallbacks, hits, same
-from tests.parity import call as run
-from tests.surroundings import SURROUNDINGS
+from tests.support import zoo
+from tests.support.parity import assert_same, fallbacks, hits, same
+from tests.support.parity import call as run
+from tests.support.surroundings import SURROUNDINGS
 
 V = zoo.VOCABULARY
 ROUNDING = 1e-6
@@ -107,7 +107,7 @@ class Listener(Witness, BaseStreamer):
 class Call:
     """One call of `generate`: a model, its arguments, and the sizes at which fastgen changes its ways.
 
-    around: names of `tests.surroundings`, each with the seed of what it chooses.
+    around: names of `tests.support.surroundings`, each with the seed of what it chooses.
     """
 
     family: str
@@ -312,7 +312,7 @@ def _witness(name: str, kind: Callable[[int], Any], *variants: int) -> Callable[
 
 
 def _streamer(r: Random, call: Call) -> Drawn:
-    # With several beams transformers refuses one, or never tells it the end (tests/test_beam_streamer.py).
+    # With several beams transformers refuses one, or never tells it the end (`test_beam_streamer.py`).
     return {} if call.kwargs.get("num_beams", 1) > 1 else {"streamer": Listener(0)}
 
 

@@ -138,7 +138,7 @@ def by_thread(call: Callable[[], Any], after: float) -> bool:
 
 def fairseq_call(beams: int) -> tuple[Any, Callable[[], list[list[int]]]]:
     """A model of fairseq's, and a call of a generator."""
-    from tests import fairseq_zoo as zoo
+    from tests.support import fairseq_zoo as zoo
 
     model, sample = zoo.build("transformer", torch.float32), zoo.batch(3, 8)
 

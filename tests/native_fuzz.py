@@ -36,8 +36,8 @@ from fastgen.ops.selection.kbest import SparseEdits, kbest, kbest_reference
 from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.selection.ngram_block import ngram_block_reference, ngram_mask_
 from fastgen.ops.tables import Table, extend_rows_, extend_rows_reference, finish_rows_, finish_rows_reference
-from tests.beam_choices import assert_alike, choice
-from tests.parity import assert_same
+from tests.support.beam_choices import assert_alike, choice
+from tests.support.parity import assert_same
 
 SIZES = (1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200, 257)
 VARIANTS = (("avx2", "avx2"), ("avx512", "avx512_f"))

@@ -1,7 +1,7 @@
 """The installed transformers: every private name of it that fastgen uses, and what its releases have changed.
 
 A release that renames or reorders something is one more entry of `RELEASES`. No other module under
-`patches/transformers` uses a private name of transformers or asks for its version, which `tests/test_compat.py` checks;
+`patches/transformers` uses a private name of transformers or asks for its version, which `test_compat.py` checks;
 the records in `__init__.py` name their targets, whose signatures are checked when they are patched.
 """
 

@@ -1,0 +1,86 @@
+"""Half precision judged by its own noise: rounding is told from an error, where tokens differ in both."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fastgen.cli.bench.agreement import Agreement
+from fastgen.cli.bench.measure import Verdict, compare
+from fastgen.cli.bench.noise import LIMIT, Noise, noise
+from tests.support import zoo
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def _model(family: str, dtype: torch.dtype) -> Any:
+    return zoo.build(family, torch.float32).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("family", ["bart", "gpt2", "llama", "t5"])
+def test_fastgen_rounds_no_worse_than_the_toolkit(family, options, dtype):
+    model = _model(family, dtype)
+    found = noise(model, zoo.batch(model, 4, 9), options | {"max_new_tokens": 12})
+    assert 0 < found.own < 1
+    assert found.explains, found
+
+
+@pytest.mark.parametrize("family", ["bart", "gpt2"])
+def test_an_error_is_no_rounding(family, monkeypatch):
+    """A mask that is wrong in one place: the last token but one of each source is not seen."""
+    model = _model(family, torch.bfloat16)
+    generate = type(model).generate
+
+    def wrong(self, *args, **kwargs):
+        from fastgen.patches.engine import engine
+
+        if not engine.is_disabled():
+            kwargs["attention_mask"] = kwargs["attention_mask"].clone()
+            kwargs["attention_mask"][:, -2] = 0
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "generate", wrong)
+    found = noise(model, zoo.batch(model, 4, 9), {"max_new_tokens": 12})
+    assert not found.explains
+    assert "error of the logits" in str(found)
+
+
+def test_the_limit():
+    assert Noise(LIMIT * 0.1, 0.1).explains
+    assert not Noise(1.01 * LIMIT * 0.1, 0.1).explains
+    assert Noise(0.0, 0.0).explains
+
+
+def test_tokens_behind_the_end_do_not_count():
+    """Texts that end early: what fills them is not chosen."""
+    model = _model("gpt2", torch.bfloat16)
+    ends = list(range(2, 60, 3))
+    found = noise(model, zoo.batch(model, 6, 9), {"max_new_tokens": 20, "eos_token_id": ends, "pad_token_id": 2})
+    assert found.explains, found
+
+
+def test_a_verdict_keeps_the_times():
+    model = _model("gpt2", torch.bfloat16)
+    inputs, options = zoo.batch(model, 4, 9), {"max_new_tokens": 12}
+    agreement = Agreement(model, inputs, options)
+    stock = model.generate(**inputs, **options)
+    other = stock.clone()
+    other[1, -1] += 1
+    verdict = agreement(stock, other)
+    assert not verdict.equal
+    assert verdict.agrees
+    assert verdict.within_noise
+    assert verdict.note.startswith("1 of 4 sequences differ, error of the logits ")
+    outcome = compare(lambda: stock, lambda: other, 3, agreement)
+    assert len(outcome.rounds) == 3
+    assert not outcome.equal
+    assert "outputs differ within rounding" in str(outcome)
+    assert outcome.to_dict()["within_noise"]
+
+
+def test_what_rounding_does_not_explain_has_no_times():
+    outcome = compare(lambda: 1, lambda: 2, 3, lambda a, b: Verdict(False, note="wrong"))
+    assert not outcome.rounds
+    assert str(outcome) == "outputs differ, no speed given: wrong"

@@ -1,0 +1,1078 @@
+"""Whole corpora: blocks in their order, whatever interrupts a run and however many processes make it."""
+
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+import fastgen
+from fastgen.corpus.formats.records import Record
+from fastgen.corpus.limits import Limit
+from fastgen.corpus.run import assembly, claims, job, journal, pipeline, store, worker, workers
+from fastgen.corpus.run.assembly import Assembly, in_progress
+from fastgen.corpus.run.blocks import Blocks
+from fastgen.corpus.run.claims import Claims
+from fastgen.corpus.run.identity import digest
+from fastgen.corpus.run.journal import Entry, Journal, Part
+from fastgen.corpus.run.lead import header_of
+from fastgen.corpus.run.summary import Report, summarise
+from fastgen.corpus.texts import Output, Problem, TextGenerator
+from fastgen.errors import CommandError
+from tests.support.corpus_jobs import Lines, Texts, job_of
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples/en-es/model"
+LINES = [line[:40] for line in (ROOT / "examples/en-es/test.en").read_text("utf-8").splitlines()[:22]]
+BLOCK = 4
+KILLS = int(os.environ.get("KILLS", "6"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "in"
+    file.write_text("\n".join(LINES) + "\n", "utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path) -> bytes:
+    """What a run that nothing interrupts writes."""
+    file = text.with_name("whole")
+    assert job.run(job_of(MODEL, text, file, block=BLOCK)) is not None
+    return file.read_bytes()
+
+
+def beside(output: Path) -> list[str]:
+    """What runs have left beside an output."""
+    return sorted(file.name for file in output.parent.iterdir() if file.name.startswith(f"{output.name}."))
+
+
+@dataclass(frozen=True)
+class Failing(Texts):
+    """A sink that raises at the block that begins with a record."""
+
+    at: int = 9
+    error: type[BaseException] = RuntimeError
+
+    def block(self, records: Sequence[Record], outputs: Sequence[Output | Problem | None]) -> bytes:
+        if records[0].number == self.at:
+            raise self.error("no more")
+        return super().block(records, outputs)
+
+
+def interrupted(text: Path, output: Path, **more: Any) -> None:
+    """Leave two blocks beside an output."""
+    with pytest.raises(RuntimeError, match="no more"):
+        job.run(job_of(MODEL, text, output, block=BLOCK, sink=Failing(), **more))
+    assert beside(output) == [f"{output.name}.journal", f"{output.name}.part"]
+    assert len(journal.read(Part(output)).entries) == 2
+
+
+# ---- one run
+
+
+def test_each_line_is_what_the_texts_alone_give(text: Path, whole: bytes) -> None:
+    generator = TextGenerator(job_of(MODEL, text, None).options)
+    for number, line in enumerate(whole.decode().splitlines(), 1):
+        (alone,) = generator([LINES[number - 1]])
+        assert isinstance(alone, Output)
+        assert line == f"{number}\t{alone.texts[0]}"
+    assert number == len(LINES)
+
+
+def test_the_summary_says_what_was_done(text: Path, tmp_path: Path) -> None:
+    asked = job_of(MODEL, text, tmp_path / "out", block=BLOCK, summary=tmp_path / "s.json", early_stopping=True)
+    made = job.run(asked)
+    assert made is not None
+    written = json.loads((tmp_path / "s.json").read_text())
+    assert written == json.loads(json.dumps(made.to_dict()))
+    assert written["records"] == written["made"] == len(LINES)
+    assert written["tokens"] == sum(entry_tokens(tmp_path / "out"))
+    assert written["problems"] == []
+    assert written["versions"]["transformers"] == importlib.metadata.version("transformers")
+    assert 0 < written["peak_memory"] < 2**40
+    assert 0 < written["loading"] < written["seconds"]
+    assert written["records_per_second"] > 0
+    assert 0 <= written["waiting_for_reading"] <= 1
+
+
+def entry_tokens(output: Path) -> Iterator[int]:
+    tokenizer = TextGenerator(job_of(MODEL, output, None).options)
+    for line in output.read_text("utf-8").splitlines():
+        (found,) = tokenizer([LINES[int(line.split("\t")[0]) - 1]])
+        assert isinstance(found, Output)
+        yield found.tokens
+
+
+def test_what_is_done_without_is_in_the_summary(text: Path, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        made = job.run(job_of(MODEL, text, tmp_path / name, block=len(LINES), max_time=1000.0))
+        assert made is not None
+        said = made.left_off["transformers.beam_search"]
+        assert 0 < said["rows that are freed stay empty: max_time"] < len(LINES), "of this run alone"
+    both = summarise([], [Report(fallbacks={"a": {"x": 1}}), Report(fallbacks={"a": {"x": 2, "y": 1}})], [], 1.0)
+    assert both.fallbacks == {"a": {"x": 3, "y": 1}}
+
+
+def test_bad_records_shift_nothing(tmp_path: Path, whole: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    bad = tmp_path / "bad"
+    lines = list(LINES)
+    lines[5], lines[13] = "", " "
+    bad.write_text("\n".join(lines) + "\n", "utf-8")
+    good = whole.decode().splitlines(keepends=True)
+
+    with pytest.raises(worker.BadRecord, match="record 6: there is no text"):
+        job.run(job_of(MODEL, bad, tmp_path / "out", block=BLOCK))
+    assert [entry.block for entry in journal.read(Part(tmp_path / "out")).entries] == [0], "what is before it is safe"
+    made = job.run(job_of(MODEL, bad, tmp_path / "out", block=BLOCK, on_error="empty"))
+    assert made is not None
+    assert made.problems == [(6, "there is no text"), (14, "there is no text")]
+    assert made.made == len(LINES) - BLOCK
+    expected = [*good[:5], "6\t\n", *good[6:13], "14\t\n", *good[14:]]
+    assert (tmp_path / "out").read_text("utf-8") == "".join(expected)
+    assert "record 6 has no output: there is no text" in caplog.text
+    assert "2 of 22 records have no output: 6, 14" in caplog.text
+
+    made = job.run(job_of(MODEL, bad, tmp_path / "skipped", block=BLOCK, on_error="skip"))
+    assert (tmp_path / "skipped").read_text("utf-8") == "".join([*good[:5], *good[6:13], *good[14:]])
+
+
+def test_what_was_done_about_problems_stays(tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.write_text("\n".join(["", *LINES[1:]]) + "\n", "utf-8")
+    interrupted(bad, tmp_path / "out", on_error="skip")
+    with pytest.raises(CommandError, match="--on-error was skip and is empty, and record 1 is a problem"):
+        job.run(job_of(MODEL, bad, tmp_path / "out", block=BLOCK, on_error="empty"))
+
+
+@pytest.mark.parametrize("name", ["block", "processes"])
+def test_sizes_are_positive(text: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(CommandError, match=f"--{name} 0: must be at least 1, not 0"):
+        job.run(job_of(MODEL, text, tmp_path / "out", **{name: 0}))
+
+
+def test_a_bar_with_an_end(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK, progress=True))
+    shown = capsys.readouterr().err
+    assert f"{len(LINES)}/{len(LINES)}" in shown
+    assert "tokens/s" in shown
+
+
+# ---- interrupted
+
+
+def test_a_run_goes_on(text: Path, tmp_path: Path, whole: bytes) -> None:
+    output = tmp_path / "out"
+    interrupted(text, output)
+    assert in_progress(output)
+    made = job.run(job_of(MODEL, text, output, block=BLOCK, summary=tmp_path / "s.json"))
+    assert made is not None
+    assert (made.records, made.made) == (len(LINES), len(LINES) - 2 * BLOCK)
+    assert output.read_bytes() == whole
+    assert beside(output) == []
+    assert not in_progress(output)
+
+
+@pytest.mark.slow
+def test_draws_do_not_depend_on_where_a_run_began(text: Path, tmp_path: Path, whole: bytes) -> None:
+    drawn = {"do_sample": True, "num_beams": 1}
+    job.run(job_of(MODEL, text, tmp_path / "whole", block=BLOCK, **drawn))
+    interrupted(text, tmp_path / "out", **drawn)
+    torch.manual_seed(99)
+    job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK, **drawn))
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes() != whole
+    job.run(job_of(MODEL, text, tmp_path / "other", block=BLOCK, seed=1, **drawn))
+    assert (tmp_path / "other").read_bytes() != (tmp_path / "whole").read_bytes()
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.slow
+def test_killed_again_and_again(text: Path, tmp_path: Path, sampled: bool) -> None:
+    """`KILLS=60 pytest -k again` for more."""
+    fields = {"block": BLOCK} | ({"do_sample": True, "num_beams": 1} if sampled else {})
+    job.run(job_of(MODEL, text, tmp_path / "whole", **fields))
+    done = program("kill", text, tmp_path / "killed" / "out", fields, str(KILLS))
+    assert done.returncode == 0, done.stderr
+    assert f"killed {KILLS}" in done.stdout
+    assert (tmp_path / "killed/out").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert os.listdir(tmp_path / "killed") == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_beams": 3}, r"options.generation.num_beams was 2 and is 3"),
+        ({"batch_tokens": 63}, r"options.batch_tokens was 64 and is 63"),
+        ({"block": 5}, r"block was 4 and is 5"),
+        ({"text": "other"}, r"source.lines was \w+ and is \w+"),
+        ({"model": "other"}, r"options.model was \w+ and is \w+"),
+        ({"sink": "other"}, r"sink.format was text and is other"),
+    ],
+)
+@pytest.mark.slow
+def test_what_has_changed_is_refused(text: Path, tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    import shutil
+
+    interrupted(text, tmp_path / "out")
+    before = {name: (tmp_path / name).read_bytes() for name in beside(tmp_path / "out")}
+    model = MODEL
+    if changed.pop("model", None):
+        model = tmp_path / "model"
+        shutil.copytree(MODEL, model)
+        (model / "source.spm").write_text("another model")
+    if changed.pop("text", None):
+        text = tmp_path / "text"
+        text.write_text("a\n" * len(LINES))
+    if changed.get("sink"):
+        changed["sink"] = Renamed()
+    asked = job_of(model, text, tmp_path / "out", **({"block": BLOCK} | changed))
+    with pytest.raises(CommandError, match=f"was begun otherwise: {message}. --restart begins anew"):
+        job.run(asked)
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}, "nothing is lost by asking"
+    made = job.run(replace(asked, restart=True))
+    assert made is not None
+    assert made.made == len(LINES)
+
+
+def test_what_counts_of_a_model(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    seen = {digest(folder)}
+    for name, counts in (("source.spm", True), ("vocabulary.tiktoken", True), ("README.md", False), (".cache", False)):
+        (folder / name).write_text(name)
+        assert (digest(folder) not in seen) == counts, name
+        seen.add(digest(folder))
+    (folder / "checkpoint-10").mkdir()
+    assert digest(folder) in seen
+    said = header_of(job_of(MODEL, text, tmp_path / "out"))["versions"]
+    assert said["tokenizers"] == importlib.metadata.version("tokenizers")
+    assert said["fastgen"] == fastgen.__version__
+
+
+class Renamed(Texts):
+    def identity(self) -> dict[str, Any]:
+        return {"format": "other"}
+
+
+def test_threads_and_a_header_alone_bind_nobody(text: Path, tmp_path: Path, whole: bytes) -> None:
+    asked = job_of(MODEL, text, tmp_path / "out", block=BLOCK)
+    nowhere = replace(asked, options=replace(asked.options, device="nowhere"))
+    with pytest.raises(CommandError, match="--device nowhere"):
+        job.run(nowhere)
+    assert in_progress(tmp_path / "out")
+    interrupted(text, tmp_path / "out")
+    job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK, threads=1))
+    assert (tmp_path / "out").read_bytes() == whole
+
+
+@dataclass(frozen=True)
+class Unnamed(Lines):
+    """A source that says nothing of its records, as a pipe."""
+
+    once: bool = True
+
+    def identity(self) -> dict[str, Any]:
+        return {"stdin": True}
+
+
+def test_other_records_of_a_pipe_are_noticed(text: Path, tmp_path: Path, whole: bytes) -> None:
+    interrupted(text, tmp_path / "out", source=Unnamed(text))
+    (tmp_path / "changed").write_text("\n".join([*LINES[:4], "another", *LINES[5:]]) + "\n", "utf-8")
+    with pytest.raises(CommandError, match="the input has changed: records 5 to 8 were"):
+        job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK, source=Unnamed(tmp_path / "changed")))
+    (tmp_path / "shorter").write_text("\n".join(LINES[:4]) + "\n", "utf-8")
+    with pytest.raises(CommandError, match=r"it ends behind 1 blocks of 4 records, and an earlier run has read 2\."):
+        job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK, source=Unnamed(tmp_path / "shorter")))
+    job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK, source=Unnamed(text)))
+    assert (tmp_path / "out").read_bytes() == whole
+
+
+@pytest.mark.parametrize("cut", [1, 20, 10_000])
+def test_a_torn_journal(text: Path, tmp_path: Path, whole: bytes, cut: int) -> None:
+    interrupted(text, tmp_path / "out")
+    file = tmp_path / "out.journal"
+    data = file.read_bytes()
+    file.write_bytes(data[: max(10, len(data) - cut)])
+    with (tmp_path / "out.part").open("ab") as body:
+        body.write(b"of a block that was being written")
+    job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK))
+    assert (tmp_path / "out").read_bytes() == whole
+
+
+def test_what_is_no_journal_is_refused(text: Path, tmp_path: Path) -> None:
+    interrupted(text, tmp_path / "out")
+    file, data = tmp_path / "out.journal", (tmp_path / "out.journal").read_bytes()
+    file.write_bytes(data.replace(b'"offset"', b'"offs?t"', 1))
+    with pytest.raises(CommandError, match=r"out\.journal is no journal of a run"):
+        job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK))
+    file.write_bytes(data)
+    os.truncate(tmp_path / "out.part", 7)
+    with pytest.raises(CommandError, match=r"out\.part has 7 bytes of \d+"):
+        job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK))
+    job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK, restart=True))
+    assert beside(tmp_path / "out") == []
+
+
+class Stopped(BaseException):
+    """The end of a process."""
+
+
+def test_a_crash_before_the_output_is_there(
+    text: Path, tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object) -> None:
+        raise Stopped
+
+    asked = job_of(MODEL, text, tmp_path / "out", block=BLOCK)
+    monkeypatch.setattr(Texts, "finish", crash)
+    with pytest.raises(Stopped):
+        job.run(asked)
+    monkeypatch.undo()
+    assert not (tmp_path / "out").exists()
+    made = job.run(asked)
+    assert made is not None
+    assert (made.made, made.records) == (0, len(LINES)), "nothing is made again"
+    assert (tmp_path / "out").read_bytes() == whole
+    assert beside(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_crash_between_the_output_and_the_removal_of_its_journal(
+    text: Path, tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    def crash(_: Path) -> None:
+        raise Stopped
+
+    def none_are_made(*_: object) -> None:
+        raise AssertionError("nothing is to be generated")
+
+    if processes == 2:
+        spread(text, tmp_path / "out")
+    asked = job_of(MODEL, text, tmp_path / "out", block=BLOCK)
+    monkeypatch.setattr(assembly, "remove", crash)
+    with pytest.raises(Stopped):
+        job.run(asked)
+    monkeypatch.undo()
+    assert (tmp_path / "out").read_bytes() == whole
+    assert in_progress(tmp_path / "out")
+    monkeypatch.setattr(worker, "TextGenerator", none_are_made)
+    made = job.run(asked)
+    assert made is not None
+    assert (made.made, made.records) == (0, len(LINES))
+    assert (tmp_path / "out").read_bytes() == whole
+    assert beside(tmp_path / "out") == []
+    with pytest.raises(AssertionError):
+        job.run(asked)
+
+
+@pytest.mark.parametrize("removals", [1, 2, 4, 6, 7, 8])
+@pytest.mark.slow
+def test_a_crash_in_the_midst_of_the_removal(
+    text: Path, tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch, removals: int
+) -> None:
+    uninterrupted = job.run(job_of(MODEL, text, tmp_path / "all", block=BLOCK))
+    assert uninterrupted is not None
+    before = uninterrupted.tokens
+    spread(text, tmp_path / "out")
+    unlink, left = Path.unlink, removals
+
+    def crash(self: Path, missing_ok: bool = False) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise Stopped
+        unlink(self, missing_ok)
+
+    asked = job_of(MODEL, text, tmp_path / "out", block=BLOCK, sink=Copying())
+    monkeypatch.setattr(Path, "unlink", crash)
+    with pytest.raises(Stopped):
+        job.run(asked)
+    monkeypatch.undo()
+    made = job.run(asked)
+    assert made is not None
+    assert (made.made, made.records) == (0, len(LINES))
+    assert made.tokens == before
+    assert (tmp_path / "out").read_bytes() == whole
+    assert beside(tmp_path / "out") == []
+
+
+def delivered(text: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> job.Job:
+    """Leave an output that was the part of process 0, and all journals: the end came before they were taken away."""
+
+    def crash(_: Path) -> None:
+        raise Stopped
+
+    asked = job_of(MODEL, text, output, block=len(LINES), on_error="skip")
+    block = Blocks(asked.source, asked.block, {}).get(0)
+    assert block is not None
+    part = Journal(Part(output, "0"), header_of(asked))
+    part.append(b"all\n", Entry(0, 0, 0, len(LINES), 7, block.digest, [(3, "blank")], "skip"))
+    part.close()
+    monkeypatch.setattr(worker, "TextGenerator", Fake)  # which generates nothing, as there is nothing left
+    with monkeypatch.context() as patched:
+        patched.setattr(assembly, "remove", crash)
+        with pytest.raises(Stopped):
+            job.run(asked)
+    assert output.read_bytes() == b"all\n"
+    assert beside(output) == ["out.journal", "out.journal.0", "out.part"]
+    return asked
+
+
+def test_a_crash_behind_an_output_that_one_process_has_made(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = delivered(text, tmp_path / "out", monkeypatch)
+    with pytest.raises(CommandError, match="--on-error was skip and is empty, and record 3 is"):
+        job.run(replace(asked, on_error="empty"))
+    made = job.run(asked)
+    assert made is not None
+    assert (made.made, made.records, made.tokens) == (0, len(LINES), 7)
+    assert (tmp_path / "out").read_bytes() == b"all\n"
+    assert beside(tmp_path / "out") == []
+
+
+def test_others_have_nothing_to_do_where_the_first_one_finds_all(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, shared = delivered(text, tmp_path / "out", monkeypatch), store.alone()
+    monkeypatch.setattr(store, "found", lambda *_: shared)
+    monkeypatch.setattr(worker, "TextGenerator", None)  # cannot be called
+    with ThreadPoolExecutor() as pool:
+        places = [workers.Place(rank, 2, rank, 2) for rank in range(2)]
+        first = pool.submit(workers.ranked, asked, tmp_path / "out", places[0])
+        with pytest.raises(TimeoutError):
+            first.result(timeout=0.5)  # it may hold the store that the other one is to read
+        assert pool.submit(workers.ranked, asked, tmp_path / "out", places[1]).result() is None
+        made = first.result()
+    assert made is not None
+    assert (made.made, made.records) == (0, len(LINES))
+    assert beside(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_a_sink_was_making_is_taken_away(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: bool
+) -> None:
+    monkeypatch.setattr(worker, "TextGenerator", Fake)
+    (tmp_path / "out.part.final").write_bytes(b"half")
+    if restart:
+        assembly.restart(tmp_path / "out")
+    else:
+        job.run(job_of(MODEL, text, tmp_path / "out"))
+    assert beside(tmp_path / "out") == []
+
+
+class Copying(Texts):
+    """A sink that leaves the body, as one that writes another format."""
+
+    def finish(self, body: Path, output: Path) -> None:
+        output.write_bytes(body.read_bytes())
+
+
+def spread(text: Path, output: Path) -> None:
+    """Leave blocks in the parts of two processes, one of them in both, out of order."""
+    found = output.with_name("one")
+    interrupted(text, found)
+    data, said = Part(found).body.read_bytes(), journal.read(Part(found))
+    blocks = [data[entry.offset : entry.offset + entry.bytes] for entry in said.entries]
+    assembly.remove(found)
+    for name, numbers in (("0", [1]), ("1", [1, 0])):
+        part = Journal(Part(output, name), said.header)
+        for number in numbers:
+            part.append(blocks[number], said.entries[number])
+        part.close()
+
+
+def test_what_two_processes_have_made_is_written_once(text: Path, tmp_path: Path, whole: bytes) -> None:
+    spread(text, tmp_path / "out")
+    made = job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK))
+    assert made is not None
+    assert (made.made, made.records) == (len(LINES) - 2 * BLOCK, len(LINES))
+    assert (tmp_path / "out").read_bytes() == whole
+    assert beside(tmp_path / "out") == []
+
+
+def test_two_runs_at_once_are_refused(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(text, tmp_path / "out")
+    first = Journal(Part(tmp_path / "out"), {})
+    monkeypatch.setattr(journal, "LOCKED", 0.2)
+    for restart in (False, True):
+        with pytest.raises(CommandError, match=r"out\.journal: another run is writing it"):
+            job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK, restart=restart))
+    first.close()
+    job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK))
+
+
+class Ends:
+    """Stands for `time`: what a run waits for comes while it waits."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.end = end
+
+    def sleep(self, _: float) -> None:
+        self.end()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_that_has_waited_for_another_does_not_make_its_output_again(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: bool, there: bool
+) -> None:
+    output = tmp_path / "out"
+    if there:
+        output.write_bytes(b"old")
+
+    def finish() -> None:
+        (tmp_path / "new").write_bytes(b"made")
+        (tmp_path / "new").replace(output)
+        assembly.remove(output)
+        first.close()
+
+    first = Journal(Part(output), {})
+    monkeypatch.setattr(journal, "time", Ends(finish))
+    monkeypatch.setattr(worker, "TextGenerator", None)  # cannot be called
+    with pytest.raises(CommandError, match="out: another run has just finished it; --overwrite writes over it"):
+        job.run(job_of(MODEL, text, output, restart=restart))
+    assert output.read_bytes() == b"made"
+    assert beside(output) == []
+
+
+def test_a_journal_that_was_waited_for_is_the_one_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = Part(tmp_path / "out")
+
+    def restart() -> None:
+        assembly.remove(part.output)
+        first.close()
+
+    first = Journal(part, {})
+    monkeypatch.setattr(journal, "time", Ends(restart))
+    second = Journal(part, {"a": 1})
+    assert journal.read(part).header == {"a": 1}
+    monkeypatch.undo()
+    monkeypatch.setattr(journal, "LOCKED", 0.0)
+    with pytest.raises(CommandError, match="another run is writing it"):
+        Journal(part, {})
+    second.close()
+
+
+# ---- stages that fail
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def _broken(*_: object, **__: object) -> Any:
+    raise Broken
+
+
+@dataclass(frozen=True)
+class Ending(Lines):
+    """A source that raises, or never answers, behind its tenth record."""
+
+    waits: bool = False
+
+    def records(self) -> Iterator[Record]:
+        for record in super().records():
+            if record.number == 10:
+                if self.waits:
+                    threading.Event().wait()
+                raise Broken
+            yield record
+
+
+@pytest.mark.parametrize(
+    ("stage", "blocks"), [("source", 2), ("encode", 0), ("decode", 0), ("sink", 2), ("interrupt", 2), ("stream", 0)]
+)
+@pytest.mark.slow
+def test_an_exception_of_any_stage_ends_the_run(
+    text: Path, tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
+    stage: str, blocks: int,
+) -> None:  # fmt: skip
+    asked = job_of(MODEL, text, tmp_path / "out", block=BLOCK)
+    error: type[BaseException] = Broken
+    failing = asked
+    with monkeypatch.context() as patched:
+        if stage == "source":
+            failing = replace(asked, source=Ending(text))
+        elif stage == "sink":
+            failing = replace(asked, sink=Failing(error=Broken))
+        elif stage == "interrupt":
+            error = KeyboardInterrupt
+            _hear_interrupts(request)
+            patched.setattr(TextGenerator, "generate", _interrupted(TextGenerator.generate))
+            failing = replace(asked, source=Ending(text, waits=True))  # nor does a source keep it from ending
+        else:
+            patched.setattr(TextGenerator, {"stream": "generate"}.get(stage, stage), _broken)
+        with pytest.raises(error):
+            job.run(failing)
+    assert len(journal.read(Part(tmp_path / "out")).entries) == blocks, "what was made before it is safe"
+    job.run(asked)
+    assert (tmp_path / "out").read_bytes() == whole
+
+
+def _hear_interrupts(request: pytest.FixtureRequest) -> None:
+    """Let SIGINT raise KeyboardInterrupt, also where the tests run in the background, and a shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+
+
+def _interrupted(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """A third block is never begun."""
+    count = 0
+
+    def interrupt(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 2:
+            threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()  # while the source is waited for
+        return generate(*args)
+
+    return interrupt
+
+
+def test_the_first_error_is_the_one_that_comes_out() -> None:
+    """What fails in writing was made before what fails now; and behind it nothing is written."""
+    written: list[int] = []
+    release = threading.Event()
+
+    def make(item: int) -> int:
+        if item == 2:
+            release.set()
+            raise Broken
+        return item
+
+    def write(item: int) -> None:
+        release.wait(10)
+        written.append(item)
+        raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(OSError, match="full"):
+        pipeline.run(range(5), make, write, pipeline.Waits())
+    assert written == [0]
+
+
+def test_reading_and_writing_are_bounded() -> None:
+    """A slow stage holds up those before it."""
+    read = 0
+    seen: list[int] = []
+
+    def items() -> Iterator[int]:
+        nonlocal read
+        for number in range(30):
+            read = number
+            yield number
+
+    def make(item: int) -> int:
+        seen.append(read - item)
+        return item
+
+    waits = pipeline.Waits()
+    pipeline.run(items(), make, lambda item: threading.Event().wait(0.01), waits)
+    assert len(seen) == 30
+    assert max(seen) <= pipeline.DEPTH + 1
+    assert waits.writing > 0.2
+
+
+class Fake:
+    """Generates from nothing."""
+
+    def __init__(self, options: object) -> None:
+        self.options, self.limit = options, Limit("nothing", 1)
+
+    def encode(self, texts: Sequence[str], targets: Sequence[str]) -> list[list[int]]:
+        return [[1] for _ in texts]
+
+    def generate(self, sources: Sequence[object]) -> list[object]:
+        return list(sources)
+
+    def decode(self, found: Sequence[object]) -> list[Output]:
+        return [Output(["x" * 20], 1) for _ in found]
+
+
+@dataclass(frozen=True)
+class Many:
+    """A source of as many records as one likes."""
+
+    count: int
+    once: bool = False
+
+    def records(self) -> Iterator[Record]:
+        return (Record(number, f"{number} {'y' * 500}") for number in range(1, self.count + 1))
+
+    def identity(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "TextGenerator", Fake)
+    peaks: dict[int, int] = {}
+    for count in (1_000, 4_000, 40_000):
+        asked = job_of(MODEL, tmp_path, tmp_path / f"out{count}", source=Many(count), block=200)
+        tracemalloc.start()
+        job.run(asked)
+        peaks[count] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len((tmp_path / f"out{count}").read_bytes().splitlines()) == count
+    assert peaks[4_000] > 500 * 200, "a block at least"
+    journal = 1_000 * 180  # a line for each block, and that is all; what is on its way is not always as much
+    assert peaks[40_000] < 1.5 * peaks[4_000] + journal
+
+
+# ---- the system refuses
+
+
+def program(mode: str, text: Path, output: Path | str, fields: dict[str, Any], *more: str, **popen: Any) -> Any:
+    """Run `tests/support/corpus_jobs.py`."""
+    if isinstance(output, Path):
+        output.parent.mkdir(exist_ok=True)
+    return subprocess.run(
+        words(mode, text, output, fields, *more), env=environment(), cwd=ROOT, capture_output=True, text=True,
+        timeout=500, check=False, **popen,
+    )  # fmt: skip
+
+
+def words(mode: str, text: Path, output: Path | str, fields: dict[str, Any], *more: str) -> list[str]:
+    return [sys.executable, "-m", "tests.support.corpus_jobs", mode, MODEL, text, output, json.dumps(fields), *more]  # type: ignore
+
+
+def environment(**more: object) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))} | {
+        name: str(value) for name, value in more.items()
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_full_disk(text: Path, tmp_path: Path, whole: bytes) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2500, resource.RLIM_INFINITY))
+
+    done = program("run", text, tmp_path / "out", {"block": 1}, preexec_fn=limit)
+    assert done.returncode == 2
+    assert "cannot be written: File too large. What is finished is safe" in done.stderr
+    assert not (tmp_path / "out").exists()
+    assert beside(tmp_path / "out") == ["out.journal", "out.part"]
+    made = job.run(job_of(MODEL, text, tmp_path / "out", block=1))
+    assert made is not None
+    assert 0 < made.made < len(LINES)
+    assert len((tmp_path / "out").read_bytes().splitlines()) == len(LINES)
+
+
+@pytest.mark.parametrize("file", ["out.part", "out.journal"])
+def test_no_space_left(text: Path, tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    write, left = journal._write, 3
+
+    def full(stream: Any, data: bytes) -> None:
+        nonlocal left
+        left -= stream.name.endswith(file)
+        if not left:
+            stream.write(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(stream, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal, "_write", full)
+        with pytest.raises(
+            CommandError, match=rf"{file} cannot be written: No space left on device\. What is finished"
+        ):
+            job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK))
+    job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK))
+    assert (tmp_path / "out").read_bytes() == whole
+
+
+@pytest.mark.slow
+def test_standard_output_and_who_stops_reading_it(text: Path, whole: bytes) -> None:
+    with subprocess.Popen(
+        words("run", text, "-", {"block": BLOCK}), env=environment(), cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as running:  # fmt: skip
+        assert running.stdout is not None
+        assert running.stderr is not None
+        assert whole.startswith(running.stdout.readline())
+        running.stdout.close()
+        errors = running.stderr.read().decode()
+        assert running.wait(100) == 1
+    assert "Traceback" not in errors
+    assert "Error" not in errors
+    done = program("run", text, "-", {"block": BLOCK})
+    assert done.returncode == 0
+    assert done.stdout.encode() == whole
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_standard_output_on_a_full_disk(text: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            words("run", text, "-", {"block": BLOCK}), env=environment(), cwd=ROOT, stdout=full,
+            stderr=subprocess.PIPE, text=True, timeout=100, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "standard output cannot be written: No space left on device. What was written to it" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_a_file_system_without_locks(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(worker, "TextGenerator", Fake)
+    for number in (errno.ENOSYS, errno.ENOLCK):
+        caplog.clear()
+        made = job.run(job_of(MODEL, text, tmp_path / str(number)))
+        assert made is not None
+        assert made.made == len(LINES)
+        assert f"its file system has no locks ({os.strerror(number)})" in caplog.text
+    number = errno.EIO
+    with pytest.raises(CommandError, match=r"out\.journal cannot be written: Input/output error"):
+        job.run(job_of(MODEL, text, tmp_path / "out"))
+
+
+def test_a_summary_that_cannot_be_written(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "TextGenerator", Fake)
+    with pytest.raises(CommandError, match=r"s\.json cannot be written: No such file .*\. The output is complete$"):
+        job.run(job_of(MODEL, text, tmp_path / "out", summary=tmp_path / "nowhere/s.json"))
+    assert len((tmp_path / "out").read_bytes().splitlines()) == len(LINES)
+    assert beside(tmp_path / "out") == []
+
+
+# ---- several processes
+
+
+@pytest.mark.parametrize("kills", ["", "child"])
+@pytest.mark.slow
+def test_two_processes_write_what_one_does(text: Path, tmp_path: Path, kills: str) -> None:
+    job.run(job_of(MODEL, text, tmp_path / "whole", block=2))
+    fields = {"block": 2, "processes": 2, "kills": kills}
+    done = program_with({"KILLED": tmp_path / "mark"}, text, tmp_path / "r/out", fields)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert (tmp_path / "r/out").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert made["records"] == len(LINES)
+    assert [one.partition(" ended ")[2] for one in made["lost"]] == (["with signal 9"] if kills else [])
+    assert made["processes"] == (1 if kills else 2)
+    assert beside(tmp_path / "r/out") == []
+    assert (tmp_path / "mark").exists() == bool(kills)
+
+
+def program_with(variables: dict[str, object], text: Path, output: Path, fields: dict[str, Any]) -> Any:
+    with started(variables, text, output, fields) as running:
+        stdout, stderr = running.communicate(timeout=300)
+    return subprocess.CompletedProcess([], running.returncode, stdout, stderr)
+
+
+def started(variables: dict[str, object], text: Path, output: Path, fields: dict[str, Any]) -> subprocess.Popen[str]:
+    output.parent.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        words("run", text, output, fields), env=environment(**variables), cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_bad_record_ends_several_processes_and_one_goes_on(tmp_path: Path, text: Path, whole: bytes) -> None:
+    bad = tmp_path / "bad"
+    bad.write_text("\n".join([*LINES[:10], "", *LINES[11:]]) + "\n", "utf-8")
+    output = tmp_path / "r/out"
+    done = program("run", bad, output, {"block": BLOCK, "processes": 2})
+    assert done.returncode == 2, done.stderr
+    assert "record 11: there is no text" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {0, 1} <= set(Assembly(output, _header(output), "fail").blocks), "the blocks before it are safe"
+    made = job.run(job_of(MODEL, bad, output, block=BLOCK, on_error="empty"))
+    assert made is not None
+    assert made.problems == [(11, "there is no text")]
+    good = whole.decode().splitlines(keepends=True)
+    assert output.read_text("utf-8") == "".join([*good[:10], "11\t\n", *good[11:]])
+
+
+def _header(output: Path) -> dict[str, Any]:
+    return journal.read(Part(output)).header
+
+
+@pytest.mark.slow
+def test_who_leads_is_killed_and_another_number_goes_on(text: Path, tmp_path: Path, whole: bytes) -> None:
+    output = tmp_path / "r/out"
+    with started({}, text, output, {"block": 1, "processes": 2}) as running:
+        while not any(journal.read(Part(output, name)).entries for name in "01") and running.poll() is None:
+            threading.Event().wait(0.01)
+        running.kill()
+        running.communicate(timeout=100)  # those that it has started end too, or this would wait for them
+    assert running.returncode == -signal.SIGKILL
+    made = job.run(job_of(MODEL, text, output, block=1))
+    assert made is not None
+    assert 0 < made.made < made.records == len(LINES)
+    assert len(output.read_bytes().splitlines()) == len(LINES)
+    assert beside(output) == []
+
+
+@pytest.mark.parametrize("kills", ["", "1"])
+@pytest.mark.slow
+def test_processes_that_somebody_else_has_started(text: Path, tmp_path: Path, kills: str) -> None:
+    job.run(job_of(MODEL, text, tmp_path / "whole", block=2))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "KILLED": tmp_path / "mark"}
+    fields = {"block": 2, "kills": kills, "lease": 4.0}
+    output = tmp_path / "r/out"
+    running = [started(place | {"RANK": rank, "LOCAL_RANK": rank}, text, output, fields) for rank in range(2)]
+    said = [process.communicate(timeout=300) for process in running]
+    assert running[0].returncode == 0, said[0][1]
+    assert running[1].returncode == (-signal.SIGKILL if kills else 0), said[1][1]
+    made = json.loads(said[0][0])
+    assert said[1][0] == "", "the first one tells"
+    assert output.read_bytes() == (tmp_path / "whole").read_bytes()
+    assert made["records"] == len(LINES)
+    assert made["lost"] == (["process 1 has not been heard of"] if kills else [])
+    assert beside(output) == []
+
+
+def test_what_several_processes_cannot_do(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(message: str, **fields: Any) -> None:
+        with pytest.raises(CommandError, match=message):
+            job.run(job_of(MODEL, text, **{"output": tmp_path / "out", "block": BLOCK} | fields))
+        assert beside(tmp_path / "out") == []
+
+    refused("cannot read standard input", processes=2, source=Unnamed(text))
+    refused("cannot write to standard output", processes=2, output=None)
+    monkeypatch.setenv("RANK", "1")
+    refused("RANK=1 is set and WORLD_SIZE, MASTER_ADDR, MASTER_PORT not")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused("RANK=1 is set and MASTER_ADDR, MASTER_PORT not")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    refused("--processes 2: RANK is set", processes=2)
+    monkeypatch.setenv("LOCAL_RANK", "one")
+    refused("must be numbers: invalid literal for int")
+
+
+@pytest.mark.parametrize("end", ["interrupt", "bad record"])
+@pytest.mark.slow
+def test_standard_input_that_is_waited_for(end: str, tmp_path: Path) -> None:
+    """Python ends as it should while a thread waits for more."""
+    words = [sys.executable, "-m", "fastgen", "generate", MODEL, "--input", "-", "--max-new-tokens", 4, "--block", 1]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with (
+        (tmp_path / "said").open("wb") as said,
+        subprocess.Popen(
+            list(map(str, words)), env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell has it ignored in the background
+        ) as process,
+    ):  # fmt: skip
+        stdin, stdout = cast(Any, process.stdin), cast(Any, process.stdout)
+        try:
+            stdin.write(b"Returns the list.\n" + (b"\xff\n" if end == "bad record" else b"A list.\n") + b"x\n" * 8)
+            stdin.flush()
+            stdout.readline()  # so that it is under way
+            if end == "interrupt":
+                process.send_signal(signal.SIGINT)
+            status = process.wait(60)
+        finally:
+            process.kill()
+    message = (tmp_path / "said").read_text()
+    assert status == (2 if end == "bad record" else 130), message
+    assert "Fatal Python error" not in message
+    assert ("record 2: not UTF-8" if end == "bad record" else "fastgen generate: interrupted") in message
+    assert "Traceback" not in message
+
+
+def test_threads_and_devices_of_a_process(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def placed(rank: int, **options: Any) -> Any:
+        asked = job_of(MODEL, text, None)
+        asked = replace(asked, options=replace(asked.options, **options))
+        return workers._placed(asked, workers.Place(rank, 8, rank, 4)).options
+
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(workers, "_cores", lambda: 10)
+    assert placed(1).threads == 2
+    assert placed(1, threads=5).threads == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert placed(1).threads is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [placed(rank, device=None).device for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert placed(3, device="cuda").device == "cuda:1"
+    assert placed(3, device="cpu").device == "cpu"
+
+
+# ---- claims and blocks
+
+
+def test_claims_of_two_and_the_blocks_of_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "POLL", 0.001)
+    shared = store.alone()
+    first, second = Claims(shared, 0, 2, {1}), Claims(shared, 1, 2, {1})
+    of_first, of_second = iter(first), iter(second)
+    assert [next(of_first), next(of_second), next(of_first)] == [0, 2, 3], "1 was there"
+    first.finished(0, 1, 1)
+    assert next(of_first) == 4
+    first.end(4)
+    first.pulse.bury(1)
+    assert next(of_first) == 2, "nobody makes it any more"
+    first.finished(2, 1, 1)
+    first.finished(3, 1, 1)
+    assert list(of_first) == []
+    with pytest.raises(CommandError, match="the input has 5 blocks here, and 4 where another process has read it"):
+        second.end(5)
+    second.stop()
+    assert list(iter(Claims(shared, 0, 2, ()))) == []
+
+
+def test_a_process_that_is_not_heard_of_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = store.alone()
+    pulse = claims.Pulse(shared, 1)
+    now = 0.0
+    monkeypatch.setattr(claims.time, "monotonic", lambda: now)
+    pulse = claims.Pulse(shared, 1)
+    shared.add("beat/0", 1)
+    assert not pulse.is_gone(0)
+    now += claims.LEASE
+    assert not pulse.is_gone(0)
+    now += 1
+    assert pulse.is_gone(0)
+    shared.add("beat/0", 1)
+    assert not pulse.is_gone(0), "it was slow"
+
+
+def test_blocks_by_number(text: Path) -> None:
+    blocks = Blocks(Lines(text), BLOCK, {})
+    for number in (0, 3, 1, 5):
+        block = blocks.get(number)
+        assert block is not None
+        assert [record.number for record in block.records] == [
+            4 * number + i + 1 for i in range(4 if number < 5 else 2)
+        ]
+    assert blocks.get(6) is None
+    assert blocks.passed == 6
+    again = Blocks(Lines(text), BLOCK, {}).get(1)
+    assert again is not None
+    first = Blocks(Lines(text), BLOCK, {}).get(0)
+    assert first is not None
+    assert again.digest == Blocks(Lines(text), BLOCK, {1: again.digest}).get(1).digest != first.digest  # type: ignore

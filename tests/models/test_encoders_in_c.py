@@ -1,0 +1,157 @@
+"""Encoders, and the first token of texts with a source, run in C: as their modules, and as operation by operation."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fastgen.models.build import encoder_builder
+from fastgen.models.build.encoder_builder import encoder_of
+from fastgen.models.runtime.encoder import Encoder, Group, Sentences, arranged, whole
+from fastgen.models.specs.encoder_layouts import ENCODERS
+from fastgen.ops import native
+from fastgen.ops.counts import calls
+from fastgen.patches.transformers.encoders import unpadded_encoder
+from tests.models.test_in_c import _wide  # noqa: F401  a fixture
+from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.support import zoo
+from tests.support.parity import assert_same
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+FAMILIES = sorted(zoo.ENCODER_DECODERS.keys() - {"unilm"})
+
+
+def _encoded() -> int:
+    return calls["encoder", "native"]
+
+
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate(variant: str, family: str, padding: str) -> None:  # noqa: F811
+    """Encoder, first token and steps: of the second call nothing is left to the model's own modules."""
+    model = zoo.build(family, torch.float32)
+    kwargs = zoo.batch(model, 4, 9, padding) | {"num_beams": 3, "max_new_tokens": 6}
+    for _ in range(2):
+        assert assert_same(model, kwargs).error is None
+    assert _encoded() > 0
+    calls.clear()
+    steps = len(model.generate(**kwargs | {"eos_token_id": None})[0]) - 1
+    assert _encoded() == 1
+    in_a_row = calls["search", "native"] > 0
+    assert calls["decoder_step", "native"] == (1 if in_a_row else steps)  # the first token's among them
+
+
+def _layers(model: Any, length: int) -> Encoder:
+    module = model.get_encoder()
+    return encoder_of(module, ENCODERS[module.config.model_type], length)
+
+
+def _batch(kind: str) -> tuple[Sentences, int]:
+    """Sentences of one length or several, of more tokens than attend at once, and how many positions they have."""
+    lengths = {"alike": [7] * 5, "different": [1, 4, 4, 9, 16], "long": [129, 128, 300]}[kind]
+    longest = max(lengths)
+    if kind == "alike":
+        return whole((len(lengths), longest), "none", torch.device("cpu")), longest
+    return arranged(torch.arange(longest) < torch.tensor(lengths)[:, None], "none"), longest
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", ["alike", "different", "long"])
+@pytest.mark.parametrize("family", ["marian", "pegasus", "t5", "umt5"])  # norms behind and before, biases of scores
+def test_layers(
+    variant: str,  # noqa: F811
+    family: str,
+    kind: str,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As operation by operation, whatever the threads share; what comes in is not written to."""
+    monkeypatch.setattr(native, "threads_for", lambda work: threads)
+    model = zoo.build(family, torch.float32)
+    sentences, length = _batch(kind)
+    layers = _layers(model, length if family.endswith("t5") else 9)  # others have positions for so many
+    rows = sum(group.sentences * group.tokens for group in sentences.groups)
+    x = torch.randn(rows, model.config.d_model, generator=torch.Generator().manual_seed(0))
+    before = x.clone()
+    found = layers(x, sentences)
+    assert _encoded() == 1
+    wanted = replace(layers, together=None)(x, sentences)
+    assert torch.equal(x, before)
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
+
+
+def test_padding_that_is_run(variant: str) -> None:  # noqa: F811
+    """Where a sentence has rows of padding, or first positions alone are read, layers run operation by operation."""
+    layers = _layers(zoo.build("marian", torch.float32), 9)
+    visible = torch.arange(9) < torch.tensor([4, 9])[:, None]
+    for padding, expected in (("run", 0), ("first", 0), ("none", 1)):
+        calls.clear()
+        sentences: Sentences = arranged(visible, padding)  # pyright: ignore[reportArgumentType]
+        layers(torch.randn(18, 32)[: sum(_rows(group) for group in sentences.groups)], sentences)
+        assert _encoded() == expected, padding
+
+
+def _rows(group: Group) -> int:
+    return group.sentences * (group.tokens + group.padding)
+
+
+def _on_no_cpu_of_ours(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(native, "library", lambda: None)
+
+
+def _known(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(encoder_builder, "encoded_together", lambda *_: None)
+
+
+@pytest.mark.parametrize(("where", "read"), [(_on_no_cpu_of_ours, 0), (_known, 1)])
+def test_without_padding_only_for_c(
+    variant: str,  # noqa: F811
+    where: Callable[[pytest.MonkeyPatch], None],
+    read: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is nothing to gain elsewhere; parts that are not written in C are looked at once."""
+    where(monkeypatch)
+    model, times = zoo.build("marian", torch.float32), list[int]()
+    monkeypatch.setattr(unpadded_encoder, "encoder_of", lambda *given: times.append(1) or encoder_of(*given))
+    for _ in range(3):
+        assert assert_same(model, zoo.batch(model, 3, 8) | {"max_new_tokens": 4}).error is None
+    assert len(times) == read
+    assert _encoded() == 0
+
+
+def test_weights_may_change_between_calls(variant: str) -> None:  # noqa: F811
+    model = zoo.build("marian", torch.float32)
+    kwargs = zoo.batch(model, 3, 8) | {"max_new_tokens": 8, "num_beams": 2}
+    for _ in range(3):
+        assert assert_same(model, kwargs).error is None
+        layer = model.model.encoder.layers[1]
+        layer.fc1.weight.mul_(-1.5)
+        layer.self_attn_layer_norm.weight = torch.nn.Parameter(layer.self_attn_layer_norm.weight + 1.0)
+    assert _encoded() >= 3
+
+
+@pytest.mark.parametrize("name", ["transformer", "prenorm", "bart"])
+def test_fairseq(variant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    pytest.importorskip("fairseq")
+    from tests.support import fairseq_zoo
+
+    for part in ("encoder", "decoder"):
+        for size, value in (("embed_dim", 32), ("ffn_embed_dim", 40)):
+            monkeypatch.setitem(fairseq_zoo._SIZES, f"{part}_{size}", value)
+    model = fairseq_zoo.build.__wrapped__(name, torch.float32)
+    for padding in ("none", "left"):
+        for _ in range(2):
+            calls.clear()
+            sample = fairseq_zoo.batch(5, 9, padding=padding)
+            found = fairseq_zoo.assert_same([model], sample, {"beam_size": 3, "max_len_b": 14})
+            assert not isinstance(found, Exception)
+        assert _encoded() == 1, padding

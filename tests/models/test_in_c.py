@@ -1,0 +1,275 @@
+"""All sublayers of a decode step in one call in C: the same as operation by operation, and as transformers' own."""
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import fastgen
+from fastgen.decoding.batching import continuous_batching
+from fastgen.models.layers import packed_weights
+from fastgen.models.runtime.native_step import InC
+from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.ops import native
+from fastgen.ops.counts import calls
+from fastgen.ops.native import step as c
+from fastgen.patches.transformers.generate.report import last_call
+from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.support import zoo
+from tests.support.parity import assert_same
+
+_TOKENS = {"pad_token_id": zoo.PAD, "bos_token_id": 1, "eos_token_id": zoo.EOS, "vocab_size": zoo.VOCABULARY}
+OWN: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=256, **_TOKENS)),
+    "opt": lambda: tf.OPTForCausalLM(
+        tf.OPTConfig(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=32,
+                     init_std=0.3, **_TOKENS)
+    ),
+    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**zoo._DECODER, sliding_window=64)),
+    "phi3": lambda: tf.Phi3ForCausalLM(
+        tf.Phi3Config(**zoo._without("head_dim", "intermediate_size"), intermediate_size=64)
+    ),
+}  # fmt: skip
+NOT_WRITTEN = {
+    "bloom", "codegen", "falcon", "gpt_neox",  # queries, keys and values of a head side by side, or in another order
+    "gemma2", "gemma3_text", "granite", "olmo2",  # norms, or a number, of a sublayer's output before the sum
+    "cohere",  # LayerNorms of each head, which are modules of its own
+    "unilm",  # a mask token behind each newest one
+    "gpt_neo", "mpt", "xglm",  # here with heads of 8 dimensions
+}  # fmt: skip
+METHODS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 4, "eos_token_id": [2, 7, 9, 30], "no_repeat_ngram_size": 2},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Heads of 16 dimensions, as attention in C wants them at least; weights are packed when they are first used."""
+    for sizes, values in (
+        (zoo._ENCODER_DECODER, {"d_model": 32, "decoder_ffn_dim": 72, "init_std": 0.5}),
+        (zoo._T5, {"d_kv": 16}),
+        (zoo._DECODER, {"hidden_size": 64, "head_dim": 16, "intermediate_size": 40, "initializer_range": 0.3}),
+        (zoo._GPTJ, {"n_embd": 64}),
+    ):
+        for name, value in values.items():
+            monkeypatch.setitem(sizes, name, value)
+    for family, make in OWN.items():
+        monkeypatch.setitem(zoo.FAMILIES, family, make)
+    monkeypatch.setattr(packed_weights, "OFTEN", 1)
+    calls.clear()
+    yield
+    packed_weights.release()
+
+
+def _steps() -> int:
+    return calls["decoder_step", "native"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", sorted(set(LAYOUTS) & set(zoo.FAMILIES | zoo.MORE)))
+def test_family(variant: str, family: str, method: str) -> None:  # noqa: F811
+    model = zoo.build(family, torch.float32)
+    for padding in ("none", "natural"):
+        kwargs = zoo.batch(model, 4, 9, padding) | METHODS[method] | {"max_new_tokens": 14}
+        for _ in range(2):
+            assert assert_same(model, kwargs).error is None
+    call = last_call()
+    assert call is not None
+    assert (_steps() > 0) == (call.plan.fused and family not in NOT_WRITTEN)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("family", ["marian", "t5", "llama", "qwen3", "phi", "gpt2", "mistral", "opt"])
+def test_logits(variant: str, family: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Of every step, as operation by operation, whatever the threads share."""
+    model = zoo.build(family, torch.float32)
+    options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 20, "min_new_tokens": 20}
+    kwargs = zoo.batch(model, 7, 9) | {"num_beams": 4} | options
+    model.generate(**kwargs)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "threads_for", lambda work: threads)
+        calls.clear()
+        found = model.generate(**kwargs)
+        assert _steps() >= 19
+    with monkeypatch.context() as patch:
+        patch.setattr(InC, "__call__", lambda *_: None)
+        calls.clear()
+        wanted = model.generate(**kwargs)
+        assert _steps() == 0
+    assert torch.equal(found.sequences, wanted.sequences)
+    for one, other in zip(found.logits, wanted.logits, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+
+
+def test_many_beams_and_heads_for_each_key(variant: str) -> None:  # noqa: F811
+    """Where a key is read by more rows than C has room for, the step is made operation by operation."""
+    model = zoo.build("llama", torch.float32)
+    for beams, written in ((64, True), (65, False)):
+        calls.clear()
+        kwargs = zoo.batch(model, 1, 5) | {"num_beams": beams, "max_new_tokens": 5}
+        assert assert_same(model, kwargs).error is None
+        assert (_steps() > 0) == written, beams
+
+
+def test_weights_may_change_between_steps(variant: str) -> None:  # noqa: F811
+    """In place, or exchanged, by a logits processor."""
+
+    class Changing(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            fc, norm = model.model.decoder.layers[1].fc1, model.model.decoder.layers[0].final_layer_norm
+            with torch.no_grad():
+                if input_ids.shape[1] == 6:
+                    fc.weight.mul_(-1)
+                if input_ids.shape[1] == 8:
+                    fc.weight.data = fc.weight.flip(0)
+                if input_ids.shape[1] == 9:
+                    fc.weight, fc.bias = nn.Parameter(fc.weight * 0.7), nn.Parameter(fc.bias - 1)
+                if input_ids.shape[1] == 10:
+                    fc.bias.data = fc.bias + 1
+                    norm.weight.data = norm.weight * 1.5
+            return scores
+
+    found = []
+    for turn in (contextlib.nullcontext, fastgen.disabled):
+        model = zoo.build("bart", torch.float32)
+        with turn():
+            kwargs = zoo.batch(model, 3, 7) | {"num_beams": 2, "max_new_tokens": 14, "min_new_tokens": 14}
+            model.generate(**kwargs)
+            found.append(model.generate(**kwargs, logits_processor=LogitsProcessorList([Changing()])))
+    assert _steps() > 12
+    assert torch.equal(*found)
+
+
+def test_memory_that_is_not_there_is_asked_for_seldom(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    model, asked = zoo.build("marian", torch.float32), list[Tensor]()
+    monkeypatch.setattr(packed_weights, "_shortage", lambda plain, always: asked.append(plain) or "memory is short")
+    kwargs = zoo.batch(model, 3, 7) | {"num_beams": 2, "max_new_tokens": 30, "min_new_tokens": 30}
+    assert assert_same(model, kwargs).error is None
+    assert _steps() == 0
+    assert asked
+    assert len(asked) <= 2 * sum(isinstance(module, nn.Linear) for module in model.modules())
+
+
+def test_attention_to_a_long_text_is_shared_among_threads(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Where the products alone would be too little work for two."""
+    model, seen, run = zoo.build("llama", torch.float32), list[int](), c.run
+    monkeypatch.setattr(c, "run", lambda by, threads, step: (seen.append(threads), run(by, threads, step))[1])
+    for length in (8, 200):
+        model.generate(**zoo.batch(model, 2, length, "none"), num_beams=4, max_new_tokens=4)
+    assert seen[0] == 1
+    assert seen[-1] == torch.get_num_threads()
+
+
+def test_calls_at_the_same_time(variant: str) -> None:  # noqa: F811
+    model = zoo.build("marian", torch.float32)
+    inputs = [zoo.batch(model, 3, 6 + i, seed=i) | {"num_beams": 3, "max_new_tokens": 15} for i in range(4)]
+    wanted = [model.generate(**each) for each in inputs]
+    found: list[Any] = [None] * len(inputs)
+
+    def run(i: int) -> None:
+        for _ in range(5):
+            found[i] = model.generate(**inputs[i])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "llama"])
+def test_stream(variant: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Sentences of several calls in one step; steps are made one by one here."""
+    monkeypatch.setattr(continuous_batching, "_several", lambda *_: None)
+    model = zoo.build(family, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 12, (23,), generator=generator).tolist()
+    sentences = [torch.randint(10, zoo.VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    options = {"max_new_tokens": 9, "num_beams": 3}
+    alone = [model.generate(input_ids=torch.tensor([s]), **options) for s in sentences]
+    calls.clear()
+    found = list(fastgen.generate_stream(model, sentences, max_tokens=40, window=7, **options))
+    assert _steps() > 0
+    assert [sequences.tolist() for sequences in found] == [sequences.tolist() for sequences in alone]
+
+
+def test_left_to_torch(variant: str, setting: Callable[[str, str], None]) -> None:  # noqa: F811
+    """Where somebody counts operations, where C is switched off, and of weights that may not be packed."""
+    model = zoo.build("marian", torch.float32)
+    kwargs = zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}
+    wanted = model.generate(**kwargs)
+    calls.clear()
+    with FlopCounterMode(display=False):
+        assert torch.equal(model.generate(**kwargs), wanted)
+    for name, value in (("FASTGEN_OPS", "reference"), ("FASTGEN_LINEAR", "plain")):
+        setting(name, value)
+        assert torch.equal(model.generate(**kwargs), wanted)
+        setting(name, "auto" if name == "FASTGEN_OPS" else "packed")
+    assert _steps() == 0
+    assert torch.equal(model.generate(**kwargs), wanted)
+    assert _steps() > 0
+
+
+@pytest.mark.parametrize(("sublayers", "most"), [(6, 6), (4, 7)])  # of the decoder, and of the encoder
+def test_without_memory(variant: str, sublayers: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """The batch is split, and the result is the same; steps are made one by one here."""
+    model = zoo.build("marian", torch.float32)
+    kwargs = zoo.batch(model, 4, 7, "none") | {"num_beams": 3, "max_new_tokens": 8}
+    monkeypatch.setattr(continuous_batching, "_several", lambda *_: None)
+    for _ in range(2):
+        wanted = model.generate(**kwargs)
+    run, refused = c.run, list[int]()
+
+    def failing(by: native.Library, threads: int, step: c.Step) -> bool:
+        if step.sublayer_count == sublayers and step.rows > most:
+            refused.append(step.rows)
+            return False
+        return run(by, threads, step)
+
+    monkeypatch.setattr(c, "run", failing)
+    assert torch.equal(model.generate(**kwargs), wanted)
+    assert refused
+    assert refused[0] == {6: 12, 4: 28}[sublayers]
+
+
+def test_structures(variant: str) -> None:  # noqa: F811
+    """As large for Python as for C."""
+    library = ctypes.CDLL(str(native.LIBRARIES / f"{variant}.so"))
+    library.step_size.restype = ctypes.c_int64
+    assert library.step_size() == c.SIZE
+
+
+FAIRSEQ = {
+    "transformer": {}, "prenorm": {"no_repeat_ngram_size": 2}, "bart": {"min_len": 3}, "lm": {}, "scaled": {},
+    "lm_learned": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAIRSEQ)
+def test_fairseq(variant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Scores, attention over the source and all else; the attention of the last layer comes from C, too."""
+    pytest.importorskip("fairseq")
+    from tests.support import fairseq_zoo
+
+    for part in ("encoder", "decoder"):
+        for size, value in (("embed_dim", 32), ("ffn_embed_dim", 40)):
+            monkeypatch.setitem(fairseq_zoo._SIZES, f"{part}_{size}", value)
+    model = fairseq_zoo.build.__wrapped__(name, torch.float32)
+    for beams in (1, 4):
+        options = {"beam_size": beams, "max_len_b": 14} | FAIRSEQ[name]
+        sample = fairseq_zoo.batch(5, 9, padding="none" if name.startswith("lm") else "left")
+        for _ in range(2):
+            found = fairseq_zoo.assert_same([model], sample, options)
+            assert not isinstance(found, Exception)
+    assert (_steps() > 0) == (name != "scaled")

@@ -1,0 +1,167 @@
+"""Whole calls on a device that is pretended: what they choose, capture and launch there, and that it is right.
+
+The models of the counts have the shapes that decide about launches, heads and layers, and few tokens; nothing is
+computed. Views and memory that is set aside are no launches.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+import fastgen
+from fastgen.patches.transformers.generate.report import last_call
+from tests.support import zoo
+from tests.support.pretended import Pretended
+
+VIEWS = ("split", "split_with_sizes", "slice", "select", "unbind", "expand", "view", "unsqueeze")
+METHODS = {
+    "greedy": {},
+    "beams": {"num_beams": 4, "no_repeat_ngram_size": 3},
+    "sampling": {"do_sample": True},
+}
+
+
+def _on_device(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to("cuda") if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
+def test_tokens(family: str, method: str, monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]) -> None:
+    """Captured, replayed, captured no more in the second call, and what transformers finds on the CPU."""
+    setting("FASTGEN_OPS", "reference")
+    model = zoo.build(family, torch.float32)
+    inputs = zoo.batch(model, 3, 9) | METHODS[method] | {"max_new_tokens": 24, "min_new_tokens": 24}
+    torch.manual_seed(3)
+    with fastgen.disabled():
+        expected = model.generate(**inputs)
+    device = Pretended(monkeypatch)
+    model.to("cuda")
+    fastgen.release()
+    captured = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        found = model.generate(**_on_device(inputs))
+        assert found.is_cuda
+        assert found.tolist() == expected.tolist()
+        call = last_call()
+        assert call is not None
+        assert (call.plan.shared, call.plan.fused, call.plan.graphs) == (True, True, True), call.plan.left_off
+        assert not [text for text in call.plan.left_off if text.startswith("choices")]
+        captured.append(sum(counts.total() > 1 for counts in device.captures))  # of a place the first is empty
+        device.captures.clear()
+    assert captured == [2, 1], "a step and a choice, then a choice"
+    fastgen.release()
+
+
+def test_kernels(monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]) -> None:
+    """By Triton's kernels, with n-grams that are blocked."""
+    setting("FASTGEN_OPS", "triton")
+    model = zoo.build("bart", torch.float32)
+    inputs = zoo.batch(model, 1, 4) | {"num_beams": 2, "no_repeat_ngram_size": 2, "max_new_tokens": 14}
+    with fastgen.disabled():
+        expected = model.generate(**inputs)
+    device = Pretended(monkeypatch)
+    found = model.to("cuda").generate(**_on_device(inputs))
+    assert found.tolist() == expected.tolist()
+    kernels = {launch.kernel for launch in device.launches}
+    assert {"_attention_kernel", "_norm_kernel", "_ngram_kernel", "_choose_kernel", "_extend_rows_kernel"} <= kernels
+    fastgen.release()
+
+
+def _bart(layers: int = 12) -> Any:
+    return tf.BartForConditionalGeneration(
+        tf.BartConfig(
+            vocab_size=2000, encoder_layers=1, decoder_layers=layers, d_model=1024, encoder_ffn_dim=512,
+            decoder_ffn_dim=512,
+        )
+    )  # fmt: skip
+
+
+def _gpt2() -> Any:
+    return tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=2000, bos_token_id=0, eos_token_id=1))
+
+
+def _llama() -> Any:
+    return tf.LlamaForCausalLM(
+        tf.LlamaConfig(
+            vocab_size=2000, num_hidden_layers=16, hidden_size=2048, num_attention_heads=32, num_key_value_heads=8,
+            intermediate_size=1024,
+        )
+    )  # fmt: skip
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]) -> Callable[..., Pretended]:
+    """Runs a call of a model in bfloat16, with nothing computed; returns the device."""
+    setting("FASTGEN_OPS", "triton")
+
+    def call(
+        build: Callable[[], Any], batch: int = 1, tokens: int = 24, source: int = 100, **options: Any
+    ) -> Pretended:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = build().eval()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        device = Pretended(monkeypatch, computes=False)
+        model.to("cuda").generation_config.eos_token_id = 2
+        ids = torch.full((batch, source), 5, dtype=torch.int64).to("cuda")
+        options |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "pad_token_id": 1}
+        model.generate(input_ids=ids, **options)
+        fastgen.release()
+        return device
+
+    return call
+
+
+def _launches(device: Pretended) -> list[int]:
+    """What is launched for a step's captures: of the step itself, and of the choice behind it."""
+    counts = [sum(n for name, n in each.items() if name not in VIEWS) for each in device.captures]
+    return [count for count in counts if count > 1]
+
+
+BEAMS = {"num_beams": 4}
+NGRAMS = {"num_beams": 4, "no_repeat_ngram_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "layers", "of_layer", "beside", "choice"),
+    [
+        (_bart, NGRAMS, 12, 12, 7, 13), (_gpt2, BEAMS, 12, 8, 7, 11), (_llama, BEAMS, 16, 12, 13, 11),
+        (_llama, {}, 16, 12, 12, 7),
+    ],
+    ids=["bart", "gpt2", "llama", "llama-greedy"],
+)  # fmt: skip
+def test_launches(
+    build: Callable[[], Any], options: dict[str, Any], layers: int, of_layer: int, beside: int, choice: int,
+    counted: Callable[..., Pretended],
+) -> None:  # fmt: skip
+    """At most so many of a layer, of the step beside its layers, and of the choice, with 132 multiprocessors."""
+    step, chosen = _launches(counted(build, **options))
+    assert step <= layers * of_layer + beside
+    assert chosen <= choice
+
+
+SHAPES = [(1, 24, 100), (1, 40, 33), (8, 24, 64), (32, 30, 7), (3, 24, 129), (16, 33, 250), (2, 64, 16), (5, 24, 77)]
+"""Of the calls of a service: sentences, new tokens, tokens of the source."""
+
+
+def test_specialisations(counted: Callable[..., Pretended]) -> None:
+    """What is compiled for the first call serves nearly all that come later, whatever their shapes."""
+    known: set[Any] = set()
+    new: list[int] = []
+    for batch, tokens, source in SHAPES:
+        found = {
+            launch.specialisation
+            for launch in counted(functools.partial(_bart, 2), batch, tokens, source, **NGRAMS).launches
+        }
+        new.append(len(found - known))
+        known |= found
+    assert new[0] <= 19
+    assert sum(new) <= 26

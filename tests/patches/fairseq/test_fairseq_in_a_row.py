@@ -1,0 +1,131 @@
+"""Several steps of fairseq's search in a row in C, choices and all: the same as step by step, and as fairseq's own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fastgen.decoding.batching import continuous_batching
+from fastgen.models.layers import packed_weights
+from fastgen.ops import native
+from fastgen.ops.counts import calls
+
+pytest.importorskip("fairseq")
+from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.patches.fairseq import test_fairseq_refill as refill
+from tests.patches.fairseq.test_fairseq import OPTIONS
+from tests.support import fairseq_zoo as zoo
+from tests.support.together import start_soon
+
+WITHOUT = {
+    "unk_penalty": "a score is changed",
+    "unk_bonus": "a score is changed",
+    "temperature": "so are all",
+    "one_token": "there is no second step",
+    **{name: "a search of fairseq's own" for name in OPTIONS if "search_strategy" in OPTIONS[name]},
+}
+"""Options with which each step is made by itself."""
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Heads of 16 dimensions, as attention in C wants them at least; weights are packed when they are first used."""
+    for part in ("encoder", "decoder"):
+        for size, value in {"embed_dim": 32, "ffn_embed_dim": 48}.items():
+            monkeypatch.setitem(zoo._SIZES, f"{part}_{size}", value)
+    monkeypatch.setattr(packed_weights, "OFTEN", 1)
+    calls.clear()
+    yield
+    packed_weights.release()
+
+
+def _build(name: str, seed: int = 0) -> Any:
+    return zoo.build.__wrapped__(name, torch.float32, seed)
+
+
+def _same(model: Any, sample: dict[str, Any], options: dict[str, Any]) -> Any:
+    """What comes of it, twice: the first call proves the step from the weights."""
+    for _ in range(2):
+        calls.clear()
+        found = zoo.assert_same([model], sample, options, 1e-4)
+    return found
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option(option: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if option.startswith("diverse") and beams == 1:
+        pytest.skip("groups of beams")
+    options = {"beam_size": beams, "max_len_b": 14} | OPTIONS[option]
+    model = _build("transformer")
+    for padding in ("none", "left"):
+        _same(model, zoo.batch(5, 8, padding), options)
+        assert (calls["search", "native"] > 0) == (option not in WITHOUT)
+
+
+@pytest.mark.parametrize("beams", [1, 4, 5])
+@pytest.mark.parametrize("name", ["transformer", "prenorm", "bart", "lm", "lm_learned"])
+def test_model(variant: str, name: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Steps behind sweeps and as sentences leave: as without C's choices, and as fairseq's."""
+    options = {"beam_size": beams, "max_len_a": 0.0, "max_len_b": 50, "min_len": 20, "no_repeat_ngram_size": 3}
+    for seed in (0, 1):
+        model, sample = _build(name, seed), zoo.batch(17, 9, "none" if name.startswith("lm") else "left", seed)
+        found = _same(model, sample, options)
+        in_a_row = calls["search", "native"]
+        assert in_a_row > 0
+        with monkeypatch.context() as alone:
+            alone.setattr(continuous_batching, "_several", lambda *_: None)
+            expected = zoo.call([model], sample, options)[0]
+        assert calls["search", "native"] == in_a_row
+        for ours, theirs in zip(found, expected, strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                assert torch.equal(one["tokens"], other["tokens"])
+                for field in ("score", "attention", "positional_scores"):
+                    torch.testing.assert_close(one[field], other[field], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["transformer", "bart"])
+def test_batches_that_refill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that runs alone goes on in a row, also behind steps beside others, and before them."""
+    models, batches, together = [_build(name)], refill._batches(9), start_soon(monkeypatch, 0.5)
+    options = {"beam_size": 4, "no_repeat_ngram_size": 3}
+    stock = refill._stock(models, batches, options)
+    for _ in range(2):
+        calls.clear(), together.clear()
+        refill._assert_same(list(refill._translations(models, batches, options)), batches, stock, 1e-4)
+    assert calls["search", "native"] > 0
+    assert max(together) > 1
+
+
+def test_equal_values_are_left_to_torch() -> None:
+    """Tokens with one embedding are tied in every step; which stands first is for torch to say."""
+    model = _build("transformer")
+    with torch.no_grad():
+        model.decoder.output_projection.weight[20:] = model.decoder.output_projection.weight[4:16]
+    _same(model, zoo.batch(5, 8), {"beam_size": 3, "max_len_b": 14})
+    assert calls["search", "native"] > 0
+
+
+def test_values_that_are_no_numbers() -> None:
+    model = _build("transformer")
+    with torch.no_grad():
+        model.decoder.output_projection.weight[20, 3] = torch.nan
+    _same(model, zoo.batch(5, 8), {"beam_size": 3, "max_len_b": 14})
+
+
+def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What C says then is what torch raises: a batch goes in halves, until one sentence is too much."""
+    from fastgen.ops.native import search as c
+
+    model, options = _build("transformer"), {"beam_size": 3, "max_len_b": 14}
+    _same(model, zoo.batch(5, 8), options)
+    monkeypatch.setattr(c, "search_first_finished", lambda *_: c.NO_MEMORY)
+    with pytest.raises(torch.OutOfMemoryError, match="decode steps of 3 rows in C"):
+        zoo.call([model], zoo.batch(5, 8), options)
+
+
+def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    _same(_build("transformer"), zoo.batch(5, 8), {"beam_size": 3, "max_len_b": 14})
+    assert calls["search", "native"] == 0

@@ -1,0 +1,129 @@
+"""In half precision two ways to compute a model round otherwise: fastgen's is as near to fp32 as transformers'."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import fastgen
+from fastgen.models.build import equivalence_check
+from fastgen.models.build.equivalence_check import OTHERWISE, TOLERANCE, Tried, by_modules, tried
+from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.patches.transformers.generate.report import last_call
+from tests.support import zoo
+
+TOKENS, SENTENCES, SEEDS = 6, 8, 3
+CLAMPED = by_modules("float16, in which its sums are clamped")
+GIVEN: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", sorted(zoo.FAMILIES | zoo.MORE))
+@pytest.mark.slow
+def test_logits_are_as_near_to_those_of_fp32(family: str, dtype: torch.dtype) -> None:
+    theirs, ours = [], []
+    for seed in range(SEEDS):
+        model, exact = zoo.build(family, dtype, seed), zoo.build(family, dtype, seed).float()
+        kwargs = zoo.batch(model, SENTENCES, 11, seed=seed) | GIVEN
+        model.generate(**kwargs)  # a first call compares, and its first token comes through the modules
+        found = _logits(model, kwargs)
+        with fastgen.disabled():
+            stock, wanted = _logits(model, kwargs), _logits(exact, kwargs)
+        told = _told_of_one_text(found, stock, wanted)
+        assert told.any()
+        ours.append((found[1] - wanted[1])[told])
+        theirs.append((stock[1] - wanted[1])[told])
+    assert _spread(ours) <= 1.5 * _spread(theirs)
+
+
+def _logits(model: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """What is generated (B, T), and the logits that each of these tokens was chosen by, (B, T, V)."""
+    found = model.generate(**kwargs, output_logits=True, return_dict_in_generate=True)
+    return found.sequences[:, -TOKENS:], torch.stack(found.logits, 1).double()
+
+
+def _told_of_one_text(*found: tuple[Tensor, Tensor]) -> Tensor:
+    """Which tokens (B, T) all have chosen behind the same text, by logits that are numbers."""
+    first, *others = (tokens for tokens, _ in found)
+    same = torch.stack([first == other for other in others]).all(0).cumprod(1).bool()
+    behind = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], 1)
+    return behind & torch.stack([logits.isfinite().all(-1) for _, logits in found]).all(0)
+
+
+def _spread(errors: list[Tensor]) -> float:
+    return torch.cat(errors).pow(2).mean().sqrt().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", sorted(zoo.FAMILIES | zoo.MORE))
+def test_steps_are_made_from_the_weights(family: str, dtype: torch.dtype) -> None:
+    """Where they are in fp32, they are in half precision, but for what a family says of itself."""
+    in_fp32, in_half = (_left_off(zoo.build(family, each)) for each in (torch.float32, dtype))
+    assert in_half == in_fp32 or (dtype == torch.float16 and in_half == [CLAMPED])
+
+
+def _left_off(model: Any) -> list[str]:
+    padding = "none" if model.config.model_type == "gemma2" else "natural"
+    model.generate(**zoo.batch(model, 4, 9, padding) | {"num_beams": 3, "max_new_tokens": 5})
+    call = last_call()
+    assert call is not None
+    return [reason for reason in call.plan.left_off if reason.startswith("decode steps run")]
+
+
+def test_rounding_is_not_taken_for_another_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve layers of random weights: two ways to add up lie further apart than those of a shallow model ever do."""
+    compared: list[tuple[Tensor, Tensor, Tensor]] = []
+    agree = equivalence_check.agree
+    monkeypatch.setattr(equivalence_check, "agree", lambda *given: compared.append(given) or agree(*given))
+    torch.manual_seed(0)
+    size = {"n_layer": 12, "n_embd": 128, "n_head": 4, "n_positions": 64, "vocab_size": zoo.VOCABULARY}
+    model = GPT2LMHeadModel(GPT2Config(**size, initializer_range=0.8, bos_token_id=1, eos_token_id=2, pad_token_id=2))
+    assert _left_off(model.eval().bfloat16()) == []
+    ((found, own, rounded),) = compared
+    apart, spread = (found - own).double().norm(), (own.double() - own.double().mean(-1, keepdim=True)).norm()
+    assert apart > 0.03 * spread
+    assert 0.2 < apart / (rounded - found).double().norm() < 1.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_another_computation_is_found_out(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYOUTS, "bart", replace(LAYOUTS["bart"], first=lambda _: 0))  # positions two rows too early
+    model = zoo.build("bart", dtype)
+    for _ in range(2):
+        assert _left_off(model) == [by_modules(OTHERWISE)]
+
+
+def test_agreement() -> None:
+    """Shapes are compared, then values: in proportion to their spread, or to what rounding does to them."""
+    own = torch.arange(8, dtype=torch.bfloat16).view(2, 4)
+    spread = (own.double() - own.double().mean(-1, keepdim=True)).norm()
+    assert equivalence_check.agree(own[:1], own) is False
+    assert equivalence_check.agree(own, own * torch.nan) is None
+    shift = torch.zeros(2, 4, dtype=torch.double)
+    shift[0, 0] = 0.1 * spread
+    assert equivalence_check.agree(own + shift, own) is False
+    assert equivalence_check.agree(own + shift, own, own + shift + 0.3 * shift) is False
+    assert equivalence_check.agree(own + shift, own, own + shift - 0.4 * shift) is True
+    assert [equivalence_check.agree(own + f * shift, own, own) for f in (0.29, 0.31)] == [True, True]
+    assert [equivalence_check.agree(own + f * shift, own, own + f * shift) for f in (0.29, 0.31)] == [True, False]
+    for dtype, tolerance in TOLERANCE.items():
+        assert equivalence_check.agree(own.to(dtype) + shift * 9 * tolerance, own.to(dtype)) is True
+        assert equivalence_check.agree(own.to(dtype) + shift * 11 * tolerance, own.to(dtype)) is False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_is_tried_where_it_counts(dtype: torch.dtype) -> None:
+    calls: list[Tensor] = []
+
+    def make() -> list[Tensor]:
+        calls.append(torch.ones(1, dtype=dtype))
+        return calls[-1:]
+
+    state = torch.get_rng_state()
+    assert tried(make, dtype) == Tried(calls)
+    assert len(calls) == 1
+    assert tried(make, torch.bfloat16) == Tried(calls[1:2], calls[2:])
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,153 @@
+"""`transformers serve` with fastgen: accelerated, and the same answers."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+pytest.importorskip("openai", reason="transformers serve needs it")
+pytest.importorskip("uvicorn", reason="transformers serve needs it")
+import httpx
+from transformers.cli.serve import Serve
+
+import fastgen
+from tests.support import zoo
+
+TOKENIZER = Path(__file__).parents[3] / "examples/en-es/model"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+ENDPOINTS: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 20},
+    "completions": {"prompt": "The list", "max_tokens": 20},
+}
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _until_it_answers(address: str) -> None:
+    end = time.monotonic() + 60
+    while True:
+        try:
+            assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+            return
+        except httpx.ConnectError:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama that chats."""
+    tokenizer = tf.AutoTokenizer.from_pretrained(TOKENIZER)
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    tokens = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": 1, "eos_token_id": tokenizer.eos_token_id}
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**zoo._DECODER | tokens | {"vocab_size": len(tokenizer)}))
+    folder = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    port = _free_port()
+    server = Serve(str(folder), device="cpu", dtype="float64", host="127.0.0.1", port=port, non_blocking=True)
+    _until_it_answers(f"http://127.0.0.1:{port}")
+    yield f"http://127.0.0.1:{port}"
+    server.kill_server()
+
+
+def _ask(address: str, folder: Path, endpoint: str, **more: Any) -> str:
+    """The text of a greedy answer; a streamed one's pieces are put together."""
+    body = ENDPOINTS[endpoint] | {"model": str(folder), "temperature": 0} | more
+    found = httpx.post(f"{address}/v1/{endpoint}", json=body, timeout=60)
+    assert found.status_code == 200, found.text
+    if not more.get("stream"):
+        return _text(found.json()["choices"])
+    events = [line.removeprefix("data: ") for line in found.text.splitlines() if line.startswith("data: ")]
+    pieces = [_text(json.loads(event)["choices"]) for event in events if event != "[DONE]"]
+    assert sum(map(bool, pieces)) > 3
+    return "".join(pieces)
+
+
+def _idle(patch: str) -> Any:
+    """The patch's row once no call runs: a stream's last piece is sent before the call has ended."""
+    end = time.monotonic() + 10
+    while True:
+        try:
+            fastgen.disable()
+        except RuntimeError:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        else:
+            fastgen.enable()
+            return fastgen.status()[patch]
+
+
+def _text(choices: list[Any]) -> str:
+    return "".join(
+        choice.get("text") or choice.get("message", choice.get("delta", {})).get("content") or "" for choice in choices
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_answers_are_the_same_and_accelerated(endpoint: str, stream: bool, address: str, folder: Path) -> None:
+    before = fastgen.status()["transformers.sample"]
+    ours = _ask(address, folder, endpoint, stream=stream)
+    after = _idle("transformers.sample")
+    assert (after.hits, after.fallbacks) == (before.hits + 1, before.fallbacks)
+    modules = [why for why in after.left_off if "the model gets tokenizer" in why]
+    assert modules == []  # its steps are made from the weights
+    fastgen.disable()
+    try:
+        assert _ask(address, folder, endpoint, stream=stream) == ours
+    finally:
+        fastgen.enable()
+    assert fastgen.status()["transformers.sample"].hits == after.hits
+    assert len(ours) > 20
+
+
+@pytest.mark.slow
+def test_the_command(address: str, folder: Path) -> None:
+    port = _free_port()
+    serve = ["transformers", "serve", str(folder), "--device", "cpu", "--dtype", "float64", "--port", str(port)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fastgen", "run", *serve],
+        env=os.environ | {"FASTGEN_STRICT": "1"},  # a fallback would be an error
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _until_it_answers(f"http://localhost:{port}")
+        found = _ask(f"http://localhost:{port}", folder, "chat/completions")
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+    assert found == _ask(address, folder, "chat/completions")
+
+
+def test_beams_are_streamed(address: str, folder: Path) -> None:
+    """A generation config with several beams, which transformers does not stream: the same text, in pieces."""
+    config = tf.GenerationConfig(num_beams=3, max_new_tokens=20, pad_token_id=0, eos_token_id=zoo.EOS).to_json_string()
+    before = fastgen.status()["transformers.beam_streamer"].hits
+    whole, pieces = (
+        _ask(address, folder, "chat/completions", generation_config=config, stream=stream) for stream in (False, True)
+    )
+    assert pieces == whole
+    _idle("transformers.beam_streamer")
+    assert fastgen.status()["transformers.beam_streamer"].hits == before + 1

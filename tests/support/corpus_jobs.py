@@ -1,0 +1,161 @@
+"""Jobs over a text file, for the tests of `fastgen.corpus`; as a program, runs that are killed and begun again.
+
+python -m tests.support.corpus_jobs run MODEL INPUT OUTPUT '{"block": 4}'     one run; JSON fields of a `Job`
+python -m tests.support.corpus_jobs kill MODEL INPUT OUTPUT '{"block": 4}' N  N killed runs, then one to its end
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastgen.corpus.formats.records import Record
+from fastgen.corpus.run import claims, journal
+from fastgen.corpus.run import job as jobs
+from fastgen.corpus.run.identity import digest
+from fastgen.corpus.run.job import Job
+from fastgen.corpus.texts import Options, Output, Problem, TextGenerator
+from fastgen.errors import CommandError
+
+NEW = 8
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A source: the lines of a file."""
+
+    file: Path
+    once: bool = False
+
+    def records(self) -> Iterator[Record]:
+        with self.file.open(encoding="utf-8") as stream:
+            for number, line in enumerate(stream, 1):
+                yield Record(number, line.removesuffix("\n"))
+
+    def identity(self) -> dict[str, Any]:
+        return {"lines": digest(self.file)}
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self.records())
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A sink: a line for each record.
+
+    kills: "child": the first process with a parent that has made a block kills itself; a rank: that process does, and
+        the others wait for it.
+    """
+
+    kills: str = ""
+
+    def block(self, records: Sequence[Record], outputs: Sequence[Output | Problem | None]) -> bytes:
+        if self.kills:
+            self._kill(Path(os.environ["KILLED"]))
+        lines = [
+            f"{record.number}\t{' '.join(one.texts) if isinstance(one, Output) else ''}".replace("\n", " ")
+            for record, one in zip(records, outputs, strict=True)
+            if one is not None
+        ]
+        return "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
+
+    def _kill(self, mark: Path) -> None:
+        """Kill this process where it is its turn; the mark says that one has been killed."""
+        its_turn = self.kills in ("child" if multiprocessing.parent_process() else "", os.environ.get("RANK"))
+        if its_turn and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not mark.exists():
+            time.sleep(0.05)
+
+    def finish(self, body: Path, output: Path) -> None:
+        body.replace(output)
+
+    def identity(self) -> dict[str, Any]:
+        return {"format": "text"}
+
+
+def job_of(model: Path, text: Path, output: Path | None, **more: Any) -> Job:
+    """A job; `more` are fields of `Job` and of `Options`, and arguments of `generate`."""
+    fields = {name: more.pop(name) for name in list(more) if name in Job.__dataclass_fields__}
+    named = {name: more.pop(name) for name in list(more) if name in Options.__dataclass_fields__}
+    generation = {"max_new_tokens": NEW, "num_beams": 2, **more}
+    options = Options(model, generation, device="cpu", append_eos=True, **{"batch_tokens": 64} | named)
+    return Job(options, fields.pop("source", Lines(text)), fields.pop("sink", Texts()), output, **fields)
+
+
+def run(job: Job) -> int:
+    try:
+        summary = jobs.run(job)
+    except CommandError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if summary is not None and job.output is not None:
+        print(json.dumps(summary.to_dict()))
+    return 0
+
+
+def kill(job: Job, kills: int) -> None:
+    """Run a job in processes that are killed, half of them in the midst of a write, until one comes to its end.
+
+    Each begins as a fork of this process, which has imported all and started nothing.
+    """
+    TextGenerator(job.options)  # imports
+    draw, killed = random.Random(0), 0
+    while True:
+        point = draw.randrange(1, 8) if killed % 2 else 0
+        child = os.fork()
+        if child == 0:
+            if point and killed < kills:
+                _kill_at_sync(point)
+            os._exit(run(job))
+        if not point and killed < kills:
+            time.sleep(draw.uniform(0.0, 1.0))
+            os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status == 0 and killed >= kills:
+            return print(f"killed {killed}")
+        if status not in (0, -signal.SIGKILL):
+            sys.exit(status)
+        killed += status != 0
+        if status == 0:
+            job.output.unlink()  # too early: another one has to be killed
+
+
+def _kill_at_sync(point: int) -> None:
+    """Kill this process in its n-th write to disk, with half of the bytes written."""
+    write, left = journal._write, point
+
+    def torn(stream: Any, data: bytes) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            stream.write(data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(stream, data)
+
+    journal._write = torn
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    mode, model, text, output, fields, *rest = sys.argv[1:]
+    given = json.loads(fields)
+    claims.LEASE = given.pop("lease", claims.LEASE)
+    if "kills" in given:
+        given["sink"] = Texts(given.pop("kills"))
+    asked = job_of(Path(model), Path(text), Path(output) if output != "-" else None, **given)
+    if mode == "kill":
+        kill(asked, int(rest[0]))
+    else:
+        sys.exit(run(asked))
