@@ -24,7 +24,7 @@ from fastgen.ops.tables import Table, extend_rows_
 
 @dataclass
 class ReplayedBeamSearch(BeamSearch):
-    """One beam search or sampling; arguments as `BeamSearch`, whose edits are all `text.capturable`."""
+    """One beam search or sampling; arguments as `BeamSearch`, whose edits are all `transforms.capturable`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

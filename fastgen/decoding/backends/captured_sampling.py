@@ -23,7 +23,7 @@ from fastgen.models.cuda_graphs import graph
 
 @dataclass
 class ReplayedSampling(Sampling):
-    """One greedy search or sampling; arguments as `Sampling`, whose edits are all `text.capturable`.
+    """One greedy search or sampling; arguments as `Sampling`, whose edits are all `transforms.capturable`.
 
     Args:
         longest: tokens of a text at most.

@@ -29,7 +29,7 @@ def steps_of(search: Sampling) -> native_multistep.Steps:
 
 
 def advance(search: Sampling, steps: native_multistep.Steps, model: native_multistep.Ahead) -> Tensor | bool | None:
-    """Make steps as long as nobody has to look; returns what `beam_ahead.advance` does."""
+    """Make steps as long as nobody has to look; returns what `native_beam_search.advance` does."""
     if not model.in_a_row:
         return None
     text, (rows, length) = search.text, search.ids.shape

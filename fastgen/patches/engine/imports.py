@@ -21,7 +21,7 @@ def when_imported(name: str, callback: Callable[[], object]) -> None:
         _hooked.discard(name)
         callback()
 
-    import wrapt  # here, so that `_start.check` can say that it is missing
+    import wrapt  # here, so that `startup.check` can say that it is missing
 
     if name in sys.modules or name not in _hooked:
         _hooked.add(name)

@@ -15,7 +15,7 @@ class Toolkit:
         module: its top module, whose ``__version__`` counts (forks have other distribution names).
         versions: the supported range, ``">=5.17"``.
         tested: the newest version that is tested.
-        canary: ``"module:function"`` whose parts are tried once for versions newer than tested (`_canary.Canary`); None
+        canary: ``"module:function"`` whose parts are tried once for versions newer than tested (`canary.Canary`); None
             to trust newer versions as long as the signatures hold.
         install_hint: what to type to get a supported version.
     Raises:
@@ -70,7 +70,7 @@ class Patch:
         covers: what users lose without it, such as ``"beam search"``: where it cannot be applied, the first call of its
             target warns. Empty where nobody would miss it by itself.
         parts: the parts of the canary that have to agree, all of them where none is named; where all of these differ,
-            the original runs. A replacement that serves several asks for each by itself (`_engine.declined`).
+            the original runs. A replacement that serves several asks for each by itself (`engine.declined`).
         mends: whether the toolkit would fail without it, on today's versions or where it is given more than it knows.
             It stays in place in `disabled()` and with ``FASTGEN=compat``, where the toolkit's own code runs otherwise.
     Raises:
