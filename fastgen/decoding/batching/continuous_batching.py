@@ -106,7 +106,7 @@ def chooses_in_c(search: Any) -> bool:
 
 
 def _several(search: Any, model: Any) -> Callable[[], Any] | None:
-    """What makes steps in a row in C, and returns what `native_beam_search.advance` does; None where C does not choose."""
+    """What makes steps in a row in C, and returns what `advance` there does; None where C does not choose."""
     if not (hasattr(model, "begin_steps") and chooses_in_c(search)):
         return None
     how = _IN_C[type(search)]
