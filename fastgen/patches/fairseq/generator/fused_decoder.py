@@ -79,7 +79,7 @@ class FusedDecoder:
         )  # fmt: skip
 
     @property
-    def in_a_row(self) -> bool:
+    def supports_multistep(self) -> bool:
         """Whether C may make several steps in a row, choices and all."""
         return self.ready and self._written and native.library() is not None
 

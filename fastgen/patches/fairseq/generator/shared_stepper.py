@@ -172,10 +172,10 @@ class Stepper:
         return [(rows, after - began) for (rows, began), (_, after) in each]
 
     @property
-    def in_a_row(self) -> bool:
+    def supports_multistep(self) -> bool:
         """Whether C may make several steps in a row, choices and all: of one model, as it is."""
         (member, *others), fused = self._all, self.members[0].fused
-        return not others and member.temperature == 1.0 and fused is not None and fused.in_a_row
+        return not others and member.temperature == 1.0 and fused is not None and fused.supports_multistep
 
     def begin_steps(self, most: int, weights: Tensor | None = None) -> Prepared | None:
         """Have at most so many of them ready; None where they have to be made one at a time.

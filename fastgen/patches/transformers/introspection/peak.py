@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
-from fastgen.decoding.batching.continuous_batching import chooses_in_c
 from fastgen.decoding.kv_cache import kv_cache as kv
+from fastgen.decoding.loop import NATIVE
 from fastgen.decoding.plan import Plan
 from fastgen.decoding.search.beam_search import BeamSearch
 from fastgen.decoding.search.sampling import Sampling
@@ -169,7 +169,7 @@ class _Ends:
 
     def __init__(self, search: BeamSearch | Sampling, model: SharedStepper, max_length: int, shared: bool) -> None:
         self.search, self.model, self.max_length, self.shared = search, model, max_length, shared
-        self.in_c = chooses_in_c(search)
+        self.in_c = _chooses_in_c(search)
         search.may_drop = False
         search.stop = Stop()
         if isinstance(search, BeamSearch):
@@ -178,7 +178,13 @@ class _Ends:
     def run(self) -> None:
         model = self.model
         going = self._advance(model.prefill())
-        if going and self.in_c and model.in_a_row and model.fused is not None and is_packable(model.fused.step):
+        if (
+            going
+            and self.in_c
+            and model.supports_multistep
+            and model.fused is not None
+            and is_packable(model.fused.step)
+        ):
             self._go_to_end_in_c(model.fused)
             return
         while going:
@@ -248,3 +254,7 @@ class _Ends:
         else:
             rows = self.search.present
             self.search.ids = self.search.outcome = torch.zeros(rows, length, dtype=torch.int64, device="cpu")
+
+
+def _chooses_in_c(search: Any) -> bool:
+    return any(kind.covers(search) for kind in NATIVE)
