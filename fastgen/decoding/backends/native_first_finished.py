@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastgen.decoding.backends import native_multistep
 from fastgen.decoding.batching.batch_compaction import fewest_leaving
-from fastgen.decoding.kv_cache.kv_cache import SWEEP
+from fastgen.decoding.kv_cache import room
 from fastgen.decoding.search.first_finished import FirstFinished, Made
 from fastgen.decoding.search.stopping import Stop
 from fastgen.models.runtime.native_multistep_job import Prepared
@@ -39,7 +39,7 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
         if search.search.phase(search.step) is None or search.scores.dtype != torch.float32:
             return None
         b, m, step, attention = search.present, search.beams, search.step, search.attention
-        alike = min(steps.alike(search.text), search.longest - step, SWEEP)
+        alike = min(steps.alike(search.text), search.longest - step, room.COMPACT_EVERY)
         if alike <= 0 or bool(search.ignored.any()):
             return None
         if attention is not None:

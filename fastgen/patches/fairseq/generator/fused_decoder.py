@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastgen import config
-from fastgen.decoding.kv_cache.kv_cache import Ancestry
+from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.models.build.equivalence_check import outcome
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.build.step_builder import step_of

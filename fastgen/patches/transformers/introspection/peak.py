@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
-from fastgen.decoding.kv_cache import kv_cache as kv
+from fastgen.decoding.kv_cache import room
 from fastgen.decoding.loop import NATIVE
 from fastgen.decoding.plan import Plan
 from fastgen.decoding.search.beam_search import BeamSearch
@@ -84,7 +84,7 @@ def peak_bytes(bare: Any, prepared: Prepared, plan: Plan, kwargs: dict[str, Any]
         raise NotPredicted(f"{others} may take any")
     most = _peak(bare, prepared, plan, kwargs, shared=False)
     steps = config.max_length - prepared.input_ids.shape[1]
-    if plan.beams == 1 or steps <= kv.SWEEP:
+    if plan.beams == 1 or steps <= room.COMPACT_EVERY:
         return most, most
     return min(most, _peak(bare, prepared, plan, kwargs, shared=True)), most
 

@@ -10,7 +10,8 @@ import transformers as tf
 from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria
 
 import fastgen
-from fastgen.decoding.kv_cache import kv_cache
+from fastgen.decoding.kv_cache import room
+from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.models.memory import scratch
 from fastgen.models.memory.footprint import Footprint
 from fastgen.models.memory.scratch import Memory
@@ -83,7 +84,7 @@ _CALLS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """None is given up: how many are, the text decides."""
-    monkeypatch.setattr(kv_cache, "SWEEP", 10**9)
+    monkeypatch.setattr(room, "COMPACT_EVERY", 10**9)
 
 
 def _assert_predicted(model: Any, kwargs: dict[str, Any]) -> int:
@@ -159,7 +160,7 @@ def test_slots_that_are_given_up(family: str, more: dict[str, Any], monkeypatch:
     assert least < most / 1.1
     assert least / 1.05 < taken < most * 1.05
     assert "where beams share most tokens, at most" in str(explanation)
-    monkeypatch.setattr(kv_cache, "SWEEP", 10**9)
+    monkeypatch.setattr(room, "COMPACT_EVERY", 10**9)
     assert _peak(model, kwargs) == pytest.approx(most, rel=0.05)
 
 
@@ -168,15 +169,15 @@ def test_beams_that_share_all_their_tokens(family: str, monkeypatch: pytest.Monk
     """All the slots that may ever be given up are."""
     model = _build(family)
     kwargs = zoo.batch(model, 2, 40) | {"num_beams": 4} | _length(100)
-    seen = kv_cache.Ancestry.sweep
+    seen = Ancestry.sweep
 
-    def sweep(ancestry: kv_cache.Ancestry) -> torch.Tensor | None:
+    def sweep(ancestry: Ancestry) -> torch.Tensor | None:
         if ancestry.is_due:
             ancestry.visible[:] = ancestry.visible[:, :1].clone()
         return seen(ancestry)
 
     with monkeypatch.context() as patch:
-        patch.setattr(kv_cache.Ancestry, "sweep", sweep)
+        patch.setattr(Ancestry, "sweep", sweep)
         taken = _peak(model, kwargs)
     explanation = fastgen.explain(model, **kwargs)
     assert explanation.least_peak_bytes == pytest.approx(taken, rel=0.05), explanation
