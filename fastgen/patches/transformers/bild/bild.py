@@ -7,7 +7,6 @@ together.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -17,7 +16,6 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as lp
 from transformers.generation import utils as gu
 
-from fastgen.context import assigned
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.speculative.adaptive_drafting import Pace, pace_of
 from fastgen.decoding.speculative.bild import Bild, Counts
@@ -35,8 +33,9 @@ from fastgen.patches.transformers.bild.drafted_beams import DraftedStepper
 from fastgen.patches.transformers.cache.user_cache import IS_GIVEN
 from fastgen.patches.transformers.generate.decide import check_model, decide
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
-from fastgen.patches.transformers.generate.generation_call import Call
+from fastgen.patches.transformers.generate.generation_call import requesting
 from fastgen.patches.transformers.generate.logits_processors import edits_of, kind_of, known, rowwise, stop_of
+from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.report import note_served
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 
@@ -78,26 +77,6 @@ class Asked:
         """Note what a call is given, but for what is a setting of its generation config."""
         settings = config or GenerationConfig()
         self.inputs = {name: value for name, value in given.items() if not hasattr(settings, name)}
-
-
-_asked: ContextVar[Asked | None] = ContextVar("fastgen_bild", default=None)
-_handing_over: ContextVar[Any] = ContextVar("fastgen_bild_small", default=None)
-
-
-def asking(asked: Asked | None) -> assigned[Asked | None]:
-    """Within it, the model's decoding loop is `decode`; None: what has been asked outside is not meant."""
-    return assigned(_asked, asked)
-
-
-def asked_of(model: Any) -> Asked | None:
-    """What is asked of a model whose decoding loop begins."""
-    asked = _asked.get()
-    return asked if asked is not None and asked.model is model else None
-
-
-def hands_over(model: Any) -> bool:
-    """Whether a model's loop is not to run, but to hand its call over."""
-    return _handing_over.get() is model
 
 
 @dataclass
@@ -342,7 +321,7 @@ class _Later:
 def _small(call: Call, asked: Asked) -> _Whole:
     """The small model of a call, with the call's inputs."""
     model, config, inputs = asked.options.small, call.config, inputs_of_small(asked)
-    with assigned(_handing_over, model):
+    with requesting(model, captures_call_only=True):
         handed_over = model.generate(generation_config=settings_of_small(config), **inputs)
     if not isinstance(handed_over, Call):
         raise ValueError(f"{type(model).__name__} has a generate of its own, which does not come to the decoding loop")

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fastgen.decoding.speculative.bild import Counts
 from fastgen.patches.transformers.bild import bild
-from fastgen.patches.transformers.generate.generation_call import Call
 from fastgen.patches.transformers.generate.logits_processors import stop_of
+from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.report import CallReport
 
 

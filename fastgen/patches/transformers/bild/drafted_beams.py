@@ -11,7 +11,7 @@ from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.tree_step import Tree
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
-from fastgen.patches.transformers.generate.generation_call import Call
+from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 
 

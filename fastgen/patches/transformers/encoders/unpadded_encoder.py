@@ -1,14 +1,12 @@
 """The encoder of an encoder-decoder model inside `generate`: without padding, which attention to the source masks."""
 
 from collections.abc import Mapping
-from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from fastgen.context import assigned
 from fastgen.models.build.encoder_builder import encoder_of, may_run_in_c
 from fastgen.models.build.equivalence_check import outcome
 from fastgen.models.build.introspection import NotFused, is_toolkits, part_or_none
@@ -17,6 +15,7 @@ from fastgen.models.specs.encoder_layouts import ENCODERS
 from fastgen.ops.dispatch import uncounted
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers.encoders.encoder import LITTLE, Slower, check, lengths_of, prove, sentences_of
+from fastgen.patches.transformers.generate.generation_call import call_of
 from fastgen.patches.transformers.generate.resolve_setting import said
 
 NAME = "transformers.source"
@@ -24,24 +23,21 @@ NAME = "transformers.source"
 _WITHOUT_EFFECT = ("return_dict", "labels")
 """Arguments that an encoder is handed, and does not look at."""
 
-_generating: ContextVar[Any] = ContextVar("fastgen_generating", default=None)
-"""The model whose `generate` runs in this context, and returns nothing that is made of padding."""
 
-
-def unread_padding(model: Any, arguments: Mapping[str, Any], tokens_alone: bool = False) -> assigned[Any]:
-    """A call of `generate`: what its encoder makes of padding is seen where the cache is returned, and nowhere else.
+def skips_padding(model: Any, arguments: Mapping[str, Any], tokens_alone: bool = False) -> bool:
+    """Whether a call of `generate` returns nothing that its encoder makes of padding, as its cache would be.
 
     tokens_alone: whether not even a dict has more than tokens, and what was counted.
     """
     seen = not tokens_alone and said(model, arguments, "return_dict_in_generate")
-    seen = seen or said(model, arguments, "prefill_chunk_size")  # with which the prompt is run without the mask
-    return assigned(_generating, None if seen else model)
+    # With chunks the prompt is run without the mask.
+    return not (seen or said(model, arguments, "prefill_chunk_size"))
 
 
 def get_encoder(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`PreTrainedModel.get_encoder`, by which `generate` asks for the encoder that it then runs."""
     encoder = original(self, *args, **kwargs)
-    if _generating.get() is not self or not isinstance(encoder, nn.Module) or hasattr(self, "hf_device_map"):
+    if not call_of(self).skips_padding or not isinstance(encoder, nn.Module) or hasattr(self, "hf_device_map"):
         return encoder
     if not is_toolkits(cast(Any, type(self)).forward):  # which may read more of it
         return encoder

@@ -4,7 +4,6 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.generation import utils as gu
 
+from fastgen.context import assigned
 from fastgen.decoding.backends.captured_beam_search import ReplayedBeamSearch
 from fastgen.decoding.backends.captured_sampling import ReplayedSampling
 from fastgen.decoding.backends.captured_selection import not_captured
@@ -37,14 +37,15 @@ from fastgen.patches.transformers.cache.user_cache import IS_GIVEN
 from fastgen.patches.transformers.encoders import unpadded_encoder
 from fastgen.patches.transformers.generate import legacy_loops, legacy_search, sequence_scores
 from fastgen.patches.transformers.generate.decide import decide, method_named
-from fastgen.patches.transformers.generate.generation_call import Call
+from fastgen.patches.transformers.generate.generation_call import GenerationCall, call_of, requesting
 from fastgen.patches.transformers.generate.logits_processors import bounded, edits_of, fill_of, stop_of
+from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.module_stepper import Stepper
 from fastgen.patches.transformers.generate.outputs import Decoding, fields, vocabulary
 from fastgen.patches.transformers.generate.resolve_setting import rows_at_most, said
 from fastgen.patches.transformers.generate.sequence_scores import Scored
 from fastgen.patches.transformers.introspection import parity
-from fastgen.patches.transformers.streaming import beam_streamer, cancellation, split, suspend
+from fastgen.patches.transformers.streaming import beam_streamer, split, suspend
 from fastgen.patches.transformers.streaming.suspend import Begun
 
 _Original = Callable[..., Any]
@@ -79,10 +80,10 @@ def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _as_asked(options: Options | None, original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if options is None:
-        with bild.asking(None):  # another call, be it of the same model
+        with requesting(self, drafting=None):  # another call, be it of the same model
             return _accelerated(original, self, *args, **kwargs)
     asked = bild.Asked(self, options)
-    with bild.asking(asked):
+    with requesting(self, drafting=asked):
         output = _accelerated(asked.noting(original), self, *args, **kwargs)
     if not asked.decoded:
         raise ValueError(
@@ -93,15 +94,16 @@ def _as_asked(options: Options | None, original: _Original, self: Any, *args: An
 
 
 def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    family, asked = family_of(getattr(self.config, "model_type", "")), bild.asked_of(self)
+    family, asked = family_of(getattr(self.config, "model_type", "")), call_of(self).drafting
     rows = rows_at_most(self, args, kwargs)
+    resolves = kwargs.get("custom_generate") is None  # which looks at the options itself
     if asked is None and _is_too_small(self, rows, kwargs):
-        with engine.running("generate"), legacy_search.calling(self, kwargs):
+        with engine.running("generate"), requesting(self, resolves_legacy_modes=resolves, skips_padding=False):
             return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
+    skips = unpadded_encoder.skips_padding(self, kwargs, tokens_alone=asked is not None and not asked.options.beams)
     with (
         engine.running("generate"),
-        unpadded_encoder.unread_padding(self, kwargs, tokens_alone=asked is not None and not asked.options.beams),
-        legacy_search.calling(self, kwargs),
+        requesting(self, resolves_legacy_modes=resolves, skips_padding=skips),
         routed(self, family, rows) as layers,
     ):
         if layers:
@@ -137,24 +139,21 @@ def beam_search(
     streamer = beam_streamer.followed_by(model_kwargs)
     if streamer is not None:
         del model_kwargs["streamer"]
-    config = bounded("beam", generation_config, stopping_criteria)
+    config, request = bounded("beam", generation_config, stopping_criteria), call_of(self)
     call = Call(
         self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs, streamer,
-        sequence_scores.asked_of(self), *cancellation.asked_of(self),
+        request.scored, request.wanted, request.on_tokens,
     )  # fmt: skip
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
     )
-    with _unasked():
+    with _nothing_else(self):
         return _run("beam", call, stock)
 
 
-def _unasked() -> ExitStack:
-    """A loop: another call of `generate` within it, by a processor or a criterion, is asked for nothing."""
-    stack = ExitStack()
-    stack.enter_context(sequence_scores.asking(None))
-    stack.enter_context(cancellation.asking(None, None))
-    return stack
+def _nothing_else(model: Any) -> assigned[GenerationCall]:
+    """Within a loop, another call of `generate`, by a processor or a criterion, returns what it always returns."""
+    return requesting(model, scored=False, wanted=None, on_tokens=None)
 
 
 def sample(
@@ -169,15 +168,15 @@ def sample(
     **model_kwargs: Any,
 ) -> Any:
     """`GenerationMixin._sample`, where it can be over one cache per sentence."""
-    config = bounded("sample", generation_config, stopping_criteria)
+    config, request = bounded("sample", generation_config, stopping_criteria), call_of(self)
     call = Call(
         self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs, streamer,
-        sequence_scores.asked_of(self), *cancellation.asked_of(self),
+        request.scored, request.wanted, request.on_tokens,
     )  # fmt: skip
     stock = lambda: original(  # noqa: E731
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
     )
-    with _unasked():
+    with _nothing_else(self):
         return _run("sample", call, stock)
 
 
@@ -187,11 +186,12 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
     Returns what `generate` returns; where it was asked to pause and can, the `Begun` loop.
     """
     method = legacy_search.method_of(call.config)
-    if bild.hands_over(call.model):
+    request = call_of(call.model)
+    if request.captures_call_only:
         return call
     if call.config.is_assistant:  # of a call in progress, which is counted itself
         return stock()
-    asked = bild.asked_of(call.model)
+    asked = request.drafting
     if asked is not None and method is not None:
         raise ValueError(f"{method} does not go with big-little decoding")
     if asked is not None and loop == "beam":

@@ -24,9 +24,9 @@ from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import parts_of
 from fastgen.patches.transformers.cache.user_cache import IS_GIVEN
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.generate.generation_call import Call
 from fastgen.patches.transformers.generate.legacy_search import Method
 from fastgen.patches.transformers.generate.logits_processors import edits_of, stop_of
+from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.module_stepper import Stepper
 from fastgen.patches.transformers.generate.outputs import Decoding, fields, vocabulary
 from fastgen.patches.transformers.generate.sequence_scores import Scored, summed

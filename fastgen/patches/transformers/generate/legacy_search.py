@@ -4,16 +4,15 @@ Diverse and constrained beam search were last in 4.56, contrastive search in 4.5
 options, and wants to load code from its Hub for them.
 """
 
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
 
 from fastgen.constraints import constraints_of
-from fastgen.context import assigned
 from fastgen.patches.engine import engine
+from fastgen.patches.transformers.generate.generation_call import current_call
 
 Method = Literal["diverse beam search", "constrained beam search", "contrastive search"]
 
@@ -35,29 +34,20 @@ MODES = {mode: _LOOPS[method][0] for mode, method in _METHODS.items()}
 """The modes of these methods, and those that take their places on the way to a loop."""
 
 
-_calling: ContextVar[Any] = ContextVar("fastgen_calling", default=None)
-"""The model whose `generate` runs in this context, by loops of transformers' kind."""
-
-
-def calling(model: Any, kwargs: Mapping[str, Any]) -> assigned[Any]:
-    """A call of `generate`; one that is given a loop of its own has that one look at its options."""
-    return assigned(_calling, model if kwargs.get("custom_generate") is None else None)
-
-
 def generation_mode(original: Callable[..., GenerationMode], self: Any, *args: Any, **kwargs: Any) -> GenerationMode:
     """`GenerationConfig.get_generation_mode` inside of `generate`: one of a loop where fastgen's runs.
 
     Raises:
         ValueError: options that do not go together, as they raised it where transformers had these methods.
     """
-    mode, model = original(self, *args, **kwargs), _calling.get()
-    if model is None:
+    mode, call = original(self, *args, **kwargs), current_call()
+    if not call.resolves_legacy_modes:
         return mode
     check(self)
     if mode not in _METHODS or not engine.is_applied(_LOOPS[_METHODS[mode]][1]):
         return mode
     loop = GENERATION_MODES_MAPPING[MODES[mode]]
-    if getattr(cast(Any, type(model)), loop) is not getattr(GenerationMixin, loop):
+    if getattr(cast(Any, type(call.model)), loop) is not getattr(GenerationMixin, loop):
         return mode  # a loop of its own would run another method
     engine.hit("transformers.generation_mode")
     return MODES[mode]

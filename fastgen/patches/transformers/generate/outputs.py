@@ -10,7 +10,7 @@ from torch import Tensor
 from fastgen.decoding.loop import Search
 from fastgen.decoding.search.beam_search import Trace
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.generate.generation_call import Call
+from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.module_stepper import Stepper
 
 

@@ -5,13 +5,11 @@ the log-probabilities of a text's tokens up to its end, by the processed scores:
 `compute_transition_scores(..., normalize_logits=True)` gives, but for the order in which fp32 numbers are added.
 """
 
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastgen.context import assigned
 from fastgen.decoding.search.sampling import chosen_of
 
 
@@ -20,18 +18,6 @@ class Scored(NamedTuple):
 
     sequences: Tensor
     scores: Tensor
-
-
-_asking: ContextVar[Any] = ContextVar("fastgen_scored", default=None)
-
-
-def asking(model: Any) -> assigned[Any]:
-    """Within it, a loop of ours that runs in a model's `generate` returns `Scored`; transformers' own do not."""
-    return assigned(_asking, model)
-
-
-def asked_of(model: Any) -> bool:
-    return _asking.get() is model
 
 
 def summed(chosen: list[Tensor]) -> Tensor:

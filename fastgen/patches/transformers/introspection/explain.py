@@ -26,7 +26,7 @@ from fastgen.patches.transformers.bild import bild, bild_call
 from fastgen.patches.transformers.cache.shared_cache import held, parts_of
 from fastgen.patches.transformers.generate import legacy_search
 from fastgen.patches.transformers.generate.decide import decide, held_before
-from fastgen.patches.transformers.generate.generation_call import Call
+from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.resolve_setting import rows_at_most
 from fastgen.patches.transformers.introspection.peak import NotPredicted, peak_bytes
 from fastgen.patches.transformers.introspection.prepared import (

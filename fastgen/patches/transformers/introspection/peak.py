@@ -38,9 +38,10 @@ from fastgen.patches.transformers.encoders import unpadded_encoder
 from fastgen.patches.transformers.generate import generate as loops
 from fastgen.patches.transformers.generate.decide import decide
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
-from fastgen.patches.transformers.generate.generation_call import Call
+from fastgen.patches.transformers.generate.generation_call import requesting
 from fastgen.patches.transformers.generate.legacy_search import METHODS
 from fastgen.patches.transformers.generate.logits_processors import bounded, known, runs_code_of_others
+from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from fastgen.patches.transformers.introspection.prepared import MIXIN, Prepared, generates_segments
 
@@ -98,7 +99,11 @@ def _peak(bare: Any, prepared: Prepared, plan: Plan, kwargs: dict[str, Any], sha
             given = (prepared.logits_processor, prepared.stopping_criteria, config, prepared.kwargs)
             step = decide(clone, prepared.loop, prepared.input_ids, *given)[1] if plan.fused else None
             clone.__class__ = _planned(type(clone), plan, step, shared)
-            with Footprint() as footprint, _unheard(), unpadded_encoder.unread_padding(clone, kwargs):
+            with (
+                Footprint() as footprint,
+                _unheard(),
+                requesting(clone, skips_padding=unpadded_encoder.skips_padding(clone, kwargs)),
+            ):
                 inspect.unwrap(MIXIN.generate)(clone, **kwargs)
     except NotPredicted:
         raise

@@ -26,8 +26,8 @@ from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.generate import legacy_loops, legacy_search
 from fastgen.patches.transformers.generate.decide import check_model, rows_of
-from fastgen.patches.transformers.generate.generation_call import Call
 from fastgen.patches.transformers.generate.logits_processors import bounded
+from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.resolve_setting import Settings
 from fastgen.patches.transformers.streaming import beam_streamer
 

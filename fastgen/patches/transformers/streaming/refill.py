@@ -22,9 +22,9 @@ from fastgen.models.specs.families import family_of
 from fastgen.patches.engine import engine
 from fastgen.patches.engine.out_of_memory import NO_MEMORY, make_room
 from fastgen.patches.transformers import compat
+from fastgen.patches.transformers.generate.generation_call import requesting
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from fastgen.patches.transformers.introspection import parity
-from fastgen.patches.transformers.streaming import suspend
 from fastgen.patches.transformers.streaming.suspend import Begun, Request
 
 _logger = logging.getLogger("fastgen")
@@ -137,8 +137,8 @@ class Refill:
         return 0 if self.refused is not None else self.occupancy.room(running, self.tokens)
 
     def _call(self, batch: Batch, refused: str | None) -> Any:
-        request = Request(self.model, refused)
-        with suspend.asked(request):
+        request = Request(refused)
+        with requesting(self.model, suspension=request):
             found = self.generate(batch)
         if refused is None:
             self.refused = request.refused

@@ -16,11 +16,12 @@ from fastgen.patches.engine import engine
 from fastgen.patches.engine.out_of_memory import NO_MEMORY, give_up, make_room
 from fastgen.patches.transformers.generate.decide import decide
 from fastgen.patches.transformers.generate.first_tokens import of_sentences
+from fastgen.patches.transformers.generate.generation_call import in_part
 from fastgen.patches.transformers.generate.legacy_search import method_of
 from fastgen.patches.transformers.generate.logits_processors import fill_of, has_rows
 from fastgen.patches.transformers.generate.sequence_scores import Scored
 from fastgen.patches.transformers.introspection.prepared import Prepared, generates_segments, prepare, without_wrappers
-from fastgen.patches.transformers.streaming import cancellation, suspend
+from fastgen.patches.transformers.streaming import suspend
 
 _Generate = Callable[..., Any]
 
@@ -52,7 +53,7 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
     half = sentences // 2
     parts: list[Any] = []
     for at in (slice(0, half), slice(half, sentences)):
-        with cancellation.from_sentence(at.start):
+        with in_part(at.start):
             parts.append(generate(original, model, **{name: _part(name, value, at) for name, value in kwargs.items()}))
     return _joined(parts, fill)
 

@@ -15,9 +15,9 @@ from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild import bild_call
 from fastgen.patches.transformers.compat import CACHE_ARGUMENTS, INSTALLED
 from fastgen.patches.transformers.generate import first_tokens, sequence_scores
+from fastgen.patches.transformers.generate.generation_call import requesting
 from fastgen.patches.transformers.generate.resolve_setting import said
 from fastgen.patches.transformers.generate.sequence_scores import Scored
-from fastgen.patches.transformers.streaming import cancellation
 from fastgen.patches.transformers.streaming.refill import Batch, Refill, who_stands_between
 from fastgen.patches.transformers.streaming.suspend import Begun
 
@@ -180,16 +180,20 @@ class _Stream:
         with self._awaited(batch):
             return self._called(inputs, kwargs)
 
-    def _awaited(self, batch: Batch) -> AbstractContextManager[None]:
+    def _awaited(self, batch: Batch) -> AbstractContextManager[Any]:
         wanted, begun = self.wanted, self.begun
         nobody = wanted is None and self.on_tokens is None
         if nobody or who_stands_between(self.model, self.config, self.kwargs) is not None:
             return nullcontext()
-        return cancellation.asking(
-            self.model,
-            None if wanted is None else lambda i: wanted(begun + batch.places[i]),
-            None if self.on_tokens is None else lambda i, place, ids: self._tell(begun + batch.places[i], place, ids),
-        )
+
+        def is_wanted(row: int) -> bool:
+            assert wanted is not None
+            return wanted(begun + batch.places[row])
+
+        def tell(row: int, place: int, ids: Sequence[int]) -> None:
+            self._tell(begun + batch.places[row], place, ids)
+
+        return requesting(self.model, wanted=wanted and is_wanted, on_tokens=self.on_tokens and tell)
 
     def _tell(self, number: int, place: int, tokens: Sequence[int]) -> None:
         """Tell tokens of a sentence from a place on, but those that are known: a batch may have begun anew."""
@@ -204,7 +208,7 @@ class _Stream:
             return self.model.generate(**inputs, **kwargs)
         if not (self.by_transformers or engine.is_disabled()):
             if who_stands_between(self.model, self.config, kwargs) is None:
-                with sequence_scores.asking(self.model):
+                with requesting(self.model, scored=True):
                     found = self.model.generate(**inputs, **kwargs)
                 if isinstance(found, Scored | Begun):
                     return found

@@ -1,33 +1,31 @@
 """Calls of `generate` that hand back their loop when it has begun, so that it goes on beside those of other calls."""
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
-from fastgen.context import assigned
 from fastgen.decoding.batching.continuous_batching import left_empty
 from fastgen.decoding.loop import Search
 from fastgen.decoding.plan import Plan
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.patches.transformers.generate import legacy_search
+from fastgen.patches.transformers.generate.generation_call import call_of
 from fastgen.patches.transformers.generate.module_stepper import Stepper
 from fastgen.patches.transformers.generate.report import note_served
 
 
 @dataclass
 class Request:
-    """That a model's `generate`, called here, may pause.
+    """That a call of a model's `generate` may pause.
 
     Attributes:
         refused: why it may not after all, which the call counts.
         calls: of `generate` so far; the loop of a second one is not what the caller gets.
     """
 
-    model: Any
     refused: str | None = None
     calls: int = 0
 
@@ -55,32 +53,24 @@ class Begun:
         return output
 
 
-_request: ContextVar[Request | None] = ContextVar("fastgen_request", default=None)
-
-
-def asked(request: Request) -> assigned[Request | None]:
-    """Within it, the request holds."""
-    return assigned(_request, request)
-
-
 def note_call(model: Any) -> None:
     """Note that a model's `generate` is called."""
-    request = _request.get()
-    if request is not None and request.model is model:
+    request = call_of(model).suspension
+    if request is not None:
         request.calls += 1
 
 
 def refuse(model: Any, reason: str) -> None:
     """Let no loop of a model pause any more, if one was asked to."""
-    request = _request.get()
-    if request is not None and request.model is model:
+    request = call_of(model).suspension
+    if request is not None:
         request.refused = request.refused or reason
 
 
 def decide(model: Any, plan: Plan, step: DecoderStep | None, criteria: Sequence[Any]) -> tuple[bool, str | None]:
     """Whether a loop pauses; if it was asked to and does not, what to count."""
-    request = _request.get()
-    if request is None or request.model is not model:
+    request = call_of(model).suspension
+    if request is None:
         return False, None
     reason = request.refused or _reason_not_to_pause(request, plan, step, criteria)
     return reason is None, None if reason is None else left_empty(reason)
