@@ -100,16 +100,11 @@ _IN_C: dict[type, Any] = {
 """What has C make the choices of a search, by its class."""
 
 
-def chooses_in_c(search: Any) -> bool:
-    """Whether C makes the choices of a search, where it makes a model's steps in a row."""
-    return type(search) in _IN_C and _IN_C[type(search)].covers(search)
-
-
 def _several(search: Any, model: Any) -> Callable[[], Any] | None:
     """What makes steps in a row in C, and returns what `advance` there does; None where C does not choose."""
-    if not (hasattr(model, "begin_steps") and chooses_in_c(search)):
+    how = _IN_C.get(type(search))
+    if how is None or not hasattr(model, "begin_steps") or not how.covers(search):
         return None
-    how = _IN_C[type(search)]
     return partial(how.advance, search, how.steps_of(search), model)
 
 
