@@ -64,7 +64,7 @@ def all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("all_slots")
 @pytest.mark.parametrize("family", ["bart", "gpt2"])
 def test_outgrown_keys_and_values_are_given_up(family: str) -> None:
-    """A text of 150 tokens outgrows its room twice; with what it has outgrown a call would take 2.3 times as much."""
+    """A text of 150 tokens outgrows its room twice; with what it has outgrown it would take more than twice as much."""
     model = _build(family)
     kwargs = zoo.batch(model, 4, 128) | {"num_beams": 4} | _length(150)
     _warm(model, kwargs)
