@@ -27,7 +27,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
-from fastgen.decoding.kv_cache import kv_cache as kv
+from fastgen.decoding.kv_cache import room
 from fastgen.ops.selection import kbest
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate import decide
@@ -443,14 +443,14 @@ def _has(call: Call, name: str) -> bool:
 @contextmanager
 def small_sizes(call: Call) -> Iterator[None]:
     """Make small inputs take the roads of large ones: k-best over groups of tokens, buffers that grow, sweeps."""
-    before = kbest.SMALL, kbest.GROUP, kv._GROWTH, kv.SWEEP
+    before = kbest.SMALL, kbest.GROUP, room.GROWTH, room.COMPACT_EVERY
     if call.small:
-        kbest.SMALL, kbest.GROUP, kv.SWEEP = 0, 4, 2
-    kv._GROWTH = call.growth
+        kbest.SMALL, kbest.GROUP, room.COMPACT_EVERY = 0, 4, 2
+    room.GROWTH = call.growth
     try:
         yield
     finally:
-        kbest.SMALL, kbest.GROUP, kv._GROWTH, kv.SWEEP = before
+        kbest.SMALL, kbest.GROUP, room.GROWTH, room.COMPACT_EVERY = before
 
 
 @contextmanager

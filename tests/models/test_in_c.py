@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
-from fastgen.decoding.batching import continuous_batching
+from fastgen.decoding import loop
 from fastgen.models.layers import packed_weights
 from fastgen.models.runtime.native_step import InC
 from fastgen.models.specs.decoder_layouts import LAYOUTS
@@ -191,7 +191,7 @@ def test_calls_at_the_same_time(variant: str) -> None:  # noqa: F811
 @pytest.mark.parametrize("family", ["bart", "t5", "llama"])
 def test_stream(variant: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Sentences of several calls in one step; steps are made one by one here."""
-    monkeypatch.setattr(continuous_batching, "_several", lambda *_: None)
+    monkeypatch.setattr(loop, "NATIVE", ())
     model = zoo.build(family, torch.float32)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 12, (23,), generator=generator).tolist()
@@ -226,7 +226,7 @@ def test_without_memory(variant: str, sublayers: int, most: int, monkeypatch: py
     """The batch is split, and the result is the same; steps are made one by one here."""
     model = zoo.build("marian", torch.float32)
     kwargs = zoo.batch(model, 4, 7, "none") | {"num_beams": 3, "max_new_tokens": 8}
-    monkeypatch.setattr(continuous_batching, "_several", lambda *_: None)
+    monkeypatch.setattr(loop, "NATIVE", ())
     for _ in range(2):
         wanted = model.generate(**kwargs)
     run, refused = c.run, list[int]()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from fastgen.decoding.kv_cache import kv_cache
+from fastgen.decoding.kv_cache import room
 from fastgen.models.cuda_graphs import graph
 from fastgen.models.cuda_graphs.replay import JointReplay
 from fastgen.ops import native
@@ -108,7 +108,7 @@ class Graphs:
         self.texts: Counter[int] = Counter()
         self._recording: Recorder | None = None
         monkeypatch.setattr(graph, "wanted", lambda _: True)
-        monkeypatch.setattr(kv_cache, "SWEEP", 10**9)  # on CPUs only
+        monkeypatch.setattr(room, "COMPACT_EVERY", 10**9)  # on CPUs only
         monkeypatch.setattr(native, "library", lambda: None)  # so are these; and no dispatcher sees what they do
         monkeypatch.setattr(graph, "capture", self._capture)
         monkeypatch.setattr(JointReplay, "__call__", self._counting(JointReplay.__call__))

@@ -1,4 +1,4 @@
-"""Steps of a beam search that C makes in a row (`decoding.backends.native_multistep`)."""
+"""Beam search by `native_multistep`."""
 
 from typing import Any, cast
 
@@ -14,19 +14,69 @@ from fastgen.ops.native import search as c
 from fastgen.ops.selection.kbest import MOST_IN_C
 
 
-def covers(search: BeamSearch) -> bool:
-    """Whether C makes the choices of a search, and nobody listens to them."""
-    return (
-        type(search) is BeamSearch
-        and not (search.sample or search.exact or search.trace.wanted)
-        and search.wanted is None
-        and search.on_step is None
-        and search.ids.is_cpu
-        and search.rule.beams > 1
-        and search.rule.candidates < MOST_IN_C
-        and search.rule.ranks_apart
-        and native_multistep.able(search.stop, search.edits)
-    )
+class NativeBeamSearch(native_multistep.NativeMultistep[BeamSearch]):
+    """Beam search with the finishing rules of transformers, many steps per call of C."""
+
+    @staticmethod
+    def covers(search: Any) -> bool:
+        """Whether C makes the choices of a search, and nobody listens to them."""
+        return (
+            type(search) is BeamSearch
+            and not (search.sample or search.exact or search.trace.wanted)
+            and search.wanted is None
+            and search.on_step is None
+            and search.ids.is_cpu
+            and search.rule.beams > 1
+            and search.rule.candidates < MOST_IN_C
+            and search.rule.ranks_apart
+            and native_multistep.able(search.stop, search.edits)
+        )
+
+    @staticmethod
+    def _steps_of(search: BeamSearch) -> native_multistep.Steps:
+        return native_multistep.Steps(search.stop, search.edits)
+
+    def _run(self) -> Tensor | bool | None:
+        search, steps, model = self.search, self.steps, self.model
+        text, rule = search.text, search.rule
+        # A criterion of the caller's may let texts become longer than the tables are, which raises step by step.
+        alike = min(steps.alike(text), search.ids.shape[2] - search.length)
+        prepared = model.begin_steps(alike) if alike > 0 else None
+        if prepared is None or rule.candidates >= prepared.logits.shape[1] or not _covers(search, steps, prepared):
+            return None
+        (b, m), finished = search.scores.shape, search.finished
+        search.scores, search.improvable = search.scores.contiguous(), search.improvable.contiguous()
+        finished.scores, finished.done = finished.scores.contiguous(), finished.done.contiguous()
+        sentences = search.sentences.contiguous()
+        flags = torch.empty(4, b, dtype=torch.bool, device="cpu")
+        leave = fewest_leaving(b, search.captured) if search.may_drop else 0
+        texts, held = steps.texts(text, search.ids, b * m, prepared, leave)
+        beams = c.Beams(
+            origins=search.beams.data_ptr(), origins_b=search.beams.stride(0), origins_m=search.beams.stride(1),
+            finished_ids=finished.ids.data_ptr(), finished_ids_b=finished.ids.stride(0),
+            finished_ids_m=finished.ids.stride(1), finished_origins=finished.beams.data_ptr(),
+            finished_origins_b=finished.beams.stride(0), finished_origins_m=finished.beams.stride(1),
+            scores=search.scores.data_ptr(), finished_scores=finished.scores.data_ptr(),
+            finished_done=finished.done.data_ptr(), improvable=search.improvable.data_ptr(), flags=flags.data_ptr(),
+            sentences=sentences.data_ptr(), sight=native_multistep.sight(prepared), candidates=rule.candidates,
+            stops_early=rule.early_stopping is True, far=rule.far or 0, never=rule.never, penalty=rule.length_penalty,
+        )  # fmt: skip
+        outcome = native_multistep.run(
+            model, prepared, texts,
+            lambda threads: c.search_beams(prepared.by, threads, prepared.decoder, texts, beams),
+            lambda: beams.sight.open > 0,
+        )  # fmt: skip
+        del held
+        steps.note(search.length, outcome.made)
+        search.length += outcome.made
+        if outcome.status == c.UNDECIDED:
+            return prepared.logits
+        if outcome.alone:
+            return None
+        if outcome.status == c.LEAVING:
+            _, improvable, done, _ = cast("list[list[bool]]", cast(Any, flags).tolist())
+            search.drop(cast(Any, model), improvable, done)
+        return outcome.status != c.OVER
 
 
 def _covers(search: BeamSearch, steps: native_multistep.Steps, prepared: Prepared) -> bool:
@@ -47,54 +97,3 @@ def _covers(search: BeamSearch, steps: native_multistep.Steps, prepared: Prepare
         and own.beams.shape == search.beams.shape
         and own.ids.stride(2) == own.beams.stride(2) == 1
     )
-
-
-def steps_of(search: BeamSearch) -> native_multistep.Steps:
-    return native_multistep.Steps(search.stop, search.edits)
-
-
-def advance(search: BeamSearch, steps: native_multistep.Steps, model: native_multistep.Ahead) -> Tensor | bool | None:
-    """Make steps as long as nobody has to look; return whether the search goes on.
-
-    Where what comes next is for others to choose: its logits (R, V). Where the next step has to be made alone: None.
-    """
-    if not model.in_a_row:
-        return None
-    text, rule = search.text, search.rule
-    # A criterion of the caller's may let texts become longer than the tables are, which raises step by step.
-    alike = min(steps.alike(text), search.ids.shape[2] - search.length)
-    prepared = model.begin_steps(alike) if alike > 0 else None
-    if prepared is None or rule.candidates >= prepared.logits.shape[1] or not _covers(search, steps, prepared):
-        return None
-    (b, m), finished = search.scores.shape, search.finished
-    search.scores, search.improvable = search.scores.contiguous(), search.improvable.contiguous()
-    finished.scores, finished.done = finished.scores.contiguous(), finished.done.contiguous()
-    sentences = search.sentences.contiguous()
-    flags = torch.empty(4, b, dtype=torch.bool, device="cpu")
-    leave = fewest_leaving(b, search.captured) if search.may_drop else 0
-    texts, held = steps.texts(text, search.ids, b * m, prepared, leave)
-    beams = c.Beams(
-        origins=search.beams.data_ptr(), origins_b=search.beams.stride(0), origins_m=search.beams.stride(1),
-        finished_ids=finished.ids.data_ptr(), finished_ids_b=finished.ids.stride(0),
-        finished_ids_m=finished.ids.stride(1), finished_origins=finished.beams.data_ptr(),
-        finished_origins_b=finished.beams.stride(0), finished_origins_m=finished.beams.stride(1),
-        scores=search.scores.data_ptr(), finished_scores=finished.scores.data_ptr(),
-        finished_done=finished.done.data_ptr(), improvable=search.improvable.data_ptr(), flags=flags.data_ptr(),
-        sentences=sentences.data_ptr(), sight=native_multistep.sight(prepared), candidates=rule.candidates,
-        stops_early=rule.early_stopping is True, far=rule.far or 0, never=rule.never, penalty=rule.length_penalty,
-    )  # fmt: skip
-    outcome = native_multistep.run(
-        model, prepared, texts, lambda threads: c.search_beams(prepared.by, threads, prepared.decoder, texts, beams),
-        lambda: beams.sight.open > 0,
-    )  # fmt: skip
-    del held
-    steps.note(search.length, outcome.made)
-    search.length += outcome.made
-    if outcome.status == c.UNDECIDED:
-        return prepared.logits
-    if outcome.alone:
-        return None
-    if outcome.status == c.LEAVING:
-        _, improvable, done, _ = cast("list[list[bool]]", cast(Any, flags).tolist())
-        search.drop(cast(Any, model), improvable, done)
-    return outcome.status != c.OVER

@@ -1,4 +1,4 @@
-"""Steps in C of a beam search that ends a sentence with its M-th finished hypothesis (`native_multistep`)."""
+"""The search of `first_finished` by `native_multistep`."""
 
 from typing import Any, cast
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastgen.decoding.backends import native_multistep
 from fastgen.decoding.batching.batch_compaction import fewest_leaving
-from fastgen.decoding.kv_cache.kv_cache import SWEEP
+from fastgen.decoding.kv_cache import room
 from fastgen.decoding.search.first_finished import FirstFinished, Made
 from fastgen.decoding.search.stopping import Stop
 from fastgen.models.runtime.native_multistep_job import Prepared
@@ -16,15 +16,71 @@ from fastgen.ops.native import search as c
 from fastgen.ops.selection.kbest import MOST_IN_C
 
 
-def covers(search: FirstFinished) -> bool:
-    """Whether C makes the choices of a search."""
-    return (
-        type(search) is FirstFinished
-        and search.search.plain
-        and search.device.type == "cpu"
-        and 2 * search.beams < MOST_IN_C
-        and native_multistep.able(_stop(search), search.search.edits)
-    )
+class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
+    """Beam search with the finishing rules of fairseq, many steps per call of C."""
+
+    @staticmethod
+    def covers(search: Any) -> bool:
+        """Whether C makes the choices of a search."""
+        return (
+            type(search) is FirstFinished
+            and search.search.plain
+            and search.device.type == "cpu"
+            and 2 * search.beams < MOST_IN_C
+            and native_multistep.able(_stop(search), search.search.edits)
+        )
+
+    @staticmethod
+    def _steps_of(search: FirstFinished) -> native_multistep.Steps:
+        return native_multistep.Steps(_stop(search), search.search.edits)
+
+    def _run(self) -> Made | bool | None:
+        search, steps, model = self.search, self.steps, cast(Any, self.model)
+        if search.search.phase(search.step) is None or search.scores.dtype != torch.float32:
+            return None
+        b, m, step, attention = search.present, search.beams, search.step, search.attention
+        alike = min(steps.alike(search.text), search.longest - step, room.COMPACT_EVERY)
+        if alike <= 0 or bool(search.ignored.any()):
+            return None
+        if attention is not None:
+            attention.make_room(step + alike - 1)
+        prepared = model.begin_steps(alike, None if attention is None else attention.rows[step : step + alike])
+        if prepared is None or 2 * m >= prepared.logits.shape[1] or not _covers(search, steps, prepared):
+            return None
+        width = step + prepared.steps + 1
+        over = torch.tensor(search.over, dtype=torch.bool, device="cpu")
+        counts = torch.tensor(
+            [len(search.finished[number]) for number in search.running], dtype=torch.int64, device="cpu"
+        )
+        places, tokens, reached = torch.empty(b * m, 3, dtype=torch.int64, device="cpu"), *_tables(b * m, width)
+        origins = None if attention is None else torch.empty_like(tokens)
+        scores = search.scores.view(b, m, -1)
+        job = c.FirstFinished(
+            scores=scores.data_ptr(), scores_b=scores.stride(0), scores_m=scores.stride(1), over=over.data_ptr(),
+            counts=counts.data_ptr(), places=places.data_ptr(), finished_tokens=tokens.data_ptr(),
+            finished_scores=reached.data_ptr(), width=width, sight=native_multistep.sight(prepared),
+        )  # fmt: skip
+        if attention is not None and origins is not None:
+            job.origins, job.finished_origins = attention.origins.data_ptr(), origins.data_ptr()
+            job.origins_b, job.origins_m = attention.origins.stride()[:2]
+        ids = search.tokens.view(b, m, -1)
+        texts, held = steps.texts(search.text, ids, b * m, prepared, fewest_leaving(b, search.captured))
+        outcome = native_multistep.run(
+            model, prepared, texts,
+            lambda threads: c.search_first_finished(prepared.by, threads, prepared.decoder, texts, job),
+            lambda: job.sight.open > 0,
+        )  # fmt: skip
+        del held
+        search.step += outcome.made
+        _note(search, places[: job.found], tokens, reached, origins)
+        search.over = cast(Any, over).tolist()
+        if outcome.status == c.UNDECIDED:
+            return model.predicted(prepared.logits)
+        if outcome.alone:
+            return None
+        if outcome.status == c.LEAVING:
+            search.let_leave(model)
+        return outcome.status != c.OVER
 
 
 def _covers(search: FirstFinished, steps: native_multistep.Steps, prepared: Prepared) -> bool:
@@ -50,64 +106,9 @@ def _covers(search: FirstFinished, steps: native_multistep.Steps, prepared: Prep
     )
 
 
-def steps_of(search: FirstFinished) -> native_multistep.Steps:
-    return native_multistep.Steps(_stop(search), search.search.edits)
-
-
 def _stop(search: FirstFinished) -> Stop:
     """When texts end: by their token alone, as the search itself makes the steps in which all do."""
     return Stop(eos=torch.tensor([search.end], dtype=torch.int64, device="cpu"), longest=search.longest + 3)
-
-
-def advance(search: FirstFinished, steps: native_multistep.Steps, model: Any) -> Made | bool | None:
-    """Make steps as long as nobody has to look; return whether the search goes on.
-
-    Where what comes next is for others to choose: what the model says of it. Where the next step has to be made alone:
-    None.
-    """
-    if not model.in_a_row or search.search.phase(search.step) is None or search.scores.dtype != torch.float32:
-        return None
-    b, m, step, attention = search.present, search.beams, search.step, search.attention
-    alike = min(steps.alike(search.text), search.longest - step, SWEEP)
-    if alike <= 0 or bool(search.ignored.any()):
-        return None
-    if attention is not None:
-        attention.make_room(step + alike - 1)
-    prepared = model.begin_steps(alike, None if attention is None else attention.rows[step : step + alike])
-    if prepared is None or 2 * m >= prepared.logits.shape[1] or not _covers(search, steps, prepared):
-        return None
-    width = step + prepared.steps + 1
-    over = torch.tensor(search.over, dtype=torch.bool, device="cpu")
-    counts = torch.tensor([len(search.finished[number]) for number in search.running], dtype=torch.int64, device="cpu")
-    places, tokens, reached = torch.empty(b * m, 3, dtype=torch.int64, device="cpu"), *_tables(b * m, width)
-    origins = None if attention is None else torch.empty_like(tokens)
-    scores = search.scores.view(b, m, -1)
-    job = c.FirstFinished(
-        scores=scores.data_ptr(), scores_b=scores.stride(0), scores_m=scores.stride(1), over=over.data_ptr(),
-        counts=counts.data_ptr(), places=places.data_ptr(), finished_tokens=tokens.data_ptr(),
-        finished_scores=reached.data_ptr(), width=width, sight=native_multistep.sight(prepared),
-    )  # fmt: skip
-    if attention is not None and origins is not None:
-        job.origins, job.finished_origins = attention.origins.data_ptr(), origins.data_ptr()
-        job.origins_b, job.origins_m = attention.origins.stride()[:2]
-    ids = search.tokens.view(b, m, -1)
-    texts, held = steps.texts(search.text, ids, b * m, prepared, fewest_leaving(b, search.captured))
-    outcome = native_multistep.run(
-        model, prepared, texts,
-        lambda threads: c.search_first_finished(prepared.by, threads, prepared.decoder, texts, job),
-        lambda: job.sight.open > 0,
-    )  # fmt: skip
-    del held
-    search.step += outcome.made
-    _note(search, places[: job.found], tokens, reached, origins)
-    search.over = cast(Any, over).tolist()
-    if outcome.status == c.UNDECIDED:
-        return model.predicted(prepared.logits)
-    if outcome.alone:
-        return None
-    if outcome.status == c.LEAVING:
-        search.let_leave(model)
-    return outcome.status != c.OVER
 
 
 def _tables(rows: int, width: int) -> tuple[Tensor, Tensor]:

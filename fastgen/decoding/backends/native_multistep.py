@@ -5,8 +5,9 @@ values are equal, where sentences are to leave, where a buffer is full, Python g
 """
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,12 +23,16 @@ MOST = 64
 """Steps in a row at most, for which a search is asked what may come next."""
 
 
-class Ahead(Protocol):
-    """A stepper whose model's steps C can make."""
+class MultistepModel(Protocol):
+    """A stepper whose decode steps C can run."""
 
     @property
-    def in_a_row(self) -> bool:
-        """Whether C may make them; asked before each, so that it costs next to nothing where it never can."""
+    def supports_multistep(self) -> bool:
+        """Whether C may run them now; asked before each, so that it costs next to nothing where it never can."""
+        ...
+
+    def step(self, ids: Tensor) -> Any:
+        """Run the newest token of ids (R, L) by itself."""
         ...
 
     def begin_steps(self, most: int) -> Prepared | None:
@@ -169,12 +174,13 @@ class Outcome(NamedTuple):
 
 
 def run(
-    model: Ahead, prepared: Prepared, texts: c.Texts, search: Callable[[int], int], is_open: Callable[[], bool]
+    model: MultistepModel, prepared: Prepared, texts: c.Texts, search: Callable[[int], int], is_open: Callable[[], bool]
 ) -> Outcome:
     """Make steps, and tell the model of them.
 
     Args:
-        search: makes them with so many threads, and says why there are no more. is_open: of `Ahead.end_steps`, then.
+        search: makes them with so many threads, and says why there are no more.
+        is_open: of `MultistepModel.end_steps`, then.
     Raises:
         OutOfMemoryError: there was no memory.
     """
@@ -184,3 +190,46 @@ def run(
     began: list[float] = cast(Any, prepared.began).tolist()
     model.end_steps(texts.run, began[: texts.run], is_open())
     return Outcome(status, texts.made)
+
+
+_Search = TypeVar("_Search")
+
+
+class NativeMultistep(ABC, Generic[_Search]):
+    """The decode backend that runs many steps of a search in C per call, token selection included.
+
+    It hands back to Python where a step has to be observed: where values are equal, sentences leave, a buffer is full
+    or a logits transform wakes up.
+    """
+
+    def __init__(self, search: _Search, model: MultistepModel) -> None:
+        self.search, self.model, self.steps = search, model, self._steps_of(search)
+
+    @classmethod
+    def supports(cls, search: Any, model: Any) -> bool:
+        """Whether C covers this search, and may cover the steps of this model."""
+        return hasattr(model, "begin_steps") and cls.covers(search)
+
+    @staticmethod
+    @abstractmethod
+    def covers(search: Any) -> bool:
+        """Whether C selects the tokens of a search, and nobody observes its steps."""
+
+    @staticmethod
+    @abstractmethod
+    def _steps_of(search: Any) -> Steps: ...
+
+    @abstractmethod
+    def _run(self) -> Any:
+        """Run steps as long as nobody has to observe one; return whether the search goes on.
+
+        Where Python has to select the next tokens: what the last step returned. Where the next step has to run by
+        itself: None.
+        """
+
+    def advance(self) -> bool:
+        found = self._run() if self.model.supports_multistep else None
+        if isinstance(found, bool):
+            return found
+        search: Any = self.search
+        return search.advance(self.model, self.model.step(search.text.ids) if found is None else found)

@@ -1,4 +1,6 @@
-"""Steps of a greedy search that C makes in a row (`decoding.backends.native_multistep`)."""
+"""Greedy search by `native_multistep`."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,56 +12,57 @@ from fastgen.ops.dispatch import in_memory
 from fastgen.ops.native import search as c
 
 
-def covers(search: Sampling) -> bool:
-    """Whether C makes the choices of a search, and nobody listens to them."""
-    return (
-        type(search) is Sampling
-        and not (search.sample or search.trace.wanted or search.trace.chosen is not None)
-        and search.wanted is None
-        and search.on_step is None
-        and search.on_tokens is None
-        and search.ids.is_cpu
-        and (search.pad is None or int(search.pad) >= 0)
-        and native_multistep.able(search.stop, search.edits)
-    )
+class NativeSampling(native_multistep.NativeMultistep[Sampling]):
+    """Greedy search, many steps per call of C."""
 
+    @staticmethod
+    def covers(search: Any) -> bool:
+        """Whether C makes the choices of a search, and nobody listens to them."""
+        return (
+            type(search) is Sampling
+            and not (search.sample or search.trace.wanted or search.trace.chosen is not None)
+            and search.wanted is None
+            and search.on_step is None
+            and search.on_tokens is None
+            and search.ids.is_cpu
+            and (search.pad is None or int(search.pad) >= 0)
+            and native_multistep.able(search.stop, search.edits)
+        )
 
-def steps_of(search: Sampling) -> native_multistep.Steps:
-    return native_multistep.Steps(search.stop, search.edits)
+    @staticmethod
+    def _steps_of(search: Sampling) -> native_multistep.Steps:
+        return native_multistep.Steps(search.stop, search.edits)
 
-
-def advance(search: Sampling, steps: native_multistep.Steps, model: native_multistep.Ahead) -> Tensor | bool | None:
-    """Make steps as long as nobody has to look; returns what `native_beam_search.advance` does."""
-    if not model.in_a_row:
-        return None
-    text, (rows, length) = search.text, search.ids.shape
-    alike = steps.alike(text)
-    prepared = model.begin_steps(alike) if alike else None
-    if prepared is None or len(prepared.own) > 1 or not steps.covers(rows):  # C runs one row per sentence
-        return None
-    if not (in_memory(search.ids, dtype=torch.int64) and in_memory(search.running, dtype=torch.bool)):
-        return None
-    ids = search.ids.new_empty(rows, length + prepared.steps)
-    ids[:, :length] = search.ids
-    running, room = search.running.contiguous().clone(), ids.new_empty(rows)
-    leave = fewest_leaving(rows, search.captured) if search.may_drop else 0
-    texts, held = steps.texts(text, ids, rows, prepared, leave)
-    pad = -1 if search.pad is None else int(search.pad)
-    outcome = native_multistep.run(
-        model, prepared, texts,
-        lambda threads: c.search_greedily(
-            prepared.by, threads, prepared.decoder, texts, running.data_ptr(), room.data_ptr(), pad
-        ),
-        lambda: False,
-    )  # fmt: skip
-    del held
-    steps.note(length, outcome.made)
-    search.extend(ids[:, length : length + outcome.made])
-    search.running = running
-    if outcome.status == c.UNDECIDED:
-        return prepared.logits
-    if outcome.alone:
-        return None
-    if outcome.status == c.LEAVING:
-        search.leave(model, running)
-    return outcome.status != c.OVER
+    def _run(self) -> Tensor | bool | None:
+        search, steps, model = self.search, self.steps, self.model
+        text, (rows, length) = search.text, search.ids.shape
+        alike = steps.alike(text)
+        prepared = model.begin_steps(alike) if alike else None
+        if prepared is None or len(prepared.own) > 1 or not steps.covers(rows):  # C runs one row per sentence
+            return None
+        if not (in_memory(search.ids, dtype=torch.int64) and in_memory(search.running, dtype=torch.bool)):
+            return None
+        ids = search.ids.new_empty(rows, length + prepared.steps)
+        ids[:, :length] = search.ids
+        running, room = search.running.contiguous().clone(), ids.new_empty(rows)
+        leave = fewest_leaving(rows, search.captured) if search.may_drop else 0
+        texts, held = steps.texts(text, ids, rows, prepared, leave)
+        pad = -1 if search.pad is None else int(search.pad)
+        outcome = native_multistep.run(
+            model, prepared, texts,
+            lambda threads: c.search_greedily(
+                prepared.by, threads, prepared.decoder, texts, running.data_ptr(), room.data_ptr(), pad
+            ),
+            lambda: False,
+        )  # fmt: skip
+        del held
+        steps.note(length, outcome.made)
+        search.extend(ids[:, length : length + outcome.made])
+        search.running = running
+        if outcome.status == c.UNDECIDED:
+            return prepared.logits
+        if outcome.alone:
+            return None
+        if outcome.status == c.LEAVING:
+            search.leave(model, running)
+        return outcome.status != c.OVER

@@ -7,19 +7,14 @@ Sources: Hoang et al. 2018 (Amun), section 2.1 (rows that are freed are taken by
 (Orca), section 3.2 (selective batching).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from fastgen import config
-from fastgen.decoding.backends import native_beam_search, native_first_finished, native_sampling
-from fastgen.decoding.logits.transforms import Text
-from fastgen.decoding.search.beam_search import BeamSearch
-from fastgen.decoding.search.first_finished import FirstFinished
-from fastgen.decoding.search.sampling import Sampling
+from fastgen.decoding.loop import Search, Stepper, backend_of
 from fastgen.models.cuda_graphs.replay import JointReplay, Opened, Result
 from fastgen.models.runtime.decode_step import Context, DecoderStep
 from fastgen.models.runtime.joint_step import joint_step
@@ -35,30 +30,6 @@ OCCUPIED = 0.5
 
 _Made = TypeVar("_Made")  # what a step says of the next tokens: logits, or what a search makes of them
 _Made_co = TypeVar("_Made_co", covariant=True)
-_Made_contra = TypeVar("_Made_contra", contravariant=True)
-
-
-class Search(Protocol[_Made_contra]):
-    """A search that has begun."""
-
-    @property
-    def text(self) -> Text: ...
-    @property
-    def present(self) -> int:
-        """Sentences that have not left."""
-        ...
-
-    def advance(self, model: Any, made: _Made_contra, /) -> bool:
-        """Choose the next tokens; False when the search is over."""
-        ...
-
-
-class Stepper(Protocol[_Made_co]):
-    """What makes a search's steps."""
-
-    def step(self, ids: Tensor) -> _Made_co:
-        """Run the newest token of ids (R, L)."""
-        ...
 
 
 class JoinableStepper(Stepper[_Made_co], Protocol[_Made_co]):
@@ -88,49 +59,6 @@ class JoinableStepper(Stepper[_Made_co], Protocol[_Made_co]):
         ...
 
 
-def _never() -> bool:
-    return False
-
-
-_IN_C: dict[type, Any] = {
-    BeamSearch: native_beam_search,
-    Sampling: native_sampling,
-    FirstFinished: native_first_finished,
-}
-"""What has C make the choices of a search, by its class."""
-
-
-def _several(search: Any, model: Any) -> Callable[[], Any] | None:
-    """What makes steps in a row in C, and returns what `advance` there does; None where C does not choose."""
-    how = _IN_C.get(type(search))
-    if how is None or not hasattr(model, "begin_steps") or not how.covers(search):
-        return None
-    return partial(how.advance, search, how.steps_of(search), model)
-
-
-def run(search: Search[_Made], model: Stepper[_Made], made: _Made, pause: Callable[[], bool] = _never) -> bool:
-    """Decode to the end, or until `pause` says so behind a step; return whether it is the end.
-
-    made: what the model says of the first tokens; not kept beyond the first choice.
-    """
-    several = _several(search, model)
-    going = search.advance(model, made)
-    made = cast(Any, None)  # so that no two steps' logits are there at once
-    while going:
-        if pause():
-            return False
-        going = _go_on(search, model, several)
-    return True
-
-
-def _go_on(search: Search[Any], model: Stepper[Any], several: Callable[[], Any] | None) -> bool:
-    """Make a step, or as many in a row as nobody has to look at; return whether the search goes on."""
-    found: Any = None if several is None else several()
-    if found is True or found is False:
-        return found
-    return search.advance(model, model.step(search.text.ids) if found is None else found)
-
-
 @dataclass(eq=False)
 class Cohort(Generic[_Made]):
     """A search that has begun, and the model that makes its steps.
@@ -149,12 +77,12 @@ class Cohort(Generic[_Made]):
     decoded: int = 0
 
     def __post_init__(self) -> None:
-        self._several = _several(self.search, self.model)
+        self._backend = backend_of(self.search, self.model)
 
     def go_on_alone(self) -> bool:
         """Make a step, or as many in a row as nobody has to look at; return whether the search goes on."""
         present, length = self.search.present, self.search.text.length
-        going = _go_on(self.search, self.model, self._several)
+        going = self._backend.advance()
         self.note_steps(max(1, self.search.text.length - length), present)
         return going
 

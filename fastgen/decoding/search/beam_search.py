@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.batching.batch_compaction import Wanted, closed_up, who_leaves
-from fastgen.decoding.kv_cache.kv_cache import Ancestry
+from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.logits.transforms import Edit, Text, edited, keep_sentences, only_ban, sparse
 from fastgen.decoding.search.finishing_rules import Merged, TransformersRule
 from fastgen.decoding.search.stopping import Stop

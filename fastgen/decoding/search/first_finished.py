@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.batching.batch_compaction import closed_up, who_leaves
-from fastgen.decoding.kv_cache.kv_cache import Ancestry, room_for
+from fastgen.decoding.kv_cache.ancestry import Ancestry
+from fastgen.decoding.kv_cache.room import room_for
 from fastgen.decoding.logits.transforms import Edit, Text
 from fastgen.ops.selection.kbest import SparseEdits, best_of_log_probs, kbest
 from fastgen.ops.tables import Table, extend_rows_

@@ -12,7 +12,8 @@ import torch
 
 import fastgen
 from fastgen import config
-from fastgen.decoding.kv_cache import kv_cache
+from fastgen.decoding.kv_cache import room
+from fastgen.decoding.kv_cache.layer_kv import LayerKV
 from fastgen.models.runtime import encoder as encoders
 
 pytest.importorskip("fairseq")
@@ -267,10 +268,10 @@ def test_alignment(kind: str) -> None:
 @pytest.mark.parametrize("name", ["transformer", "prenorm", "lm"])
 def test_many_sentences(name: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a few: some leave while others go on, and change places; slots that no beam sees are given up."""
-    monkeypatch.setattr(kv_cache, "SWEEP", every)
+    monkeypatch.setattr(room, "COMPACT_EVERY", every)
     swept: list[int] = []
-    sweep = kv_cache.LayerKV.sweep
-    monkeypatch.setattr(kv_cache.LayerKV, "sweep", lambda layer, slots: (swept.append(1), sweep(layer, slots)))
+    sweep = LayerKV.sweep
+    monkeypatch.setattr(LayerKV, "sweep", lambda layer, slots: (swept.append(1), sweep(layer, slots)))
     options = {"beam_size": 3, "max_len_b": 40, "no_repeat_ngram_size": 3}
     _served([zoo.build(name, seed=1)], zoo.batch(60, 12), options)
     assert swept or every > 1 or name == "lm"

@@ -18,7 +18,7 @@ from fairseq.search import BeamSearch
 from fairseq.sequence_generator import SequenceGenerator
 
 from fastgen.decoding.backends.captured_first_finished import ReplayedFirstFinished
-from fastgen.decoding.kv_cache import kv_cache
+from fastgen.decoding.kv_cache import room
 from fastgen.models.cuda_graphs import graph
 from fastgen.ops import dispatch
 from fastgen.patches.fairseq.generator.shared_stepper import Stepper
@@ -164,7 +164,7 @@ def test_batches_of_one_generator(graphs: Graphs) -> None:
 
 def test_a_text_that_outgrows_its_memory(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention over the source gets room when the mask of the text does, so that nothing is captured twice for it."""
-    monkeypatch.setattr(kv_cache, "_GROWTH", 16)
+    monkeypatch.setattr(room, "GROWTH", 16)
     monkeypatch.setattr(graph, "ROOMY", 2**60)
     fastgen.release()  # with memory of other calls, as only a CPU has it, keys and values grow at other times
     options = {"beam_size": 2, "max_len_b": 60, "min_len": 60}

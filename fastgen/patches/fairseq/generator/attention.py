@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastgen.decoding.kv_cache.kv_cache import Ancestry, LayerKV
+from fastgen.decoding.kv_cache.ancestry import Ancestry
+from fastgen.decoding.kv_cache.layer_kv import LayerKV
 from fastgen.models.memory.scratch import Memory
 from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weights
 

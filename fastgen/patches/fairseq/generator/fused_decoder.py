@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastgen import config
-from fastgen.decoding.kv_cache.kv_cache import Ancestry
+from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.models.build.equivalence_check import outcome
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.build.step_builder import step_of
@@ -79,7 +79,7 @@ class FusedDecoder:
         )  # fmt: skip
 
     @property
-    def in_a_row(self) -> bool:
+    def supports_multistep(self) -> bool:
         """Whether C may make several steps in a row, choices and all."""
         return self.ready and self._written and native.library() is not None
 

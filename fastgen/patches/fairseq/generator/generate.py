@@ -14,7 +14,7 @@ from torch import Tensor
 from fastgen.context import assigned
 from fastgen.decoding.backends.captured_first_finished import ReplayedFirstFinished
 from fastgen.decoding.backends.captured_selection import not_captured
-from fastgen.decoding.batching.continuous_batching import run
+from fastgen.decoding.loop import decode
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.search.first_finished import FirstFinished, Hypothesis, Prediction
 from fastgen.models.cuda_graphs import graph, graph_buffers
@@ -161,7 +161,7 @@ def begin(
     )
     first = _prefilled(search, stepper, prefix_tokens)
     made = stepper.step(search.text.ids[::m]) if first is None else (Prediction(lambda: first), None)
-    over = run(search, stepper, made, lambda: pauses and stepper.joinable)
+    over = decode(search, stepper, made, lambda: pauses and stepper.joinable)
     left_off = encoded.left_off if reason is None else (*encoded.left_off, not_captured(reason))
     return Begun(generator, plan, search, stepper, left_off), over
 

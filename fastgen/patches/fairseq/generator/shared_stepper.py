@@ -11,7 +11,8 @@ from fairseq.models.fairseq_model import BaseFairseqModel
 from fairseq.models.transformer import TransformerModelBase
 from torch import Tensor
 
-from fastgen.decoding.kv_cache import kv_cache
+from fastgen.decoding.kv_cache.ancestry import Ancestry
+from fastgen.decoding.kv_cache.layer_kv import note_steps, room_for_steps
 from fastgen.decoding.search.first_finished import Made, Prediction
 from fastgen.models.build.equivalence_check import by_modules, trial, verdict
 from fastgen.models.build.introspection import NotFused
@@ -42,7 +43,7 @@ class Member:
         self.fused: FusedDecoder | None = None
         self.left_off: str | None = None
 
-    def step(self, tokens: Tensor, ancestry: kv_cache.Ancestry | None) -> Made:
+    def step(self, tokens: Tensor, ancestry: Ancestry | None) -> Made:
         """Return the prediction for R rows, and attention over the source (R, S) or None."""
         self.layers.begin_step(ancestry, self.dtype)
         if ancestry is not None and self.fused is None and self.left_off is None:
@@ -61,13 +62,13 @@ class Member:
                 self.fused, self.left_off = None, by_modules(reason)
         return self.predicted(logits, extra), attention
 
-    def begin_step(self, ancestry: kv_cache.Ancestry) -> Context:
+    def begin_step(self, ancestry: Ancestry) -> Context:
         """Open a step that is made from the weights together with those of others."""
         assert self.fused is not None
         self.layers.begin_step(ancestry, self.dtype)
         return self.fused.context()
 
-    def open_step(self, tokens: Tensor, ancestry: kv_cache.Ancestry) -> Opened:
+    def open_step(self, tokens: Tensor, ancestry: Ancestry) -> Opened:
         """The same for texts (R, L) and a step that is captured."""
         assert self.fused is not None
         self.layers.begin_step(ancestry, self.dtype)
@@ -161,7 +162,7 @@ class Stepper:
     ) -> None:
         self.members, self.language_model, self.lm_weight = members, language_model, lm_weight
         self.longest = longest
-        self.ancestry = kv_cache.Ancestry(sentences, beams, longest, device)
+        self.ancestry = Ancestry(sentences, beams, longest, device)
         self._first = True
         self._began: list[tuple[int, float]] = []  # rows and time at the start of each step
 
@@ -172,10 +173,10 @@ class Stepper:
         return [(rows, after - began) for (rows, began), (_, after) in each]
 
     @property
-    def in_a_row(self) -> bool:
+    def supports_multistep(self) -> bool:
         """Whether C may make several steps in a row, choices and all: of one model, as it is."""
         (member, *others), fused = self._all, self.members[0].fused
-        return not others and member.temperature == 1.0 and fused is not None and fused.in_a_row
+        return not others and member.temperature == 1.0 and fused is not None and fused.supports_multistep
 
     def begin_steps(self, most: int, weights: Tensor | None = None) -> Prepared | None:
         """Have at most so many of them ready; None where they have to be made one at a time.
@@ -185,14 +186,14 @@ class Stepper:
         fused = self.members[0].fused
         assert fused is not None
         self._sweep()
-        return fused.prepared(kv_cache.room_for_steps(fused.text, self.ancestry, most), self.ancestry, weights)
+        return fused.prepared(room_for_steps(fused.text, self.ancestry, most), self.ancestry, weights)
 
     def end_steps(self, run: int, began: Sequence[float], is_open: bool) -> None:
         """So many have been made, which began then; is_open: whether slots of the next tokens are open."""
         fused = self.members[0].fused
         assert fused is not None
         self._began += [(self.ancestry.beams * fused.layers.sentences, second) for second in began]
-        kv_cache.note_steps(fused.text, self.ancestry, run, is_open)
+        note_steps(fused.text, self.ancestry, run, is_open)
 
     def predicted(self, logits: Tensor) -> Made:
         """Return what `step` does of the logits (R, V) of a step in C, whose attention is where it belongs."""
@@ -232,7 +233,7 @@ class Stepper:
         """Return what `step` does of what each model has made."""
         return self._mixed([member.end_step(*made) for member, made in zip(self._all, results, strict=True)])
 
-    def _opened(self) -> kv_cache.Ancestry:
+    def _opened(self) -> Ancestry:
         self._sweep()
         self.ancestry.begin_step()
         return self.ancestry

@@ -41,7 +41,7 @@ class DraftedStepper(SharedStepper):
         return None
 
     @property
-    def in_a_row(self) -> bool:
+    def supports_multistep(self) -> bool:
         """No: what stands in the cache is the trees' to say."""
         return False
 

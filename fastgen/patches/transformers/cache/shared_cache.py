@@ -1,4 +1,4 @@
-"""transformers' cache classes over the keys and values of `decoding.kv_cache.kv_cache`."""
+"""transformers' cache classes over the keys and values of `decoding.kv_cache`."""
 
 import weakref
 from collections.abc import Callable, Generator
@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
-from fastgen.decoding.kv_cache import kv_cache as cache
-from fastgen.decoding.kv_cache.kv_cache import LayerKV
+from fastgen.decoding.kv_cache.ancestry import Ancestry
+from fastgen.decoding.kv_cache.layer_kv import LayerKV, note_steps, room_for_steps
 from fastgen.models.layers.attention import ticket
 from fastgen.models.memory.scratch import Memory
 from fastgen.ops.cache import write_slots_
@@ -117,7 +117,7 @@ class SharedCache:
         self._stock_rows, self._peak = sentences * beams, 0
         self.decoding = self.looked_at = False
         self.room: Room | None = None  # in whose place this cache stands
-        self.ancestry = cache.Ancestry(sentences, beams, longest, device) if beams > 1 else None
+        self.ancestry = Ancestry(sentences, beams, longest, device) if beams > 1 else None
         self.text: list[LayerKV] = []
         self.source: list[LayerKV] = []
         layer = partial(LayerKV, longest, memory=memory)
@@ -191,7 +191,7 @@ class SharedCache:
             self._sweep(self.ancestry)
             self.ancestry.begin_step()
 
-    def _sweep(self, ancestry: cache.Ancestry) -> None:
+    def _sweep(self, ancestry: Ancestry) -> None:
         slots = ancestry.sweep()
         if slots is not None:
             self._peak = self.peak_nbytes
@@ -202,11 +202,11 @@ class SharedCache:
         """Have room for at most so many tokens of every beam, the first one's slots open; return for how many."""
         if self.ancestry is not None:
             self._sweep(self.ancestry)
-        return cache.room_for_steps(self.text, self.ancestry, most)
+        return room_for_steps(self.text, self.ancestry, most)
 
     def end_steps(self, steps: int, is_open: bool) -> None:
         """So many of them have been made, and reordered; is_open: whether the slots of one more are open."""
-        cache.note_steps(self.text, self.ancestry, steps, is_open)
+        note_steps(self.text, self.ancestry, steps, is_open)
 
     def reorder(self, parents: Tensor) -> None:
         """Let row b * M + m continue beam parents[b, m]; nothing but the ancestry moves."""

@@ -191,7 +191,7 @@ class FusedDecoder:
         return at.repeat_interleave(self.cache.beams) if isinstance(at, Tensor) else at
 
     @property
-    def in_a_row(self) -> bool:
+    def supports_multistep(self) -> bool:
         """Whether C may make several steps in a row, choices and all."""
         return self.ready and self._written and native.library() is not None
 

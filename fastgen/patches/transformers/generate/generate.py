@@ -15,9 +15,9 @@ from transformers.generation import utils as gu
 from fastgen.decoding.backends.captured_beam_search import ReplayedBeamSearch
 from fastgen.decoding.backends.captured_sampling import ReplayedSampling
 from fastgen.decoding.backends.captured_selection import not_captured
-from fastgen.decoding.batching.continuous_batching import run
 from fastgen.decoding.batching.stable_prefix import Certain
 from fastgen.decoding.logits.transforms import Edit, capturable
+from fastgen.decoding.loop import decode
 from fastgen.decoding.plan import Unsupported
 from fastgen.decoding.search.beam_search import BeamSearch
 from fastgen.decoding.search.finishing_rules import TransformersRule
@@ -233,7 +233,7 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
             model = call.stepper(plan, step)
             decoding = (_beam_search if loop == "beam" else _sample)(call, model)
         with decoding.around():
-            over = run(decoding.search, model, model.prefill(), lambda: pauses and model.joinable)
+            over = decode(decoding.search, model, model.prefill(), lambda: pauses and model.joinable)
     begun = Begun(name, model, decoding.search, decoding.output, () if reason is None else (reason,))
     if asked is not None:
         found, seconds = begun.finish(), time.perf_counter() - began
@@ -251,7 +251,7 @@ def _drafted_beams(call: Call, asked: bild.Asked) -> Any:
             first = model.prefill()
         except NotFused as reason:
             raise bild.not_proven(model, reason) from None
-        run(decoding.search, model, first)
+        decode(decoding.search, model, first)
     passes = model.passes
     engine.decoded_together(
         {"beam_steps": passes.steps, "large_calls": passes.large_calls, "small_calls": passes.small_calls}

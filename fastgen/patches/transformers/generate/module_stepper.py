@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.kv_cache.kv_cache import Ancestry
+from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.plan import Plan
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import nbytes

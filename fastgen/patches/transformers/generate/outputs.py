@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastgen.decoding.batching.continuous_batching import Search
+from fastgen.decoding.loop import Search
 from fastgen.decoding.search.beam_search import Trace
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.generation_call import Call

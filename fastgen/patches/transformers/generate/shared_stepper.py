@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from fastgen.decoding.kv_cache.kv_cache import Ancestry
+from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.plan import Plan
 from fastgen.models.build.equivalence_check import (
     by_modules,
@@ -181,10 +181,15 @@ class SharedStepper(Stepper):
         return self.fused(ids)
 
     @property
-    def in_a_row(self) -> bool:
+    def supports_multistep(self) -> bool:
         """Whether C may make several steps in a row, choices and all."""
         cache, fused = self.cache, self.fused
-        return cache is not None and fused is not None and fused.in_a_row and not compat.is_user_provided(cache.stock)
+        return (
+            cache is not None
+            and fused is not None
+            and fused.supports_multistep
+            and not compat.is_user_provided(cache.stock)
+        )
 
     def begin_steps(self, most: int) -> Prepared | None:
         """Have at most so many of them ready; None where they have to be made one at a time."""

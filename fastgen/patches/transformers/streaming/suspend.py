@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from fastgen.context import assigned
-from fastgen.decoding.batching.continuous_batching import Search, left_empty
+from fastgen.decoding.batching.continuous_batching import left_empty
+from fastgen.decoding.loop import Search
 from fastgen.decoding.plan import Plan
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.patches.transformers.generate import legacy_search

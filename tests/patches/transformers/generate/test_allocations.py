@@ -10,7 +10,7 @@ import transformers as tf
 from transformers import MaxLengthCriteria
 
 import fastgen
-from fastgen.decoding.kv_cache import kv_cache
+from fastgen.decoding.kv_cache import room
 from fastgen.models.memory import scratch
 from fastgen.models.memory.scratch import Memory
 from tests.support import zoo
@@ -58,7 +58,7 @@ def _length(count: int) -> dict[str, int]:
 @pytest.fixture
 def all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """None is given up: how many are, the text decides."""
-    monkeypatch.setattr(kv_cache, "SWEEP", 10**9)
+    monkeypatch.setattr(room, "COMPACT_EVERY", 10**9)
 
 
 @pytest.mark.usefixtures("all_slots")

@@ -15,8 +15,8 @@ from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
 
 import fastgen
+from fastgen.decoding import loop
 from fastgen.decoding.backends import native_multistep
-from fastgen.decoding.batching import continuous_batching
 from fastgen.decoding.logits.transforms import Ban, NGramBlock, Penalty, Text
 from fastgen.decoding.search import beam_search, sampling
 from fastgen.decoding.search.near_ties import closest_decision
@@ -171,7 +171,7 @@ def test_equal_values_are_left_to_torch(variant: str, beams: int, monkeypatch: p
     model.generate(**kwargs)
     found = model.generate(**kwargs)
     assert calls["search", "native"] > 0
-    monkeypatch.setattr(continuous_batching, "_several", lambda *_: None)
+    monkeypatch.setattr(loop, "NATIVE", ())
     assert torch.equal(found, model.generate(**kwargs))
 
 
@@ -334,7 +334,7 @@ def test_batches_that_refill(family: str, beams: int, alone: list[int], monkeypa
     in_a_row = calls["search", "native"]
     assert min(in_a_row, len(together)) > 0
     assert max(together) > 1
-    monkeypatch.setattr(continuous_batching, "_several", lambda *_: None)
+    monkeypatch.setattr(loop, "NATIVE", ())
     one_by_one = len(alone)
     alone.clear()
     found = [ids.tolist() for ids in fastgen.generate_stream(model, sentences, max_tokens=60, **options)]

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import config
-from fastgen.decoding.kv_cache import kv_cache as cache
+from fastgen.decoding.kv_cache import room
 from fastgen.models.build import patched_torch
 from fastgen.models.build.equivalence_check import by_modules
 from fastgen.patches.transformers.compat import CACHE
@@ -70,7 +70,7 @@ def _bytes(cache: Any) -> int:
 @pytest.mark.parametrize("method", CALLS)
 def test_the_memory_is_what_the_call_then_takes(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no slot is given up; how many are, the text decides."""
-    monkeypatch.setattr(cache, "SWEEP", 1_000)
+    monkeypatch.setattr(room, "COMPACT_EVERY", 1_000)
     model = zoo.build(family, torch.float32)
     kwargs = zoo.batch(model, 4, 11, "none") | CALLS[method] | {"max_new_tokens": 20, "min_new_tokens": 20}
     explanation = _explain(model, kwargs)
@@ -84,7 +84,7 @@ def test_the_memory_is_what_the_call_then_takes(family: str, method: str, monkey
     with fastgen.disabled():
         stock = model.generate(**kwargs, return_dict_in_generate=True)[CACHE]
     assert explanation.stock_kv_bytes == _bytes(stock)
-    monkeypatch.setattr(cache, "SWEEP", 2)
+    monkeypatch.setattr(room, "COMPACT_EVERY", 2)
     model.generate(**kwargs)
     call = last_call()
     assert call is not None

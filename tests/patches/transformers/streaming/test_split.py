@@ -18,7 +18,8 @@ from transformers.models.bart.modeling_bart import BartEncoder
 from transformers.models.llama.modeling_llama import LlamaModel
 
 import fastgen
-from fastgen.decoding.kv_cache import kv_cache
+from fastgen.decoding.kv_cache.ancestry import Ancestry
+from fastgen.decoding.kv_cache.layer_kv import LayerKV
 from fastgen.decoding.search import beam_search as beams
 from fastgen.decoding.search import sampling
 from fastgen.models.layers import packed_weights
@@ -44,10 +45,10 @@ STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "decoder": (LlamaModel, "__call__", lambda _, *args, **kwargs: _rows_of(*args, *kwargs.values())),
     "prompt": (SharedStepper, "prefill", lambda stepper: stepper.plan.sentences),
     "step": (DecoderStep, "__call__", lambda _, ids, *args: _rows_of(ids)),
-    "cache": (kv_cache.LayerKV, "append", lambda _, keys, values: _rows_of(keys)),
+    "cache": (LayerKV, "append", lambda _, keys, values: _rows_of(keys)),
     "log-softmax": (beams.BeamSearch, "_candidates", lambda _, logits, *others: _rows_of(logits)),
     "finish": (beams.BeamSearch, "_finish", lambda _, order, *args: 3 * _rows_of(order)),
-    "reorder": (kv_cache.Ancestry, "reorder", lambda _, parents: 3 * _rows_of(parents)),
+    "reorder": (Ancestry, "reorder", lambda _, parents: 3 * _rows_of(parents)),
     "choice": (sampling.Sampling, "_choose", lambda _, logits, text: _rows_of(logits)),
 }
 CALLS: dict[str, dict[str, Any]] = {
