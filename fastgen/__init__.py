@@ -4,7 +4,7 @@ Importing it patches the toolkits that are or will be imported, unless the varia
 imports no toolkit and not torch.
 
     status()            the calls so far: accelerated, partly or not, why, and what would help
-    explain(model, **)  what a `model.generate(**)` would run, and its memory, without running it
+    explain(model, **)  what a `model.generate(**)` would run, and the bytes of its keys and values, without running it
     bild(small, **)     fairseq: within it, a small model drafts and the generator's own looks over what it drafted
     generate_stream(model, inputs, **)  many sentences in batches of like lengths, results in their order
     score(model, texts, **)  log-probabilities of texts that are given, token by token
@@ -41,7 +41,9 @@ __all__ = [
 
 
 def explain(model: Any, **generate_kwargs: Any) -> Any:
-    """Say what ``model.generate(**generate_kwargs)`` would run and the memory it would take, without running it.
+    """Say what ``model.generate(**generate_kwargs)`` would run, without running it.
+
+    It also gives the bytes of keys and values, and of the packed copies of weights.
 
     The command ``fastgen explain MODEL`` does the same for a model's folder.
 

@@ -1,11 +1,11 @@
-"""Say what a `generate` call of a model would run and the memory it would take, without running it.
+"""Say what a `generate` call of a model would run and the bytes of its keys and values, without running it.
 
     fastgen explain MODEL --num-beams 4 --max-new-tokens 128
     fastgen explain MODEL --batch-size 16 --source-tokens 512 --do-sample --json
 
 It prints what `fastgen.explain(model, ...)` finds for a batch of sources of equal length: the decode
-loop, cache, decode steps and linear layers, the bytes of keys and values, the peak memory on a CPU,
-and the reason for whatever fastgen would not run.
+loop, cache, decode steps and linear layers, the bytes of keys and values, and the reason for
+whatever fastgen would not run.
 
 The exit status is 0 if fastgen's decode loop would run, 1 if transformers' own would, and 2 if
 `generate` would raise or the command has to be corrected.
@@ -27,7 +27,7 @@ from fastgen.decoding.speculative import bild_options
 from fastgen.errors import CommandError
 from fastgen.number import COUNT
 
-HELP = "say what a generate call of a model would run, and its memory, without running it"
+HELP = "say what a generate call of a model would run, without running it"
 
 PYTHON_ONLY = dict.fromkeys(
     (*generation_options.ELSEWHERE, "assistant_model", *bild_options.NAMES),

@@ -12,7 +12,6 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -41,10 +40,6 @@ if TYPE_CHECKING:
     constexpr = Any  # what a kernel's constants are declared as
 else:
     constexpr = int if tl is None else tl.constexpr
-
-
-uncounted: ContextVar[bool] = ContextVar("fastgen_uncounted", default=False)
-"""Whether the calls of this context are on tensors without values (`footprint`), which are none to count."""
 
 
 def jit(*varying: str) -> Callable[[Callable[..., Any]], Any]:
@@ -150,8 +145,7 @@ def chosen(
             found = TRITON if able() else REFERENCE
         elif able_in_c is not never and (by := native.library()) is not None:
             found = by if _in_the_open() and able_in_c() else REFERENCE
-    if not uncounted.get():
-        calls[operation, found if isinstance(found, str) else "native"] += 1
+    calls[operation, found if isinstance(found, str) else "native"] += 1
     return found
 
 
@@ -166,8 +160,8 @@ def never() -> bool:
 
 
 def _in_the_open() -> bool:
-    """Whether tensors hold numbers, and nobody records, transforms or replaces what is computed with them."""
-    return not (uncounted.get() or torch.compiler.is_compiling() or is_observed() or torch.is_autocast_enabled("cpu"))
+    """Whether nobody records, transforms or replaces what is computed with tensors."""
+    return not (torch.compiler.is_compiling() or is_observed() or torch.is_autocast_enabled("cpu"))
 
 
 def in_memory(*tensors: Tensor, dtype: torch.dtype | None = None) -> bool:

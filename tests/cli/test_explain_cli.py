@@ -50,7 +50,6 @@ def test_the_loop_and_the_decode_steps_are_named(
     assert loop in shown
     assert "decode steps        from the weights\n" in shown
     assert "keys and values" in shown
-    assert "peak memory" in shown
 
 
 @pytest.mark.parametrize("name", ["marian", "llama", "mamba"])

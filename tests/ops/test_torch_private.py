@@ -170,7 +170,7 @@ def test_products_in_c_need_nothing_of_torchs(schema: str, net: nn.Module, chang
         pytest.skip("there are no operations in C here")
     said = change(schema)
     assert " in C alone (" in _explained()
-    assert said in str(linear_ops.unusable("plain")), "checked before tensors without values come"
+    assert said in str(linear_ops.unusable("plain")), "for the small weights that C leaves to oneDNN"
     assert linears.reason_off(net) is None
     assert (_examined()[0], said in _examined()[1]) == ("note", True)
     _check_product(net, packs=True, exactly=False)

@@ -131,34 +131,22 @@ class Ancestry:
         sentence has more: to be told to every `LayerKV` of the text. None where all stay. On a CPU only: elsewhere
         the look at the device may cost more than it saves.
         """
-        if not self.is_due:
+        if self.beams == 1 or self.own.device.type != "cpu" or self.steps == 0 or self.steps % room.COMPACT_EVERY:
             return None
         seen = self.visible.eq(0).any(1)
         longest = int(seen.sum(1).max()) if seen.numel() else 0
         if 2 * longest > self.filled:
             return None
         slots = _first_true(seen, longest)
-        self.give_up(slots)
-        return slots
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it is time for a sweep."""
-        return (
-            self.beams > 1 and self.own.device.type == "cpu" and self.steps > 0 and self.steps % room.COMPACT_EVERY == 0
-        )
-
-    def give_up(self, slots: Tensor) -> None:
-        """Give up all slots but these, (B, L) int64 in the order of time."""
-        count = slots.shape[1]
         if self.times is None:
             self.times = torch.arange(self.filled, device=slots.device, dtype=torch.int64).div(
                 self.beams, rounding_mode="floor"
             )
             self.times = self.times.expand(slots.shape[0], -1)
         self.times = self.times.gather(1, slots)
-        self._visible[:, :, :count] = self.visible.gather(2, slots[:, None].expand(-1, self.beams, -1))
-        self.filled, self._open = count, False
+        self._visible[:, :, :longest] = self.visible.gather(2, slots[:, None].expand(-1, self.beams, -1))
+        self.filled, self._open = longest, False
+        return slots
 
     @property
     def slots(self) -> Tensor:

@@ -19,7 +19,7 @@ from fastgen.decoding.search.finishing_rules import Merged, TransformersRule
 from fastgen.decoding.search.stopping import Stop
 from fastgen.models.memory.scratch import Memory
 from fastgen.ops.selection.choice import Candidates
-from fastgen.ops.selection.kbest import NO_EDITS, best_of_log_probs, fused, kbest
+from fastgen.ops.selection.kbest import best_of_log_probs, fused, kbest
 from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
 
@@ -245,8 +245,7 @@ class BeamSearch:
             not (self.trace.wanted or self.sample or self.exact)
             and fused(rows, self.rule.candidates, only_ban(self.edits, text))
         ):  # fmt: skip
-            planned = self.memory.planned  # then there are no values, and sets of tokens take next to nothing
-            edits = NO_EDITS if planned else sparse(self.edits, text, logits.shape[1])
+            edits = sparse(self.edits, text, logits.shape[1])
             if edits is not None:  # the log-probabilities are never written
                 best = kbest(rows, self.scores, self.rule.candidates, edits)
                 return best.values, best.indices // logits.shape[-1], best.indices % logits.shape[-1]

@@ -14,7 +14,6 @@ from fastgen.context import assigned
 from fastgen.models.layers import packed_weights
 from fastgen.models.memory import scratch
 from fastgen.models.runtime.decode_step import rounding
-from fastgen.ops.dispatch import uncounted
 from fastgen.ops.processor import in_tf32
 
 _T = TypeVar("_T")
@@ -174,8 +173,7 @@ def first_verdict(step: Proven, what: Tried | None, own: Sequence[Tensor]) -> No
 
 def _known(outcomes: "_Outcomes", step: Proven) -> bool | None:
     facts, same = outcomes.get(step.module, (None, None))
-    known = same if facts == step.facts else None
-    return True if known is None and uncounted.get() else known  # tensors without values prove nothing
+    return same if facts == step.facts else None
 
 
 def outcome_in_c(step: Proven) -> bool | None:

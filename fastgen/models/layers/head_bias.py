@@ -10,8 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fastgen.models.memory.footprint import is_planned, taken_over
-
 
 class _AwaitingBias(Tensor):
     """The fresh output of a head: a plain tensor to everything but `+` with the one bias it is waiting for."""
@@ -43,8 +41,6 @@ def head_and_handing_on(
     is_zero = not bool(bias.any())
 
     def awaiting(y: Tensor) -> Tensor:
-        if is_planned(y):
-            return taken_over(y, bias)
         waiting = y.as_subclass(_AwaitingBias)
         waiting.bias, waiting.is_zero = bias, is_zero
         return waiting

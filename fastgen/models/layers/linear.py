@@ -133,8 +133,6 @@ class Linear(Routed):
         plain = weight.t() if self.transposed else weight
         if x.numel() > most:
             return plain if self._is_large(x) else None
-        if self.memory.planned:  # nothing is computed, and a copy would take memory
-            return None if self.transposed and not self.packs else plain
         copy = self._copy(weight, plain, x.numel() // x.shape[-1], activation)
         if copy is not None:
             return copy

@@ -50,13 +50,9 @@ _size = operator.attrgetter("size")
 
 
 class Memory:
-    """Storages that have been asked for, from small to large.
+    """Storages that have been asked for, from small to large."""
 
-    planned: whether they take no memory, for tensors that are not computed (`models.memory.footprint`).
-    """
-
-    def __init__(self, planned: bool = False) -> None:
-        self.planned = planned
+    def __init__(self) -> None:
         self._kept: list[_Kept] = []
         self._held = 0  # bytes in all
         self._requests = 0
@@ -124,9 +120,9 @@ class Memory:
         """A new storage; None where there are too many."""
         long_ago = self._requests - 4 * len(self._kept) - 16  # free ones that have not served for so long may go
         self._drop([kept for kept in self._kept if kept.newest < long_ago and kept.is_free])
-        if self._held + size > LIMIT or not (self.planned or _is_allowed(size)):
+        if self._held + size > LIMIT or not _is_allowed(size):
             return None
-        made = _Kept(torch.UntypedStorage(size, device="meta" if self.planned else "cpu"), size, self._requests)
+        made = _Kept(torch.UntypedStorage(size, device="cpu"), size, self._requests)
         insort(self._kept, made, key=_size)
         self._held += size
         return made
@@ -157,16 +153,10 @@ def memory_of(model: object) -> Memory:
     return _memories.setdefault(model, Memory())
 
 
-def plan_for(model: object) -> None:
-    """Let a model that has made no call yet make its calls on tensors that take no memory."""
-    _memories[model] = Memory(planned=True)
-
-
 def held() -> Iterator[tuple[Any, int]]:
     """Yield models and the bytes that are held for each now, in use or free."""
     for model, memory in list(_memories.items()):
-        if not memory.planned:
-            yield model, memory.held
+        yield model, memory.held
 
 
 budget.holders["buffers"] = held

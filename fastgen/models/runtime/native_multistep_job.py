@@ -6,7 +6,7 @@ something to decide. Source: Wang et al. 2021 (LightSeq), section 2.1.
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from fastgen.models.runtime.native_records import Rows, is_norm, norm_fits, norm
 from fastgen.models.runtime.native_step import InC
 from fastgen.ops import native
 from fastgen.ops.dispatch import chosen, in_c, never, plain
-from fastgen.ops.linear import native_for
 from fastgen.ops.native import search as c
 
 
@@ -76,11 +75,6 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
         and head.inputs == inner.records.width
         and all(norm_fits(norm, head.inputs) for norm in (embedding.norm, step.first))
     )
-    if inner.records.memory.planned:  # nothing is computed, and the memory that it would take is counted
-        made = inner.biases(context, steps)
-        inner.records.planned(_room(step, rows)[0][0])
-        del made
-        return None
     if steps < 1 or by is None or not in_c(chosen("search", never, able, tokens)):
         return None
     if (panels := head.in_panels()) is None:
@@ -89,7 +83,8 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
     if seen is None:
         return None
     held: list[Any] = [*read, *seen, panels]
-    x, logits = _room(step, rows)
+    memory = inner.records.memory
+    x, logits = memory.take(tokens, 2, rows, tokens.shape[1]), memory.take(tokens, rows, head.outputs)
     given, others = inner.records.given(x[0], x[1], inner.seen, [Rows(context.sentences, beams)])
     began = torch.empty(steps + 1, dtype=torch.float64, device="cpu")
     bias = next((each for each in read[2:] if each is not None), None)
@@ -117,19 +112,6 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
     text: Any = context.text[0]
     held += (x, given, others)
     return Prepared(by, decoder, steps, logits, began, mask, own, text.prefix, text.filled, held)
-
-
-def _room(step: DecoderStep, rows: int) -> tuple[Tensor, Tensor]:
-    """What C writes to: hidden states and sums (2, R, C), and logits (R, V)."""
-    memory, tokens = cast(InC, step.together).records.memory, step.embedding.tokens.data
-    return memory.take(tokens, 2, rows, tokens.shape[1]), memory.take(tokens, rows, cast(Linear, step.head).outputs)
-
-
-def is_packable(step: DecoderStep) -> bool:
-    """Whether C may make steps of a decoder that `is_written`, once all weights are packed."""
-    by, inner, head = native.library(), cast(InC, step.together), cast(Linear, step.head)
-    packed = native_for(head.outputs, head.inputs) is not None
-    return by is not None and packed and inner.records.is_packable(by)
 
 
 def why_not_in_c(step: DecoderStep) -> str:

@@ -161,7 +161,7 @@ class Records:
         self._sizes = max(map(_made, sublayers)), max(map(_mixed, sublayers))
         self.width: int = self.products[0].inputs  # of a row
 
-    def is_packable(self, by: native.Library) -> bool:
+    def _is_packable(self, by: native.Library) -> bool:
         """Whether there may be records for this library, once all weights are packed."""
         modules = [product.module for product in self.products]
         biases = [module.bias for module in modules]
@@ -208,7 +208,7 @@ class Records:
         if self.made is not None and self._made_by is by and self._held is not None and self._held.is_same:
             return True
         self.made = None
-        if not self.is_packable(by):
+        if not self._is_packable(by):
             return False
         modules = [product.module for product in self.products]
         panels = [each for product in self.products if (each := product.in_panels()) is not None]  # all count as used
@@ -258,17 +258,6 @@ class Records:
         self._others.append(tensor)
         return tensor.data_ptr()
 
-    def planned(self, x: Tensor) -> bool:
-        """Whether nothing is computed (`models.memory.footprint`): then the memory that it would take is counted."""
-        if self.memory.planned:
-            self.memory.take(x, sum(self._room(x)))
-        return self.memory.planned
-
-    def _room(self, x: Tensor) -> tuple[int, int, int, int]:
-        """How many numbers C works with: of two sums, what the products of x make, and what is mixed."""
-        (rows, width), (wide, mixed) = x.shape, self._sizes
-        return rows * width, rows * width, rows * wide, rows * mixed
-
     def run(
         self, by: native.Library, x: Tensor, stream: Tensor, seen: Any, calls: Sequence[Rows], attention: int
     ) -> None:
@@ -284,17 +273,18 @@ class Records:
 
     def given(self, x: Tensor, stream: Tensor, seen: Any, calls: Sequence[Rows]) -> tuple[c.Step, list[Any]]:
         """What C reads, of the same arguments as `run`, and what has to be held for it."""
-        room = self._room(x)
+        (rows, width), (wide, mixed) = x.shape, self._sizes
+        room = rows * width, rows * width, rows * wide, rows * mixed  # of two sums, what products make, what is mixed
         scratch = self.memory.take(x, sum(room))
         sum_at, spare_at, wide_at, mixed_at = _addresses(scratch, room)
         if self.norm_first:
             sum_at = stream.data_ptr()
-        rows = (c.Rows * len(calls))(*_placed(calls))
+        placed = (c.Rows * len(calls))(*_placed(calls))
         step = c.Step(
-            ctypes.addressof(self.made), ctypes.addressof(seen), ctypes.addressof(rows), len(self.sublayers),
+            ctypes.addressof(self.made), ctypes.addressof(seen), ctypes.addressof(placed), len(self.sublayers),
             len(calls), *x.shape, self.norm_first, x.data_ptr(), sum_at, spare_at, wide_at, mixed_at,
         )  # fmt: skip
-        return step, [scratch, rows]
+        return step, [scratch, placed]
 
 
 def _placed(calls: Sequence[Rows]) -> Iterator[tuple[int, int, int]]:

@@ -59,19 +59,13 @@ class EncoderInC:
         records, by = self.records, native.library()
         if by is None or sentences.first is not None or any(group.padding for group in sentences.groups):
             return None
-        if records.memory.planned:
-            able_in_c = records.is_packable(by)
-        else:
-            able = lambda: (  # noqa: E731
-                self._covers(x, stream, sentences) and records.fits(x, stream) and records.ready(by, lambda _: 0)
-            )
-            able_in_c = in_c(chosen("encoder", never, able, x))
-        if not able_in_c:
+        able = lambda: (  # noqa: E731
+            self._covers(x, stream, sentences) and records.fits(x, stream) and records.ready(by, lambda _: 0)
+        )
+        if not in_c(chosen("encoder", never, able, x)):
             return None
         x, stream = _copied(x), _copied(stream) if records.norm_first else stream
         masks = [None if mix.bias is None else mix.bias.table.float() for mix in self.attending]
-        if records.planned(x):
-            return x
         calls = [Rows(group.sentences, group.tokens) for group in sentences.groups]
         seen = (c.Seen * (len(self.attending) * len(calls)))()
         for i, mask in enumerate(masks):
@@ -129,7 +123,7 @@ class InC:
 
     def __call__(self, x: Tensor, stream: Tensor, context: Surroundings) -> Tensor | None:
         parts, by = _parts(context), native.library()
-        if parts is None or by is None or self.records.planned(x):
+        if parts is None or by is None:
             return None
         places = self._places(parts)
         heads = lambda layer: parts[0].source[layer].keys.shape[1]  # noqa: E731
@@ -163,7 +157,9 @@ class InC:
         heads = lambda layer: context.source[layer].keys.shape[1]  # noqa: E731
         if not (self._covers(places, 0) and self.records.ready(by, heads)):
             return None
-        biases, held = self.biases(context, steps), list[Tensor | None]()
+        added = {id(mix.bias): mix.bias for _, mix, of_text, _ in self.attending if of_text and mix.bias is not None}
+        biases = {key: context.biases(bias, steps).float() for key, bias in added.items()}
+        held: list[Tensor | None] = []
         if not self._covers_steps(context, mask, biases, steps) or not self._turn_several(context, steps, held):
             return None
         for i, (mix, of_text, part, layer) in enumerate(places):
@@ -188,11 +184,6 @@ class InC:
                 at.bias = bias.data_ptr()
                 at.bias_b, at.bias_h, at.bias_step = _strides(bias)
         return [*held, *biases.values()]
-
-    def biases(self, context: Context, steps: int) -> dict[int, Tensor]:
-        """What is added to scores over the text in so many steps, by the `id` of each bias."""
-        found = {id(mix.bias): mix.bias for _, mix, of_text, _ in self.attending if of_text and mix.bias is not None}
-        return {key: context.biases(bias, steps).float() for key, bias in found.items()}
 
     def most(self, context: Context, steps: int) -> int:
         """How many of so many steps may be made ready at once: biases of each are held for all of them."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import native
-from fastgen.ops.dispatch import TRITON, cdiv, chosen, in_c, in_memory, plain, runs_kernels, uncounted, use_triton
+from fastgen.ops.dispatch import TRITON, cdiv, chosen, in_c, in_memory, plain, runs_kernels, use_triton
 from fastgen.ops.selection import kbest_kernels as kernels
 from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.selection.token_mask import unpacked
@@ -179,8 +179,6 @@ def kbest(
     in_c_too = lambda: (  # noqa: E731
         _covered_in_c(logits, scores, k) and (banned is None or in_memory(banned, dtype=torch.int32))
     )
-    if uncounted.get() and fused(logits, k, changes is None and forced is None):  # there are no values
-        return KBest(scores.new_empty(b, k), scores.new_empty(b, k, dtype=torch.int64), None)
     by = chosen("kbest", able, in_c_too, logits, scores, bias, banned, forced)
     if by is TRITON:
         best = kernels.run(logits, scores, k, bias, temperature, changes, banned, forced, without_nan=without_nan)
@@ -200,7 +198,7 @@ def fused(logits: Tensor, k: int, bans_alone: bool) -> bool:
     """
     if runs_kernels(logits):
         return True
-    return bans_alone and native.library() is not None and (uncounted.get() or _covered_in_c(logits, logits, k))
+    return bans_alone and native.library() is not None and _covered_in_c(logits, logits, k)
 
 
 def best_of_log_probs(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

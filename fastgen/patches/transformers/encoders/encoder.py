@@ -23,7 +23,6 @@ from fastgen.models.build.patched_torch import replaced
 from fastgen.models.layers import linear
 from fastgen.models.runtime.encoder import Encoder, Padding, Sentences, arranged, may_pay, pays, weights_of, whole
 from fastgen.models.specs.encoder_layouts import ENCODERS
-from fastgen.ops.dispatch import uncounted
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.generate.fused_decoder import not_known
@@ -67,8 +66,7 @@ def encode(
         return original(self, hidden_states, attention_mask, *args, **kwargs)
     family, asked = folder_of(cast(Any, type(self))), reading.get()
     if is_small(hidden_states, asked is not None or attention_mask is not None):
-        if not uncounted.get():
-            engine.left_alone(f"transformers.encoder.{family}", LITTLE)
+        engine.left_alone(f"transformers.encoder.{family}", LITTLE)
         return original(self, hidden_states, attention_mask, *args, **kwargs)
     try:
         with engine.running("encoder"):
@@ -79,13 +77,11 @@ def encode(
             found = _encode(original, self, family, hidden_states, attention_mask, padding)
     except (NotFused, Slower) as reason:
         count = engine.fallback if type(reason) is NotFused else engine.left_alone
-        if not uncounted.get():
-            count(f"transformers.encoder.{family}", str(reason))
+        count(f"transformers.encoder.{family}", str(reason))
         return original(self, hidden_states, attention_mask, *args, **kwargs)
-    if not uncounted.get():
-        engine.hit(f"transformers.encoder.{family}")
-        if asked is not None and padding != "run":
-            engine.hit(asked.name)
+    engine.hit(f"transformers.encoder.{family}")
+    if asked is not None and padding != "run":
+        engine.hit(asked.name)
     return _OUTPUTS.get(family, BaseModelOutputWithPastAndCrossAttentions)(last_hidden_state=cast(Any, found))
 
 

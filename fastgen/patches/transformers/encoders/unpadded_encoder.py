@@ -12,7 +12,6 @@ from fastgen.models.build.equivalence_check import outcome
 from fastgen.models.build.introspection import NotFused, is_toolkits, part_or_none
 from fastgen.models.runtime.encoder import Encoder, Sentences, pays, weights_of
 from fastgen.models.specs.encoder_layouts import ENCODERS
-from fastgen.ops.dispatch import uncounted
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers.encoders.encoder import LITTLE, Slower, check, lengths_of, prove, sentences_of
 from fastgen.patches.transformers.generate.generation_call import call_of
@@ -71,11 +70,10 @@ class _Source:
             check(self.encoder, ids, (), {name: value for name, value in kwargs.items() if name not in _WITHOUT_EFFECT})
             found = _encode(self.encoder, ids, visible if padded else None)
         except (NotFused, Slower) as reason:
-            if padded and not uncounted.get():
+            if padded:
                 engine.left_alone(NAME, f"padding is encoded: {reason}")
             return self.encoder(**given)
-        if not uncounted.get():
-            engine.hit(NAME)
+        engine.hit(NAME)
         return BaseModelOutput(last_hidden_state=found)  # pyright: ignore[reportArgumentType]
 
 

@@ -226,8 +226,12 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
         return bild.decode(call, asked)
     pauses, reason = (False, None) if rests else suspend.decide(call.model, plan, step, call.stopping_criteria)
     with engine.running(plan):
-        model = wide.stepper(plan, step) if method is None else legacy_loops.stepper(wide, plan, step)
-        decoding = decoding_of(loop, call, model)
+        if method is not None:
+            model = legacy_loops.stepper(wide, plan, step)
+            decoding = legacy_loops.decoding_of(method, call, model)
+        else:
+            model = call.stepper(plan, step)
+            decoding = (_beam_search if loop == "beam" else _sample)(call, model)
         with decoding.around():
             over = decode(decoding.search, model, model.prefill(), lambda: pauses and model.joinable)
     begun = Begun(name, model, decoding.search, decoding.output, () if reason is None else (reason,))
@@ -253,12 +257,6 @@ def _drafted_beams(call: Call, asked: bild.Asked) -> Any:
         {"beam_steps": passes.steps, "large_calls": passes.large_calls, "small_calls": passes.small_calls}
     )
     return Begun("transformers.beam_search", model, decoding.search, decoding.output).finish()
-
-
-def decoding_of(loop: Literal["beam", "sample"], call: Call, model: Stepper) -> Decoding:
-    if (method := legacy_search.method_of(call.config)) is not None:
-        return legacy_loops.decoding_of(method, call, model)
-    return _beam_search(call, model) if loop == "beam" else _sample(call, model)
 
 
 def _beam_search(call: Call, model: Stepper) -> Decoding:

@@ -61,12 +61,6 @@ def has_rows(processor: Any) -> bool:
     return isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
 
 
-def runs_code_of_others(processors: Sequence[Any]) -> str | None:
-    """The name of a processor that is not one of those known here; None where there is none."""
-    own = (*_ROWWISE, lp.EncoderNoRepeatNGramLogitsProcessor)
-    return next((type(p).__name__ for p in processors if kind_of(p) not in own), None)
-
-
 def _edits(processor: Any, vocabulary: Callable[[], int]) -> list[Edit]:
     kind = kind_of(processor)
     if kind in (lp.NoBadWordsLogitsProcessor, lp.SequenceBiasLogitsProcessor):

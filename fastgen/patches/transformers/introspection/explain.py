@@ -1,7 +1,6 @@
-"""What a call of `generate` would run and the memory it would take, found without running the model.
+"""What a call of `generate` would run, and the bytes of its keys and values, found without running the model.
 
-transformers' own `generate` prepares the call (`prepared`), and `decide` is asked; for the most memory that the call
-takes, all of it runs over tensors without values (`peak`).
+transformers' own `generate` prepares the call (`prepared`), and `decide` is asked.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +10,6 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from fastgen import config
-from fastgen.context import isolated
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models.layers import linear
 from fastgen.models.memory import budget
@@ -28,14 +26,7 @@ from fastgen.patches.transformers.generate import legacy_search
 from fastgen.patches.transformers.generate.decide import decide, held_before
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.resolve_setting import rows_at_most
-from fastgen.patches.transformers.introspection.peak import NotPredicted, peak_bytes
-from fastgen.patches.transformers.introspection.prepared import (
-    Prepared,
-    arguments_of,
-    generates_segments,
-    prepare,
-    without_wrappers,
-)
+from fastgen.patches.transformers.introspection.prepared import Prepared, generates_segments, prepare, without_wrappers
 
 
 @dataclass(frozen=True)
@@ -77,11 +68,6 @@ class Explanation:
         reason: why transformers' own loop would run.
         kv_bytes, stock_kv_bytes: what keys and values take at the maximal length, with fastgen and with transformers'
             own cache; None without a plan, and for a cache that is of neither a dynamic nor a static kind.
-        least_peak_bytes, peak_bytes: the most memory that the call takes beside what there is before it, at the maximal
-            length, with nothing kept from earlier calls but packed copies of weights. Slots of generated tokens that no
-            beam sees any more are given up, which depends on the text: the least is where beams share all tokens
-            whenever that is looked at, the other where none is given up. None without a plan, and where it is not
-            predicted, which the notes say with the reason.
         linears: how linear layers would run, with a plan or without.
         notes: what a plan leaves out and why, and what else to know.
     """
@@ -91,8 +77,6 @@ class Explanation:
     reason: str | None
     kv_bytes: int | None
     stock_kv_bytes: int | None
-    least_peak_bytes: int | None
-    peak_bytes: int | None
     linears: Linears
     notes: tuple[str, ...] = ()
 
@@ -118,11 +102,6 @@ class Explanation:
         if self.kv_bytes is not None and self.stock_kv_bytes is not None:
             ours, stock = readable(self.kv_bytes), readable(self.stock_kv_bytes)
             lines.append(("keys and values", f"at most {ours}, with transformers' own cache {stock}"))
-        if self.least_peak_bytes is not None and self.peak_bytes is not None:
-            least, most = readable(self.least_peak_bytes), readable(self.peak_bytes)
-            close = self.peak_bytes <= 1.05 * self.least_peak_bytes
-            said = most if close else f"{least} where beams share most tokens, at most {most},"
-            lines.append(("peak memory", f"{said} beside weights and their packed copies"))
         lines.append(("linear layers", str(self.linears)))
         lines += [("note", note) for note in self.notes]
         return "\n".join([f"{self.call}.generate", *(f"  {name:<19} {text}" for name, text in lines)])
@@ -161,16 +140,12 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
             _check_patch("transformers.generation_mode")
         note = _check_patch({"beam": "transformers.beam_search", "sample": "transformers.sample"}[prepared.loop])
     except Unsupported as unsupported:
-        return Explanation(type(bare).__name__, None, unsupported.reason, None, None, None, None, linears)
+        return Explanation(type(bare).__name__, None, unsupported.reason, None, None, linears)
     ours, stock = _kv_bytes(bare, prepared, plan)
     notes = (*plan.left_off, note) if note else plan.left_off
     if generates_segments(bare):
         notes = ("this is the first segment's first attempt: each of them comes to a loop by itself", *notes)
-    try:
-        peaks = isolated(peak_bytes, bare, prepared, plan, arguments_of(model, generate_kwargs) | {"streamer": None})
-    except NotPredicted as reason:
-        peaks, notes = (None, None), (*notes, f"peak memory is not predicted: {reason}")
-    return Explanation(type(bare).__name__, plan, None, ours, stock, *peaks, linears, notes)
+    return Explanation(type(bare).__name__, plan, None, ours, stock, linears, notes)
 
 
 def _asked(bare: Any, kwargs: dict[str, Any]) -> bild.Asked | None:
@@ -206,8 +181,7 @@ def _of_two_models(bare: Any, asked: bild.Asked, linears: Linears, kwargs: dict[
         plan = replace(plan, drop=False)  # all that has been drafted stays until the end
     else:
         plan = replace(plan, method="big-little decoding")
-    notes = (drafts, *plan.left_off, "peak memory is not predicted: two models decode together")
-    return Explanation(type(bare).__name__, plan, None, ours, stock, None, None, linears, notes)
+    return Explanation(type(bare).__name__, plan, None, ours, stock, linears, (drafts, *plan.left_off))
 
 
 def _call(model: Any, prepared: Prepared) -> Call:

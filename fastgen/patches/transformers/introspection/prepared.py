@@ -63,7 +63,7 @@ def prepare(bare: Any, model: Any, kwargs: dict[str, Any]) -> Prepared:
     if legacy_search.method_of(Settings(model, kwargs)) is None:  # these methods decode for any model, or say why not
         check_model(bare)
     generate = cast(Any, type(bare)).generate
-    if generate is not MIXIN.generate and not generates_segments(bare):
+    if generate is not _MIXIN.generate and not generates_segments(bare):
         raise Unsupported(f"{type(bare).__name__} has a generate of its own")
     if kwargs.get("custom_generate") is not None:
         raise Unsupported("custom_generate is given")
@@ -72,7 +72,7 @@ def prepare(bare: Any, model: Any, kwargs: dict[str, Any]) -> Prepared:
     attention = compat.attention_of(bare.config)
     try:
         with engine.disabled():
-            generate(_probe(bare, model.generation_config), **arguments_of(model, kwargs))
+            generate(_probe(bare, model.generation_config), **_arguments_of(model, kwargs))
     except _Reached as reached:
         return reached.prepared
     finally:  # which a generate of a model's own may have set, for a call that is not to run
@@ -85,10 +85,10 @@ def generates_segments(bare: Any) -> bool:
     """Whether a model's own `generate`, which is transformers', calls that of all models for each segment."""
     family = family_of(bare.config.model_type)
     generate = cast(Any, type(bare)).generate
-    return family is not None and family.segments and generate is not MIXIN.generate and is_toolkits(generate)
+    return family is not None and family.segments and generate is not _MIXIN.generate and is_toolkits(generate)
 
 
-def arguments_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `generate`, of which it may change what it likes."""
     kwargs = {
         name: value for name, value in kwargs.items() if name not in getattr(model, "special_peft_forward_args", ())
@@ -173,7 +173,7 @@ def _loop(name: str) -> Callable[..., NoReturn]:
     return prepared
 
 
-MIXIN: Any = GenerationMixin  # whose methods are typed for models that no class of transformers is
+_MIXIN: Any = GenerationMixin  # whose methods are typed for models that no class of transformers is
 
 _LOOPS = dict(compat.LOOPS)
 for _mode, _loop_mode in legacy_search.MODES.items():  # by names of their own, as nothing is patched here
@@ -181,7 +181,7 @@ for _mode, _loop_mode in legacy_search.MODES.items():  # by names of their own, 
 
 
 def _repository(self: Any, mode: Any, *args: Any) -> str | None:
-    return None if mode in legacy_search.MODES else getattr(MIXIN, compat.REPOSITORY)(self, mode, *args)
+    return None if mode in legacy_search.MODES else getattr(_MIXIN, compat.REPOSITORY)(self, mode, *args)
 
 
 def _load_custom_generate(self: Any, repository: str, *args: Any, **kwargs: Any) -> Any:

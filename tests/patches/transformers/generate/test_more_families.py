@@ -269,4 +269,3 @@ def test_the_memory_is_what_the_call_then_takes(name: str, beams: int) -> None:
     assert call is not None
     assert explanation.plan == call.plan
     assert (explanation.kv_bytes, explanation.stock_kv_bytes) == (call.kv_bytes, call.stock_kv_bytes)
-    assert explanation.peak_bytes is not None

@@ -97,7 +97,7 @@ NEWER = """
     other = replace(compat.INSTALLED, ranks_drawn_beams=not compat.INSTALLED.ranks_drawn_beams)
     compat.INSTALLED = other
     fastgen.enable()
-    from tests import zoo
+    from tests.support import zoo
     model = zoo.build("bart")
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always", fastgen.FastgenWarning)

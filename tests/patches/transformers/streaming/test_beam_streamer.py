@@ -197,7 +197,6 @@ def test_counted_and_explained() -> None:
     plan = fastgen.explain(model, **call)
     assert plan.plan is not None
     assert plan.plan.method == "beam search"
-    assert plan.peak_bytes is not None
     assert notes(plan) == [], "one sentence: there is none that could leave"
     assert heard.prompt is None
     served, fell = fastgen.status()[NAME].hits, fallbacks()
