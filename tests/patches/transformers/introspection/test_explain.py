@@ -295,7 +295,7 @@ def test_without_the_attention_patch() -> None:
     """Several rows cannot share a cache then; the call says so at once, as `explain` does."""
     code = """
         import fastgen
-        from tests import zoo
+        from tests.support import zoo
         from tests.support.parity import notes
         model = zoo.build("bart")
         kwargs = zoo.batch(model, 2, 6) | {"max_new_tokens": 4}
