@@ -14,10 +14,16 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
-from benchmarks.run import begin, common, measured
+import torch
+import transformers
+
+from benchmarks.harness import begin, common, measured, parser_of
+from benchmarks.session import Hits, figures
+from fastgen.cli.bench.measure import Verdict, both, compare, synchronize
 
 VOCABULARY = 30_000
 BATCHES = {
@@ -62,9 +68,6 @@ MODELS = {
 
 def build(model: Model, tiny: bool = False) -> Any:
     """Return a model in evaluation mode, with the same weights every time."""
-    import torch
-    import transformers
-
     kind = getattr(transformers, model.kind)
     layers, width = (1, 32) if tiny else model[1:]
     words = {  # what configs call these
@@ -81,8 +84,6 @@ def build(model: Model, tiny: bool = False) -> Any:
 
 def inputs_of(model: Any, sentences: int, shortest: int, longest: int) -> dict[str, Any]:
     """Random seeded sentences, the last of them the longest."""
-    import torch
-
     draw = Random(1)
     lengths = [*(draw.randint(shortest, longest) for _ in range(sentences - 1)), longest]
     generator = torch.Generator().manual_seed(1)
@@ -98,8 +99,6 @@ def results_of(output: Any, mask: Any) -> list[Any]:
 
 def compared(model: Any, inputs: dict[str, Any], rounds: int, device: str) -> dict[str, Any]:
     """One forward beside itself unpatched: speed, and what ran."""
-    from benchmarks.runners import Hits, Session, both, figures
-    from fastgen.cli.bench import measure
 
     def call() -> Any:
         output = None
@@ -107,25 +106,23 @@ def compared(model: Any, inputs: dict[str, Any], rounds: int, device: str) -> di
             output = model(**inputs)
         return results_of(output, inputs["attention_mask"])
 
-    def same(stock: list[Any], ours: list[Any]) -> measure.Verdict:
+    def same(stock: list[Any], ours: list[Any]) -> Verdict:
         apart = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, ours, strict=True))
-        return measure.Verdict(apart < 1e-4, note=f"apart by {apart:.1e} of the largest value")
+        return Verdict(apart < 1e-4, note=f"apart by {apart:.1e} of the largest value")
 
     stock, patched = both(call)
-    hits, session, calls = Hits(), Session(device), 1
+    hits, calls = Hits(), 1
     stock()
     began = time.perf_counter()
     stock()
     calls = max(1, round(SECONDS / (time.perf_counter() - began)))
-    outcome = measure.compare(stock, patched, rounds, same, warmup=2, synchronize=session.synchronize)
+    outcome = compare(stock, patched, rounds, same, warmup=2, synchronize=partial(synchronize, device))
     return figures(outcome, calls * int(inputs["attention_mask"].sum())) | hits.since() | {"calls": calls}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the models that the arguments name; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.forwards", description=(__doc__ or "").split("\n\n", 1)[0]
-    )
+    parser = parser_of("benchmarks.forwards", __doc__)
     parser.add_argument("--model", nargs="+", choices=sorted(MODELS), metavar="NAME", help="default: all")
     args = common(parser, rounds=15).parse_args(argv)
     begin(args.threads)

@@ -5,12 +5,11 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import RESULTS
 from fastgen.cli.bench.measure import agrees
 
-RESULTS = Path(__file__).parent / "results"
 MEGA = 2**20
 SPACE = "\N{NO-BREAK SPACE}"
 DIFFER, ROUNDED = "outputs differ", "differs within rounding"
