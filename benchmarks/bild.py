@@ -11,19 +11,26 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from unittest import mock
 
-from benchmarks.run import RESULTS, hardware, positive
+import numpy as np
+import torch
 
-if TYPE_CHECKING:
-    from fastgen.cli.bild.sweep import Arm, Batch, Point
+import fastgen
+from benchmarks.harness import begin, option, parser_of, positive, write_result
+from fastgen.cli import main as command
+from fastgen.cli.bench.agreement import Agreements
+from fastgen.cli.bild import pair, sweep
+from fastgen.cli.bild.sweep import Arm, Batch, Point
+from fastgen.corpus import models
+from fastgen.patches.transformers.bild import bild
 
 FALLBACKS, ROLLBACKS, MAX_DRAFT = (0.2, 0.4, 0.6, 0.8), (1.0, 2.0, 4.0), 10
 FIXED_DRAFTS = (2, 4, 8)
@@ -39,21 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.sentences, args.rounds, args.batch, args.max_new_tokens = 5, 1, [1, 3], 8
         args.fallback, args.rollback = args.fallback[:1], args.rollback[:1]
 
-    import torch
-    from transformers.utils import logging
-
-    import fastgen
-    from fastgen.cli.bench.measure import environment
-    from fastgen.cli.bild import pair
-    from fastgen.corpus import models
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    begin(args.threads)
     if not args.aligned.is_dir():
         _align(args)
-    torch.set_grad_enabled(False)
     large = pair.load_model(args.large, args.device, args.dtype)
     smalls = {
         name: pair.load_model(folder, args.device, args.dtype)
@@ -65,25 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines, references = (pair.read_lines(file)[: args.sentences] for file in (args.input, args.reference))
     sources = pair.encode(tokenizer, lines, args.append_eos, None)
     result: dict[str, Any] = {"cells": {}, "sentences": len(sources)}
-    file = (args.out or RESULTS / hardware(args.device)) / "bild.json"
     for size in args.batch:
         result["cells"] |= _of_batch_size(size, large, smalls, tokenizer, sources, references, args)
         if size == 1:
             result["cost"] = _costs(large, smalls, sources, args)
             _add_ideal(result, len(sources))
-        chosen = {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
-        data = {
-            "case": "bild", "kind": "bild", "arguments": chosen, "environment": environment(),
-            "status": fastgen.status().to_dict(), "result": result,
-        }  # fmt: skip
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        write_result(args, "bild", result, status=fastgen.status().to_dict())
         print("\n".join(_lines(result["cells"], size)), flush=True)
     return 0 if all(cell["equal"] is not False for cell in result["cells"].values()) else 1
 
 
 def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bild", description=(__doc__ or "").split("\n\n", 1)[0])
+    parser = parser_of("benchmarks.bild", __doc__)
     parser.add_argument("large", type=Path, metavar="LARGE")
     parser.add_argument("small", type=Path, metavar="SMALL", help="folders of the pair")
     parser.add_argument("--aligned", type=Path, required=True, metavar="FOLDER", help="the aligned small model")
@@ -96,44 +84,33 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N")
     parser.add_argument("--sentences", type=positive, default=300, metavar="N", help="first lines (default: 300)")
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 32], metavar="N", help="default: 1 8 32")
-    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="default: 3")
+    option(parser, "rounds", default=3, help="default: 3")
     parser.add_argument("--fallback", type=float, nargs="+", default=list(FALLBACKS), metavar="X")
     parser.add_argument("--rollback", type=float, nargs="+", default=list(ROLLBACKS), metavar="X")
-    parser.add_argument("--threads", type=positive, metavar="N", help="torch's CPU threads (default: torch's choice)")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: cpu")
+    option(parser, "threads")
+    option(parser, "device", choices=["cpu", "cuda"], help="default: cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument(
-        "--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the benchmark itself"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    option(parser, "scale")
+    option(parser, "out")
     return parser
 
 
 def _align(args: argparse.Namespace) -> None:
-    from fastgen.cli import main as command
-
     if args.train is None:
         raise SystemExit(f"--aligned {args.aligned}: there is no such folder, and no --train to make it from")
     words = ["bild", "align", args.large, args.small, "--input", args.train, "--output", args.aligned]
-    words += [
-        "--device",
-        args.device,
-        "--max-new-tokens",
-        args.max_new_tokens,
-        *args.align_options.split(),
-        *["--append-eos"] * args.append_eos,
-    ]
-    if command([str(word) for word in words]):
-        raise SystemExit("the small model could not be aligned")
+    words += ["--device", args.device, "--max-new-tokens", args.max_new_tokens, *args.align_options.split()]
+    words += ["--append-eos"] * args.append_eos
+    with torch.enable_grad():
+        if command([str(word) for word in words]):
+            raise SystemExit("the small model could not be aligned")
 
 
 def _points(args: argparse.Namespace) -> dict[str, Point]:
     """By kind and thresholds: the sweep, lossless, drafts of a fixed length, and drafts where they pay by the clock."""
-    from fastgen.cli.bild.sweep import Point
-
-    sweep = [Point(f, r, MAX_DRAFT) for f, r in itertools.product(args.fallback, args.rollback)]
+    by_thresholds = [Point(f, r, MAX_DRAFT) for f, r in itertools.product(args.fallback, args.rollback)]
     lossless = [Point(fallback, None, MAX_DRAFT) for fallback in args.fallback]
-    found = {str(point): point for point in (*sweep, *lossless)}
+    found = {str(point): point for point in (*by_thresholds, *lossless)}
     found[ADAPTIVE] = lossless[len(lossless) // 2]
     return found | {f"drafts of {n}, lossless": Point(0.0, None, n) for n in FIXED_DRAFTS}
 
@@ -143,13 +120,11 @@ def _of_batch_size(
     args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
     """A cell for each way to generate in batches of this size."""
-    from fastgen.cli.bench.agreement import Agreement, all_agree
-    from fastgen.cli.bild import pair, sweep
-
     greedy = pair.greedy(large, args.max_new_tokens)
     batches = sweep.batches_of(sources, size, large)
     points = _points(args)
-    arms: dict[str, Arm] = {LARGE: _arm(large, greedy), STOCK: _stock(_arm(large, greedy))}
+    alone, disabled = _arm(large, greedy), fastgen.disabled()
+    arms: dict[str, Arm] = {LARGE: alone, STOCK: disabled(alone)}
     kinds = {name: {"small": None, "point": None} for name in arms}
     for which, small in smalls.items():
         arms[f"{SMALL}, {which}"] = _arm(small, pair.greedy(small, args.max_new_tokens))
@@ -160,17 +135,17 @@ def _of_batch_size(
         arms[f"{which}, {label}"] = _arm(large, options | {"return_dict_in_generate": True})
         kinds[f"{which}, {label}"] = {"small": which, "point": vars(point) | {"adaptive": adaptive}}
     for which, small in smalls.items() if size == 1 else ():
-        arms[f"{ASSISTED}, {which}"] = _stock(_arm(large, greedy | {"assistant_model": small}))
+        arms[f"{ASSISTED}, {which}"] = disabled(_arm(large, greedy | {"assistant_model": small}))
         kinds[f"{ASSISTED}, {which}"] = {"small": which, "point": None}
     found = sweep.measure(arms, batches, args.rounds)
     texts = {name: sweep.texts_of(each, batches, tokenizer, True) for name, each in found.items()}
     quality = _quality(texts, references, args.scale == "tiny")
-    agreements = [Agreement(large, batch.inputs, greedy) for batch in batches]
+    agreements = Agreements(large, [batch.inputs for batch in batches], greedy)
     cells: dict[str, Any] = {}
     for name, each in found.items():
         point = kinds[name]["point"]
         exact = name == LARGE or name.startswith(ASSISTED) or (point is not None and point["rollback"] is None)
-        verdict = all_agree(agreements, found[STOCK].outputs, each.outputs) if exact else None
+        verdict = agreements(found[STOCK].outputs, each.outputs) if exact else None
         equal = None if verdict is None else verdict.equal
         cell = kinds[name] | {"batch": size, "equal": equal, **quality[name], **each.over(found[LARGE])}
         cell["over_transformers"] = each.over(found[STOCK])["ratio"]
@@ -185,16 +160,6 @@ def _of_batch_size(
 def _arm(model: Any, options: dict[str, Any]) -> Arm:
     def generate(batch: Batch) -> Any:
         return model.generate(**batch.inputs, **options)
-
-    return generate
-
-
-def _stock(arm: Arm) -> Arm:
-    import fastgen
-
-    def generate(batch: Batch) -> Any:
-        with fastgen.disabled():
-            return arm(batch)
 
     return generate
 
@@ -226,15 +191,13 @@ def _costs(large: Any, smalls: dict[str, Any], sources: list[list[int]], args: a
 
     A step among steps is not a pass over one token among other passes, whose weights the caches hold as well.
     """
-    from fastgen.cli.bild import pair, sweep
-
     greedy = pair.greedy(large, args.max_new_tokens)
     batches = sweep.batches_of(sources, 1, large)
     small = smalls["unaligned"]
     encoders = {name: _encoder_seconds(model, batches) for name, model in (("large", large), ("small", small))}
     passes: dict[tuple[bool, int], list[float]] = {}
     steps: list[float] = []
-    points = [sweep.Point(0.0, None, width - 1) if width > 1 else sweep.Point(1.0, None, 1) for width in PASS_WIDTHS]
+    points = [Point(0.0, None, width - 1) if width > 1 else Point(1.0, None, 1) for width in PASS_WIDTHS]
     with _watched_passes(large, passes, steps):
         for batch in batches[:: max(1, len(batches) // COST_SOURCES)]:
             _arm(large, greedy)(batch)
@@ -252,10 +215,6 @@ def _watched_passes(large: Any, passes: dict[tuple[bool, int], list[float]], ste
 
     steps: of the large model where it runs alone.
     """
-    from unittest import mock
-
-    from fastgen.patches.transformers.bild import bild
-
     extends, steps_on = bild._Whole.extend, bild.FusedDecoder.__call__
 
     def timed(call: Callable[[], Any]) -> tuple[Any, float]:
@@ -308,8 +267,6 @@ def ideal(counts: dict[str, int], sentences: int, cost: dict[str, Any]) -> float
     A pass of the large model reads what was drafted since its last one and its own last token; the table of its
     times is read, between its entries, at the mean of that.
     """
-    import numpy as np
-
     widths = sorted(cost["large_pass"])
     mean = (counts["drafted"] + counts["large_calls"]) / max(1, counts["large_calls"])
     at_mean = float(np.interp(mean, widths, [cost["large_pass"][width] for width in widths]))

@@ -9,16 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from benchmarks.harness import ROOT
 from benchmarks.weights import Weights
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "en-es"
+EXAMPLE = ROOT / "examples" / "en-es"
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,6 @@ class Shape:
 
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
         """Return the model in evaluation mode, with the same weights every time."""
-        import torch
         import transformers
 
         config = getattr(transformers, self.config)(**self.values)
@@ -68,7 +68,6 @@ class FairseqShape:
         from argparse import Namespace
         from types import SimpleNamespace
 
-        import torch
         from fairseq.data import Dictionary
         from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
@@ -146,8 +145,6 @@ class Case:
 
     def inputs(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         """Return random seeded sources without padding or special tokens (which are at the vocabulary's ends)."""
-        import torch
-
         ends = min(200, model.config.vocab_size // 8)
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(ends, model.config.vocab_size - ends, (self.batch, self.source), generator=generator)

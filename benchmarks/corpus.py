@@ -11,7 +11,6 @@ import argparse
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,18 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import EXAMPLE
-from benchmarks.run import hardware, positive
+from benchmarks.harness import ROOT, finished, option, parser_of, positive, write_result
+from benchmarks.near_ties import is_near_tie
+from fastgen.cli.bench.measure import interleave, paired_ratio
+from fastgen.corpus.texts import Options, TextGenerator
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).with_name("results")
 SCRIPT, COMMAND, ONE, SEVERAL = "script", "fastgen generate", "one thread", "processes"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure all; return 1 if an output differed."""
     args = _arguments().parse_args(argv)
-    from fastgen.cli.bench.measure import environment, interleave, paired_ratio
-
     with tempfile.TemporaryDirectory(prefix="fastgen-corpus-") as scratch:
         runs = _Runs(Path(scratch), args)
         arms = {
@@ -50,13 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ratio = paired_ratio(result["seconds"][baseline], result["seconds"][candidate])
         result[f"{candidate} over {baseline}"] = dict(zip(("ratio", "low", "high"), ratio, strict=True))
     print(json.dumps({name: value for name, value in result.items() if name != "summaries"}, indent=1))
-    chosen = {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
-    data = {
-        "case": "corpus", "kind": "corpus", "arguments": chosen, "environment": environment(), "result": result,
-    }  # fmt: skip
-    file = (args.out or RESULTS / hardware(args.device)) / "corpus.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    write_result(args, "corpus", result)
     return 0 if result["equal"] else 1
 
 
@@ -102,9 +94,6 @@ class _Runs:
         return None
 
     def _is_near_tie(self, line: int, other: str) -> bool:
-        from benchmarks.near_ties import is_near_tie
-        from fastgen.corpus.texts import Options, TextGenerator
-
         generation = {"num_beams": self.args.num_beams, "max_new_tokens": self.args.max_new_tokens}
         generator = TextGenerator(Options(self.args.model, generation, device=self.args.device, truncate=True))
         return is_near_tie(generator, generation, self.lines[line], other)
@@ -112,29 +101,21 @@ class _Runs:
 
 def _run(command: list[str]) -> None:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    found = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
-    if found.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{found.stdout[-2000:]}{found.stderr[-4000:]}")
+    finished(command, {"PYTHONPATH": path})
 
 
 def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.corpus", description=(__doc__ or "").split("\n\n", 1)[0]
-    )
-    parser.add_argument(
-        "--model", type=Path, default=EXAMPLE / "model", metavar="FOLDER", help="default: the example's"
-    )
-    parser.add_argument(
-        "--input", type=Path, default=EXAMPLE / "test.en", metavar="FILE", help="default: the example's"
-    )
+    parser, of_example = parser_of("benchmarks.corpus", __doc__), "default: the example's"
+    parser.add_argument("--model", type=Path, default=EXAMPLE / "model", metavar="FOLDER", help=of_example)
+    parser.add_argument("--input", type=Path, default=EXAMPLE / "test.en", metavar="FILE", help=of_example)
     parser.add_argument("--lines", type=positive, metavar="N", help="first lines (default: all)")
-    parser.add_argument("--rounds", type=positive, default=1, metavar="N", help="default: 1")
+    option(parser, "rounds", default=1, help="default: 1")
     parser.add_argument("--num-beams", type=positive, default=4, metavar="N", help="default: 4")
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128")
-    parser.add_argument("--threads", type=positive, default=os.cpu_count(), metavar="N", help="default: all cores")
+    option(parser, "threads", default=os.cpu_count(), help="default: all cores")
     parser.add_argument("--processes", type=positive, default=2, metavar="N", help="1: leave them out (default: 2)")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: cpu")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    option(parser, "device", choices=["cpu", "cuda"], help="default: cpu")
+    option(parser, "out")
     return parser
 
 

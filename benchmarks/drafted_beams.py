@@ -9,13 +9,18 @@ both, round by round in turn, and whether all sequences are equal.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run import RESULTS, hardware, positive
+import torch
+
+import fastgen
+from benchmarks.harness import begin, option, parser_of, positive, write_result
+from fastgen.cli.bench.measure import Verdict, compare
+from fastgen.cli.bild import pair
+from fastgen.corpus import models
 
 BEAMS, STEPS = (2, 4), (1, 2)
 
@@ -23,16 +28,7 @@ BEAMS, STEPS = (2, 4), (1, 2)
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure all; return 1 if an output differed."""
     args = _arguments().parse_args(argv)
-
-    import torch
-
-    from fastgen.cli.bench.measure import environment
-    from fastgen.cli.bild import pair
-    from fastgen.corpus import models
-
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    torch.set_grad_enabled(False)
+    begin(args.threads)
     large, small = (pair.load_model(folder, args.device, "float32") for folder in (args.large, args.small))
     lines = pair.read_lines(args.input)[: args.sentences]
     sources = pair.encode(models.load_tokenizer(args.large), lines, args.append_eos, None)
@@ -44,30 +40,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, cell in cells.items():
         speed = "{ratio:.2f} [{low:.2f}, {high:.2f}]".format(**cell) if cell["equal"] else "outputs differ"
         print(f"{name:<20}{speed:<22}{cell['steps_per_pass']:.2f} steps per pass")
-    chosen = {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
-    data = {
-        "case": "drafted_beams", "kind": "drafted_beams", "arguments": chosen, "environment": environment(),
-        "result": {"cells": cells, "sentences": len(sources)},
-    }  # fmt: skip
-    file = (args.out or RESULTS / hardware(args.device)) / "drafted_beams.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    write_result(args, "drafted_beams", {"cells": cells, "sentences": len(sources)})
     return 0 if all(cell["equal"] for cell in cells.values()) else 1
 
 
 def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.drafted_beams", description=(__doc__ or "").split("\n\n", 1)[0]
-    )
+    parser = parser_of("benchmarks.drafted_beams", __doc__)
     parser.add_argument("large", type=Path, metavar="LARGE")
     parser.add_argument("small", type=Path, metavar="SMALL", help="folders of the pair")
     parser.add_argument("--input", type=Path, required=True, metavar="FILE")
     parser.add_argument("--append-eos", action="store_true", help="as of `fastgen bild align`")
     parser.add_argument("--sentences", type=positive, default=60, metavar="N", help="first lines (default: 60)")
-    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="default: 5")
-    parser.add_argument("--threads", type=positive, metavar="N", help="torch's CPU threads (default: torch's choice)")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: cpu")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    option(parser, "rounds", default=5, help="default: 5")
+    option(parser, "threads")
+    option(parser, "device", choices=["cpu", "cuda"], help="default: cpu")
+    option(parser, "out")
     return parser
 
 
@@ -75,11 +62,6 @@ def _cell(
     large: Any, small: Any, sources: Sequence[Sequence[int]], beams: int, steps: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """The ratio of times of whole rounds with its interval, and what was saved."""
-    import torch
-
-    import fastgen
-    from fastgen.cli.bench.measure import Verdict, compare
-
     inputs = [torch.tensor([list(source)], device=args.device) for source in sources]
 
     def run(**options: Any) -> list[Any]:

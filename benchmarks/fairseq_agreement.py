@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 import fastgen
+from fastgen.cli.bench.agreement import judged
 from fastgen.cli.bench.measure import Verdict
-from fastgen.decoding.search.near_ties import NEAR_TIE, replayed
+from fastgen.decoding.search.near_ties import replayed
 
 Found = list[list[dict[str, Any]]]
 """For each sentence its hypotheses, best first, as `SequenceGenerator.generate` returns them."""
@@ -37,11 +38,9 @@ class FairseqAgreement:
         apart = [i for i, (a, b) in enumerate(zip(stock, other, strict=True)) if _tokens(a) != _tokens(b)]
         if not apart:
             return Verdict(True)
-        limit = NEAR_TIE.get(next(self.model.parameters()).dtype, 0.0)
         margins = {i: self._margin(i, stock[i], other[i]) for i in apart}
-        worst, ties = max(margins, key=margins.__getitem__), sum(margin < limit for margin in margins.values())
-        note = f"{len(apart)} of {len(stock)} sentences differ, largest margin {margins[worst]:.1e} (sentence {worst})"
-        return Verdict(ties == len(apart), ties, note)
+        dtype = next(self.model.parameters()).dtype
+        return judged(margins, dtype, f"{len(apart)} of {len(stock)} sentences", "sentence")
 
     def margin(self, sentence: int, wanted: Sequence[int]) -> float:
         """The margin at which fairseq's search left the way to a text of a sentence of the batch, with its end."""

@@ -7,24 +7,21 @@ fairseq.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from benchmarks.cases import EXAMPLE, Case
 from benchmarks.fairseq_agreement import FairseqAgreement
-from fastgen.cli.bench import measure
-from fastgen.cli.bench.measure import Verdict
-from fastgen.decoding.search.near_ties import NEAR_TIE
-
-if TYPE_CHECKING:
-    from benchmarks.runners import Session
+from benchmarks.harness import finished
+from benchmarks.session import Session
+from fastgen.cli.bench.agreement import judged
+from fastgen.cli.bench.measure import Verdict, compare
 
 STOCK = {"FASTGEN": "compat"}
 STRICT = {"FASTGEN_STRICT": "1"}
@@ -55,12 +52,8 @@ def run_command(case: Case, session: Session) -> dict[str, Any]:
             inside[name].append(float(found[2]))
             return output
 
-        outcome = measure.compare(
-            lambda: arm("stock", STOCK),
-            lambda: arm("fastgen", STRICT),
-            session.rounds or case.rounds,
-            agreement,
-        )
+        arms = partial(arm, "stock", STOCK), partial(arm, "fastgen", STRICT)
+        outcome = compare(*arms, session.rounds or case.rounds, agreement)
     return outcome.to_dict() | {"seconds_of_translation": inside}
 
 
@@ -116,10 +109,7 @@ class CommandAgreement:
         at = self.words.index("--post-process")
         output, _ = run("fairseq-generate", *self.words[:at], *self.words[at + 2 :], **STRICT)
         margins = self._margins({n: _lines(output)[f"H-{n}"][1] for n in numbers})
-        limit, worst = NEAR_TIE[self.session.dtype], max(margins, key=margins.__getitem__)
-        ties = sum(margin < limit for margin in margins.values())
-        note = f"{len(numbers)} translations differ, largest margin {margins[worst]:.1e} (sentence {worst})"
-        return Verdict(ties == len(numbers), ties, note)
+        return judged(margins, self.session.dtype, f"{len(numbers)} translations", "sentence")
 
     def _margins(self, texts: dict[int, str]) -> dict[int, float]:
         """The margin at which fairseq's search left the way to each of these texts, in tokens."""
@@ -176,10 +166,5 @@ def _read(file: Path) -> list[str]:
 
 def run(*command: str, **environment: str) -> tuple[str, str]:
     """Standard output and standard error of a command of fairseq's, or of a script that uses it."""
-    found = subprocess.run(
-        [sys.executable, "-m", "fastgen", "run", *command],
-        capture_output=True, text=True, env=os.environ | environment, check=False,
-    )  # fmt: skip
-    if found.returncode:
-        raise RuntimeError(f"{command[0]} failed:\n{found.stdout[-2000:]}{found.stderr[-4000:]}")
-    return found.stdout, found.stderr
+    done = finished([sys.executable, "-m", "fastgen", "run", *command], environment)
+    return done.stdout, done.stderr

@@ -16,7 +16,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.run import begin, common, measured
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+import fastgen.unilm  # which makes its family known
+from benchmarks.harness import begin, common, measured, parser_of
+from benchmarks.session import Session, compared
+from fastgen.models.specs.families import FAMILIES
 
 VOCABULARY, NEW_TOKENS = 8_000, 16
 CALLS = {"4 x 128, 4 beams": (4, 128, 4), "8 x 64, greedy": (8, 64, 1), "1 x 32, greedy": (1, 32, 1)}
@@ -59,11 +65,6 @@ _OWN: dict[str, dict[str, Any]] = {
 
 def build(name: str, tiny: bool = False) -> Any:
     """Return a model of a family, in evaluation mode, with the same weights every time."""
-    import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
-
-    import fastgen.unilm  # noqa: F401  (which makes its family known)
-
     kind = CONFIG_MAPPING[name]
     known = inspect.signature(kind).parameters
     values = {word: size for size, words in _SIZES.items() for word in words if word in known}
@@ -83,8 +84,6 @@ def build(name: str, tiny: bool = False) -> Any:
 
 def inputs_of(model: Any, sentences: int, tokens: int) -> dict[str, Any]:
     """Random seeded inputs of a call: token ids and their mask, or what Whisper hears."""
-    import torch
-
     generator = torch.Generator().manual_seed(1)
     config = model.config
     if config.model_type == "whisper":
@@ -97,11 +96,7 @@ def inputs_of(model: Any, sentences: int, tokens: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the families that the arguments name; return the exit status."""
-    from fastgen.models.specs.families import FAMILIES
-
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.families", description=(__doc__ or "").split("\n\n", 1)[0]
-    )
+    parser = parser_of("benchmarks.families", __doc__)
     parser.add_argument("--family", nargs="+", choices=sorted(FAMILIES), metavar="NAME", help="default: all")
     args = common(parser, rounds=5).parse_args(argv)
     begin(args.threads)
@@ -109,9 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _cells(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    import fastgen
-    from benchmarks.runners import Session, compared
-
     tiny = args.scale == "tiny"
     for name in names:
         model = build(name, tiny).to(args.device)

@@ -1,11 +1,11 @@
-"""What runs without `generate`: encoders that classify, and the loss of a language model, beside the unpatched toolkit.
+"""What runs without `generate`: encoders that classify, beside the unpatched toolkit.
 
     python -m benchmarks.forwards
-    python -m benchmarks.forwards --model "bert 2 x 128" gpt2
+    python -m benchmarks.forwards --model "bert 2 x 128" "roberta 12 x 768"
 
 Models of published shapes with random weights. Encoders get batches of sentences of the same length, of nearly the
-same, and of different lengths; the loss is that of whole texts. One JSON file, forwards.json, goes to
-benchmarks/results/<hardware>/. The exit status is 1 if any output differed.
+same, and of different lengths. One JSON file, forwards.json, goes to benchmarks/results/<hardware>/.
+The exit status is 1 if any output differed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
-from benchmarks.run import begin, common, measured
+import torch
+import transformers
+
+from benchmarks.harness import begin, common, measured, parser_of
+from benchmarks.session import Hits, figures
+from fastgen.cli.bench.measure import Verdict, both, compare, synchronize
 
 VOCABULARY = 30_000
 BATCHES = {
@@ -39,7 +45,7 @@ class Model(NamedTuple):
 
     Attributes:
         kind: name of the class.
-        layers, width: of its config; an encoder's heads have 64 channels each.
+        layers, width: of its config; its heads have 64 channels each.
     """
 
     kind: str
@@ -57,23 +63,19 @@ MODELS = {
     "electra 12 x 256": Model("ElectraForSequenceClassification", 12, 256),
     "distilbert 6 x 768": Model("DistilBertForSequenceClassification", 6, 768),
     "roberta 12 x 768": Model("RobertaModel", 12, 768),
-    "gpt2 loss 12 x 768": Model("GPT2LMHeadModel", 12, 768),
 }
 
 
 def build(model: Model, tiny: bool = False) -> Any:
     """Return a model in evaluation mode, with the same weights every time."""
-    import torch
-    import transformers
-
     kind = getattr(transformers, model.kind)
     layers, width = (1, 32) if tiny else model[1:]
     words = {  # what configs call these
         "vocab_size": VOCABULARY, "embedding_size": width, "max_position_embeddings": 512,
-        **dict.fromkeys(("num_hidden_layers", "n_layers", "n_layer"), layers),
-        **dict.fromkeys(("hidden_size", "dim", "n_embd"), width),
-        **dict.fromkeys(("intermediate_size", "hidden_dim", "n_inner"), 4 * width),
-        **dict.fromkeys(("num_attention_heads", "n_heads", "n_head"), max(1, width // 64)),
+        **dict.fromkeys(("num_hidden_layers", "n_layers"), layers),
+        **dict.fromkeys(("hidden_size", "dim"), width),
+        **dict.fromkeys(("intermediate_size", "hidden_dim"), 4 * width),
+        **dict.fromkeys(("num_attention_heads", "n_heads"), max(1, width // 64)),
     }  # fmt: skip
     known = kind.config_class.__dataclass_fields__
     torch.manual_seed(0)
@@ -81,30 +83,22 @@ def build(model: Model, tiny: bool = False) -> Any:
 
 
 def inputs_of(model: Any, sentences: int, shortest: int, longest: int) -> dict[str, Any]:
-    """Random seeded sentences, the last of them the longest; with labels for a language model."""
-    import torch
-
+    """Random seeded sentences, the last of them the longest."""
     draw = Random(1)
     lengths = [*(draw.randint(shortest, longest) for _ in range(sentences - 1)), longest]
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, model.config.vocab_size, (sentences, longest), generator=generator).to(model.device)
     mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long().to(model.device)
-    if hasattr(model, "lm_head"):
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     return {"input_ids": ids.masked_fill(mask == 0, model.config.pad_token_id), "attention_mask": mask}
 
 
 def results_of(output: Any, mask: Any) -> list[Any]:
     """The tensors of an output that somebody may read: not those of padding."""
-    if output.get("loss") is not None:
-        return [output.loss]
     return [part[mask.bool()] if part.dim() == 3 else part for part in output.values()]
 
 
 def compared(model: Any, inputs: dict[str, Any], rounds: int, device: str) -> dict[str, Any]:
     """One forward beside itself unpatched: speed, and what ran."""
-    from benchmarks.runners import Hits, Session, both, figures
-    from fastgen.cli.bench import measure
 
     def call() -> Any:
         output = None
@@ -112,25 +106,23 @@ def compared(model: Any, inputs: dict[str, Any], rounds: int, device: str) -> di
             output = model(**inputs)
         return results_of(output, inputs["attention_mask"])
 
-    def same(stock: list[Any], ours: list[Any]) -> measure.Verdict:
+    def same(stock: list[Any], ours: list[Any]) -> Verdict:
         apart = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, ours, strict=True))
-        return measure.Verdict(apart < 1e-4, note=f"apart by {apart:.1e} of the largest value")
+        return Verdict(apart < 1e-4, note=f"apart by {apart:.1e} of the largest value")
 
     stock, patched = both(call)
-    hits, session, calls = Hits(), Session(device), 1
+    hits, calls = Hits(), 1
     stock()
     began = time.perf_counter()
     stock()
     calls = max(1, round(SECONDS / (time.perf_counter() - began)))
-    outcome = measure.compare(stock, patched, rounds, same, warmup=2, synchronize=session.synchronize)
+    outcome = compare(stock, patched, rounds, same, warmup=2, synchronize=partial(synchronize, device))
     return figures(outcome, calls * int(inputs["attention_mask"].sum())) | hits.since() | {"calls": calls}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the models that the arguments name; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.forwards", description=(__doc__ or "").split("\n\n", 1)[0]
-    )
+    parser = parser_of("benchmarks.forwards", __doc__)
     parser.add_argument("--model", nargs="+", choices=sorted(MODELS), metavar="NAME", help="default: all")
     args = common(parser, rounds=15).parse_args(argv)
     begin(args.threads)
@@ -140,10 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _cells(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for name in names:
         model = build(MODELS[name], args.scale == "tiny").to(args.device)
-        scores = hasattr(model, "lm_head")
-        small = (2, 64, 64) if scores else (2, 4, 8)
-        for batch, sizes in ({"4 of 256": (4, 256, 256)} if scores else BATCHES).items():
-            inputs = inputs_of(model, *(small if args.scale == "tiny" else sizes))
+        for batch, sizes in BATCHES.items():
+            inputs = inputs_of(model, *((2, 4, 8) if args.scale == "tiny" else sizes))
             yield name, batch, compared(model, inputs, args.rounds, args.device)
 
 

@@ -17,7 +17,6 @@ The exit status is 1 if a stage failed.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -34,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run import RESULTS, hardware, positive
+from benchmarks.harness import folder_of, option, parser_of, positive
 
 POLL, GRACE = 0.5, 10.0
 """Seconds between two looks at a stage, and those that it has to end in after an interrupt, before it is killed."""
@@ -237,20 +236,18 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stages that the arguments name; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n\n", 1)[0])
+    parser = parser_of("benchmarks.gpu", __doc__)
     parser.add_argument("--part", type=int, choices=PARTS, default=1, help="ten minutes each (default: 1)")
     parser.add_argument("--stage", nargs="+", metavar="NAME", help="some of its stages only")
     parser.add_argument("--deadline", type=positive, default=560, metavar="SECONDS", help="for all (default: 560)")
-    parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N (default: cuda)")
-    parser.add_argument(
-        "--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the stages themselves"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    option(parser, "device", default="cuda", help="cpu, cuda or cuda:N (default: cuda)")
+    option(parser, "scale", help="tiny: a test of the stages themselves")
+    option(parser, "out")
     args = parser.parse_args(argv)
     stages = {stage.name: stage for stage in PARTS[args.part]}
     if unknown := set(args.stage or ()) - set(stages):
         parser.error(f"part {args.part} has no stage {', '.join(sorted(unknown))}; it has {', '.join(stages)}")
-    run = Run(args.out or RESULTS / hardware(args.device), args.deadline, args.device, args.scale)
+    run = Run(folder_of(args), args.deadline, args.device, args.scale)
     with tempfile.TemporaryDirectory() as folder:
         try:
             return 0 if run.stages([stages[name] for name in args.stage or stages], Path(folder)) else 1

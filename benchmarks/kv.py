@@ -62,12 +62,3 @@ class KVProbe(LogitsProcessor):
                 if storage.data_ptr() not in weights:
                     storages[storage.data_ptr()] = storage.nbytes()
         return sum(storages.values())
-
-
-def last_report() -> Any:
-    """Return fastgen's record of its last accelerated `generate` (kv_bytes, steps), None where there is none."""
-    try:
-        from fastgen.patches.transformers.generate import report
-    except ImportError:
-        return None
-    return report.last_call()

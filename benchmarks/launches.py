@@ -9,33 +9,27 @@ is what a step launches. One JSON file, launches.json, goes to benchmarks/result
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import torch
+
+import fastgen
 from benchmarks.cases import CASES
-from benchmarks.run import RESULTS, hardware, write_whole
+from benchmarks.harness import begin, folder_of, option, parser_of, write_whole
+from benchmarks.session import profiled
+from fastgen.cli.bench.measure import environment
 
 SHORT, LONG = 8, 24
 
 
 def launched(call: Any, device: str) -> int:
     """Return how many kernels (CUDA) or operators (CPU) a call launches."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    cuda = device.startswith("cuda")
-    activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
-    with profile(activities=activities) as profiler:
-        call()
-        if cuda:
-            torch.cuda.synchronize(device)
-    events = profiler.events() or []
-    if cuda:
+    events = profiled(call, device).events() or []
+    if device.startswith("cuda"):
         return sum("CUDA" in str(event.device_type) and "memcpy" not in event.name.lower() for event in events)
     return sum(_works(event.name) and not _made_of_others(event) for event in events)
 
@@ -47,8 +41,6 @@ NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "resize_", "_uns
 @functools.cache
 def _works(name: str) -> bool:
     """Whether an operator writes memory itself, as a kernel would: views do not, nor do those that call others."""
-    import torch
-
     space, _, short = name.partition("::")
     packet = getattr(getattr(torch.ops, space), short, None) if space in ("aten", "mkldnn") else None
     if packet is None or short in NOTHING:
@@ -77,24 +69,14 @@ def per_step(model: Any, case: Any, device: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Count for the cases that the arguments name."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.launches", description=(__doc__ or "").split("\n\n", 1)[0]
-    )
+    parser = parser_of("benchmarks.launches", __doc__)
     names = [name for name, case in CASES.items() if case.kind == "generate"]
     parser.add_argument("--case", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
-    parser.add_argument("--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the count itself")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    option(parser, "device")
+    option(parser, "scale", help="tiny: a test of the count itself")
+    option(parser, "out")
     args = parser.parse_args(argv)
-    import torch
-    from transformers.utils import logging
-
-    import fastgen
-    from fastgen.cli.bench.measure import environment
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_grad_enabled(False)
+    begin(None)
     results: dict[str, Any] = {}
     for name in args.case:
         case = CASES[name] if args.scale == "full" else CASES[name].tiny()
@@ -106,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results[name] = {"stock": stock, "fastgen": ours}
         print(f"{name:<14}{stock:>8.0f} -> {ours:>6.0f} per decode step", flush=True)
         data = {"kind": "launches", "environment": environment(), "scale": args.scale, "result": results}
-        write_whole((args.out or RESULTS / hardware(args.device)) / "launches.json", data)
+        write_whole(folder_of(args) / "launches.json", data)
         del model
     return 0
 

@@ -11,20 +11,20 @@ benchmarks/results/<hardware>/. The exit status is 1 if any output differed.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.run import RESULTS, hardware, positive, write_whole
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from benchmarks.harness import folder_of, option, parser_of, write_whole
+from fastgen.cli.bench.measure import Verdict, compare, environment, synchronize
+from fastgen.ops.counts import calls
 
 Call = Callable[[], Any]
 REPEATED = 20
@@ -63,13 +63,9 @@ class Rig:
     dtype: torch.dtype
 
     def randn(self, *shape: int) -> Tensor:
-        import torch
-
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
     def integers(self, below: int, *shape: int) -> Tensor:
-        import torch
-
         return torch.randint(below, shape, device=self.device)
 
     @property
@@ -170,8 +166,6 @@ def _kbest(rig: Rig, b: int, m: int, v: int, k: int, in_place: bool = False) -> 
 
     in_place: so does the other, which no toolkit does. Without it the first use of fresh memory is most of its time.
     """
-    import torch
-
     from fastgen.ops.selection.kbest import kbest
 
     logits, scores = rig.randn(b, m, v) * 3, torch.randn(b, m, device=rig.device)
@@ -189,8 +183,6 @@ def _kbest(rig: Rig, b: int, m: int, v: int, k: int, in_place: bool = False) -> 
 
 
 def _argmax(rig: Rig, r: int, v: int) -> tuple[Call, Call]:
-    import torch
-
     from fastgen.ops.selection.kbest import argmax
 
     logits = rig.randn(r, v) * 3
@@ -198,8 +190,6 @@ def _argmax(rig: Rig, r: int, v: int) -> tuple[Call, Call]:
 
 
 def _strategies(rig: Rig, b: int, m: int, v: int, k: int) -> tuple[Call, Call]:
-    import torch
-
     from fastgen.ops.selection import kbest_kernels
 
     logits, scores = rig.randn(b, m, v) * 3, torch.randn(b, m, device=rig.device)
@@ -223,9 +213,6 @@ def _ngrams(rig: Rig, r: int, length: int, baseline: str) -> tuple[Call, Call]:
 
 
 def _attention(rig: Rig, b: int, m: int, s: int, t: int, h: int, d: int) -> tuple[Call, Call]:
-    import torch
-    from torch.nn import functional as F
-
     from fastgen.ops.beam_attention import beam_attention
 
     query, keys, values = rig.randn(b, m, h, d), rig.randn(b, h, s + m * t, d), rig.randn(b, h, s + m * t, d)
@@ -249,7 +236,6 @@ def _attention(rig: Rig, b: int, m: int, s: int, t: int, h: int, d: int) -> tupl
 
 def _norm(rig: Rig, r: int, d: int, rms: bool) -> tuple[Call, Call]:
     """Beside the modules that models are made of, called as models call them."""
-    import torch
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     from fastgen.ops.norm import norm
@@ -268,8 +254,6 @@ def _norm(rig: Rig, r: int, d: int, rms: bool) -> tuple[Call, Call]:
 
 
 def _activation(rig: Rig, r: int, d: int, gated: bool) -> tuple[Call, Call]:
-    from torch.nn import functional as F
-
     from fastgen.ops.activation import fused_activation
 
     x, gate, bias = rig.randn(r, d), rig.randn(r, d), rig.randn(d)
@@ -279,7 +263,6 @@ def _activation(rig: Rig, r: int, d: int, gated: bool) -> tuple[Call, Call]:
 
 
 def _sample(rig: Rig, r: int, v: int) -> tuple[Call, Call]:
-    import torch
     from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
     from fastgen.ops.selection.sample import sample
@@ -298,7 +281,6 @@ def _sample(rig: Rig, r: int, v: int) -> tuple[Call, Call]:
 
 def _nucleus(rig: Rig, r: int, v: int, left: int) -> tuple[Call, Call]:
     """Logits as peaked as those of a trained model, cut to the highest `left`, if any."""
-    import torch
     from transformers.generation.logits_process import TopPLogitsWarper
 
     from fastgen.decoding.logits.transforms import Text, TopP
@@ -312,8 +294,6 @@ def _nucleus(rig: Rig, r: int, v: int, left: int) -> tuple[Call, Call]:
 
 
 def _reorder(rig: Rig, b: int, m: int, t: int, h: int, d: int) -> tuple[Call, Call]:
-    import torch
-
     from fastgen.ops.cache import reorder_rows_
 
     keys, values = rig.randn(b * m, h, t, d), rig.randn(b * m, h, t, d)
@@ -325,8 +305,6 @@ def _reorder(rig: Rig, b: int, m: int, t: int, h: int, d: int) -> tuple[Call, Ca
 
 def _choice(rig: Rig, b: int, m: int) -> tuple[Call, Call]:
     """What becomes of a step's candidates: what runs on is the same, however often it has been found."""
-    import torch
-
     from fastgen.decoding.search.beam_search import BeamSearch
     from fastgen.decoding.search.finishing_rules import TransformersRule
     from fastgen.decoding.search.stopping import Stop
@@ -372,7 +350,6 @@ def _rotation(rig: Rig, b: int, m: int, h: int, kv: int, d: int) -> tuple[Call, 
 
 def _tables(rig: Rig, b: int, m: int, t: int) -> tuple[Call, Call]:
     """The running tables of tokens and of rows, half full: transformers makes those of 2M candidates, and chooses M."""
-    import torch
     from transformers import GenerationMixin
 
     from fastgen.ops.tables import Table, extend_rows_
@@ -394,10 +371,6 @@ def _tables(rig: Rig, b: int, m: int, t: int) -> tuple[Call, Call]:
 
 def same(op: str, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
     """Return the comparison of an operation's outputs with its baseline's."""
-    import torch
-
-    from fastgen.cli.bench.measure import Verdict
-
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
 
     def agree(a: Any, b: Any) -> Verdict:
@@ -420,8 +393,6 @@ def copies(needed: int, device: str) -> int:
 
     needed: bytes of one.
     """
-    import torch
-
     if not device.startswith("cuda"):
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -433,8 +404,6 @@ def repeated(calls: Sequence[Call], device: str, seconds: float) -> tuple[Call, 
 
     calls: the same with other inputs, which take turns; on a CPU one.
     """
-    import torch
-
     call, results = calls[0], [call() for call in calls]
     if device == "cpu":
         times = []
@@ -470,8 +439,6 @@ def repeated(calls: Sequence[Call], device: str, seconds: float) -> tuple[Call, 
 
 def copy_bandwidth(device: str) -> float:
     """Return the bytes per second that a plain copy of 1 GiB (CPU: 256 MiB) reads and writes."""
-    import torch
-
     source = torch.zeros(2**28 if device.startswith("cuda") else 2**26, device=device)
     target, best = torch.empty_like(source), math.inf
     for _ in range(8):
@@ -483,19 +450,8 @@ def copy_bandwidth(device: str) -> float:
     return 2 * source.nbytes / best
 
 
-def synchronize(device: str) -> None:
-    if device.startswith("cuda"):
-        import torch
-
-        torch.cuda.synchronize(device)
-
-
 def measure(row: Row, rig: Rig, rounds: int, seconds: float, bandwidth: float) -> dict[str, Any]:
     """Time one row; what differs has no times."""
-    import torch
-
-    from fastgen.cli.bench.measure import compare
-
     torch.manual_seed(0)
     needed = row.bytes(rig)
     baselines, candidates = zip(*(row.make(rig) for _ in range(copies(needed, rig.device))), strict=True)
@@ -526,32 +482,27 @@ def measure(row: Row, rig: Rig, rounds: int, seconds: float, bandwidth: float) -
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the rows that the arguments name; return the exit status."""
     table = list(rows())
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=(__doc__ or "").split("\n\n", 1)[0])
+    parser = parser_of("benchmarks.ops", __doc__)
     parser.add_argument(
         "--op", nargs="+", choices=sorted({row.op for row in table}), metavar="NAME", help="default: all"
     )
     parser.add_argument("--list", action="store_true", help="print the rows, and end")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    option(parser, "device")
     parser.add_argument(
         "--dtype", default="float32", choices=["float32", "float16", "bfloat16"], help="default: float32"
     )
-    parser.add_argument("--threads", type=positive, metavar="N", help="torch's CPU threads (default: torch's choice)")
-    parser.add_argument("--rounds", type=positive, default=11, metavar="N", help="default: 11")
+    option(parser, "threads")
+    option(parser, "rounds", default=11, help="default: 11")
     parser.add_argument(
         "--seconds", type=float, default=0.01, help="how long one sample lasts on a CPU (default: 0.01)"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    option(parser, "out")
     args = parser.parse_args(argv)
     kind = args.device.partition(":")[0]
     chosen = [row for row in table if (not args.op or row.op in args.op) and row.only in (None, kind)]
     if args.list:
         print("\n".join(row.name for row in chosen))
         return 0
-    import torch
-
-    from fastgen.cli.bench.measure import environment
-    from fastgen.ops.counts import calls
-
     torch.set_grad_enabled(False)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -574,7 +525,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "paths": {f"{op} {path}": count for (op, path), count in sorted(calls.items())},
             "result": results,
         }
-        write_whole((args.out or RESULTS / hardware(args.device)) / name, data)
+        write_whole(folder_of(args) / name, data)
         if not found["equal"]:
             print(f"{row.name:<62}outputs differ, no speed given: {found['note']}", flush=True)
             continue

@@ -14,7 +14,7 @@ from torch import Tensor
 import fastgen
 from benchmarks import peers
 from benchmarks.cases import Case
-from benchmarks.runners import Session
+from benchmarks.session import Session
 
 WARMUP = 3  # untimed calls: one compiles, and CUDA graphs are recorded in the second at the earliest
 

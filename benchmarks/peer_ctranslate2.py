@@ -17,7 +17,8 @@ from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.cases import Case
-from fastgen.cli.bench.agreement import Agreement, all_agree
+from benchmarks.runners import translation
+from fastgen.cli.bench.agreement import Agreements
 
 VERSION = "4.8.5"
 ALIKE = 0.9  # of the texts of a trained model must be the same
@@ -67,15 +68,13 @@ def _text(case: Case, session: Any) -> dict[str, Any]:
     CTranslate2's search ends by another rule than transformers', so that some of its texts are others. How many are the
     same is told; where less than `ALIKE` of them are, there is no speed.
     """
-    from benchmarks.runners import translation
-
     what = translation(case, session)
     model, same = what.model, {"ctranslate2": 0}
-    agreements = [Agreement(model, batch, what.options) for batch in what.batches]
+    agreements = Agreements(model, what.batches, what.options)
 
     def check(outputs: Sequence[list[Tensor]]) -> str | None:
         stock, found, others = outputs
-        verdict = all_agree(agreements, stock, found)
+        verdict = agreements(stock, found)
         if not verdict.agrees:
             return f"fastgen: {verdict.note}"
         pairs = zip(_texts(stock, model), _texts(others, model), strict=True)

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.runners import Hits, Session, both
+from benchmarks.session import Hits, Session
 from fastgen.cli.bench import measure
 from fastgen.cli.bench.agreement import Agreement
-from fastgen.cli.bench.measure import agrees
+from fastgen.cli.bench.measure import agrees, both
 
 
 def one_batch(

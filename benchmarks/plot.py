@@ -6,66 +6,50 @@ python -m benchmarks.plot --results benchmarks/results/cpu --out /tmp/plots
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import RESULTS, ROOT, parser_of
+from fastgen.cli.bench.bench_plot import FASTGEN, GOAL, STOCK, Bar, draw_bars, panels
 from fastgen.cli.bench.measure import agrees
 
-ROOT = Path(__file__).resolve().parents[1]
-STOCK, FASTGEN, PEER, GOAL = "#9a9a9a", "#1f6fb2", "#d98a29", "#b3261e"
+PEER = "#d98a29"
+RATIOS = "times as fast; red: target; line: bootstrap 95% interval of the median"
 Data = dict[str, dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw everything that the results folders hold; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=(__doc__ or "").split("\n\n", 1)[0])
+    parser = parser_of("benchmarks.plot", __doc__)
     parser.add_argument("--results", type=Path, nargs="+", metavar="DIR", help="default: all of benchmarks/results")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "plots", metavar="DIR", help="default: docs/plots")
     args = parser.parse_args(argv)
-    folders = args.results or sorted(path for path in (ROOT / "benchmarks" / "results").glob("*") if path.is_dir())
-    drawn = 0
+    folders = args.results or sorted(path for path in RESULTS.glob("*") if path.is_dir())
+    drawn = False
     for folder in folders:
-        data = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))}
-        for name, draw in PLOTS.items():
-            if (figure := draw(data)) is None:
-                continue
+        for name, figure in _figures(folder):
             args.out.mkdir(parents=True, exist_ok=True)
             file = args.out / f"{folder.name}-{name}.svg"
             figure.savefig(file, bbox_inches="tight", metadata={"Date": None})  # no date: same data, same file
             print(file)
-            drawn += 1
-        for file in sorted(folder.glob("paper/*.json")):
-            data = json.loads(file.read_text("utf-8"))
-            if (figure := paper(data)) is not None:
-                args.out.mkdir(parents=True, exist_ok=True)
-                figure.savefig(
-                    args.out / f"{folder.name}-{file.stem}.svg", bbox_inches="tight", metadata={"Date": None}
-                )
-                print(args.out / f"{folder.name}-{file.stem}.svg")
-                drawn += 1
+            drawn = True
     if not drawn:
         print(f"nothing to draw in {', '.join(map(str, folders)) or 'benchmarks/results'}", file=sys.stderr)
     return 0 if drawn else 1
 
 
-def _axes(title: str, size: tuple[float, float], columns: int = 1) -> tuple[Any, Any]:
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
-    rcParams["svg.hashsalt"] = "fastgen"
-    figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(title, fontsize=11)
-    axes = figure.subplots(1, columns, squeeze=False)[0]
-    for ax in axes:
-        ax.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+def _figures(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield what there is to draw of a folder of results, each with its name."""
+    data = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))}
+    found = [(name, draw(data)) for name, draw in PLOTS.items()]
+    found += [(path.stem, paper(json.loads(path.read_text("utf-8")))) for path in sorted(folder.glob("paper/*.json"))]
+    yield from ((name, figure) for name, figure in found if figure is not None)
 
 
 def _where(data: Data, toolkit: str = "transformers") -> str:
@@ -80,19 +64,14 @@ def paper(data: dict[str, Any]) -> Any:
     if curve is None:
         return None
     x, colours = curve["x"], (STOCK, FASTGEN, PEER)
-    figure, (ax,) = _axes(f"{data['title']}: {data['what']}\n{_where({'': data})}", (7, 3.6))
+    figure, (ax,) = panels(f"{data['title']}: {data['what']}\n{_where({'': data})}", (7, 3.6))
     numbers = all(isinstance(value, int) for value in x)
     width = 0.8 / len(curve["series"])
     for i, (name, values) in enumerate(curve["series"].items()):
         colour = colours[i % len(colours)]
         if numbers:
-            ax.plot(
-                x,
-                [math.nan if v is None else v for v in values],
-                color=colour,
-                label=name,
-                marker="." if len(x) < 20 else None,
-            )
+            heights = [math.nan if v is None else v for v in values]
+            ax.plot(x, heights, color=colour, label=name, marker="." if len(x) < 20 else None)
         else:
             ax.bar([at + i * width for at in range(len(x))], [v or 0 for v in values], width, color=colour, label=name)
     if numbers and x[-1] >= 8 * x[0] and len(x) < 20:
@@ -122,20 +101,10 @@ def _speed(data: Data, kinds: tuple[str, ...], toolkit: str) -> Any:
     if not rows:
         return None
     same = "same output" if all(d["result"]["equal"] for d in rows.values()) else "output equal or within rounding"
-    figure, (ax,) = _axes(
-        f"Speed-up over unpatched {toolkit}, {same}\n{_where(rows, toolkit)}", (7, 1.2 + len(rows) / 2)
-    )
-    for y, d in enumerate(rows.values()):
-        result = d["result"]
-        ax.barh(y, result["ratio"], color=FASTGEN, height=0.6)
-        ax.plot([result["low"], result["high"]], [y, y], color="black", linewidth=1.5)
-        ax.text(max(result["ratio"], result["high"]), y, f"  {result['ratio']:.2f}x", va="center")
-        if d["target"]:
-            ax.plot([d["target"]] * 2, [y - 0.4, y + 0.4], color=GOAL, linewidth=2)
-    ax.axvline(1, color=STOCK, linewidth=1)
-    ax.set_yticks(range(len(rows)), rows)
-    ax.invert_yaxis()
-    ax.set_xlabel("times as fast; red: target; line: bootstrap 95% interval of the median")
+    title = f"Speed-up over unpatched {toolkit}, {same}\n{_where(rows, toolkit)}"
+    figure, (ax,) = panels(title, (7, 1.2 + len(rows) / 2))
+    draw_bars(ax, (Bar(name, d["result"], target=d["target"]) for name, d in rows.items()))
+    ax.set_xlabel(RATIOS)
     return figure
 
 
@@ -146,7 +115,7 @@ def peer(data: Data) -> Any:
         return None
     colours = {"stock": STOCK, "fastgen": FASTGEN}
     title = f"Seconds, fp32, same weights\n{_where(rows)}"
-    figure, axes = _axes(title, (max(6, 2.6 * len(rows) + 1), 3.2), len(rows))
+    figure, axes = panels(title, (max(6, 2.6 * len(rows) + 1), 3.2), len(rows))
     for ax, d in zip(axes, rows.values(), strict=True):
         systems = d["result"]["systems"]
         bars = ax.bar(list(systems), list(systems.values()), color=[colours.get(name, PEER) for name in systems])
@@ -165,7 +134,7 @@ def grid(data: Data) -> Any:
     models = list(dict.fromkeys(cell["model"] for cell in cells))
     if not models:
         return None
-    figure, axes = _axes(f"Speed-up of every cell\n{_where(rows)}", (3.4 * len(models) + 1, 4.2), len(models))
+    figure, axes = panels(f"Speed-up of every cell\n{_where(rows)}", (3.4 * len(models) + 1, 4.2), len(models))
     for ax, model in zip(axes, models, strict=True):
         mine = {(c["batch"], c["beams"], c["source"]): c for c in cells if c["model"] == model}
         lines = sorted({key[:2] for key in mine})
@@ -206,7 +175,7 @@ def memory(data: Data) -> Any:
     if not rows:
         return None
     models = {name: model for d in rows.values() for name, model in d["result"]["models"].items()}
-    figure, (ax,) = _axes("Key-value cache at the last step", (7, 3.2))
+    figure, (ax,) = panels("Key-value cache at the last step", (7, 3.2))
     bars = (
         ("transformers", STOCK, lambda m: m["stock"]["measured"]),
         ("fastgen", FASTGEN, lambda m: m["fastgen"]["measured"]),
@@ -230,7 +199,7 @@ def trained_steps(data: Data) -> Any:
     if not rows:
         return None
     steps = next(iter(rows.values()))["result"]["steps"]
-    figure, (left, right) = _axes(f"Time of a decode step on real text, 4 beams\n{_where(rows)}", (9, 3.6), 2)
+    figure, (left, right) = panels(f"Time of a decode step on real text, 4 beams\n{_where(rows)}", (9, 3.6), 2)
     times = defaultdict(list)
     for batch in steps["fastgen"]:
         for active, seconds in batch[1:]:  # the first step is the prefill
@@ -262,7 +231,7 @@ def step_time(data: Data) -> Any:
     cells = [cell for cell in result["cells"].values() if agrees(cell)]
     names = {"new_tokens": "generated tokens", "batch": "sentences", "beams": "beams", "source": "source tokens"}
     sizes = ", ".join(f"{result['sizes'][key]} {text}" for key, text in names.items() if key != "new_tokens")
-    figure, axes = _axes(f"Time of a decode step; else {sizes}\n{_where(rows)}", (13, 3.4), len(names))
+    figure, axes = panels(f"Time of a decode step; else {sizes}\n{_where(rows)}", (13, 3.4), len(names))
     sides = (("stock", STOCK, "transformers"), ("fastgen", FASTGEN, "fastgen"), ("floor", GOAL, "floor"))
     for ax, (axis, text) in zip(axes, names.items(), strict=True):
         mine = sorted((cell for cell in cells if cell["axis"] == axis), key=lambda cell: cell["value"])
@@ -285,29 +254,20 @@ def step_time(data: Data) -> Any:
 def ops(data: Data) -> Any:
     """Speed-up of each operation at each shape over what runs without it; on a GPU also its share of a copy's speed."""
     tables = {name: d for name, d in data.items() if d["kind"] == "ops"}
-    rows = [
-        (f"{row}{' ' + d['arguments']['dtype'] if len(tables) > 1 else ''}", result)
-        for d in tables.values()
-        for row, result in d["result"].items()
-        if result["equal"]
-    ]
+    rows: list[Bar] = []
+    for d in tables.values():
+        precision = f" {d['arguments']['dtype']}" if len(tables) > 1 else ""
+        for row, result in d["result"].items():
+            if result["equal"]:
+                share = f" ({result['share_of_copy']:.0%} of a copy)" if result["bytes"] else ""
+                rows.append(Bar(f"{row}{precision}", result, share, result["target"]))
     if not rows:
         return None
-    figure, (ax,) = _axes(
-        f"Operations: speed-up over what runs without them\n{_where(tables)}", (9, 1.2 + len(rows) / 3)
-    )
-    for y, (_, result) in enumerate(rows):
-        ax.barh(y, result["ratio"], color=FASTGEN, height=0.6)
-        ax.plot([result["low"], result["high"]], [y, y], color="black", linewidth=1.5)
-        share = f" ({result['share_of_copy']:.0%} of a copy)" if result["bytes"] else ""
-        ax.text(max(result["ratio"], result["high"]), y, f"  {result['ratio']:.2f}x{share}", va="center", fontsize=7)
-        if result["target"]:
-            ax.plot([result["target"]] * 2, [y - 0.4, y + 0.4], color=GOAL, linewidth=2)
-    ax.axvline(1, color=STOCK, linewidth=1)
+    title = f"Operations: speed-up over what runs without them\n{_where(tables)}"
+    figure, (ax,) = panels(title, (9, 1.2 + len(rows) / 3))
+    draw_bars(ax, rows, fontsize=7, names=7)
     ax.set_xscale("log")
-    ax.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=7)
-    ax.invert_yaxis()
-    ax.set_xlabel("times as fast; red: target; line: bootstrap 95% interval of the median")
+    ax.set_xlabel(RATIOS)
     return figure
 
 
@@ -319,7 +279,7 @@ def bild(data: Data) -> Any:
     cells = {name: c for d in rows.values() for name, c in d["result"]["cells"].items() if c["ratio"] is not None}
     sizes = sorted({cell["batch"] for cell in cells.values()})
     title = f"Big-little decoding over the large model alone, both by fastgen\n{_where(rows)}"
-    figure, axes = _axes(title, (4.4 * len(sizes), 3.8), len(sizes))
+    figure, axes = panels(title, (4.4 * len(sizes), 3.8), len(sizes))
     for ax, size in zip(axes, sizes, strict=True):
         mine = {name: cell for name, cell in cells.items() if cell["batch"] == size}
         for small, colour in (("unaligned", STOCK), ("aligned", FASTGEN)):

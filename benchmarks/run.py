@@ -14,17 +14,25 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import CASES
+import torch
 
-RESULTS = Path(__file__).resolve().parent / "results"
+import fastgen
+from benchmarks import runners
+from benchmarks.cases import CASES
+from benchmarks.harness import begin, chosen, folder_of, option, outcome_text, parser_of, positive, write_whole
+from benchmarks.session import Session
+from benchmarks.setting import run_setting
+from benchmarks.step_time import over_floor_text, run_step_time
+from fastgen.cli.bench.measure import agrees, environment
+
 PEERS = ("ctranslate2", "compiled")
+RUNNERS = runners.RUNNERS | {"step_time": run_step_time, "setting": run_setting}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,11 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{case.name:<14}{case.kind:<10}{goal:<16}{case.help}")
         return 0
     begin(args.threads)
-    import torch
-
-    from benchmarks import runners
-
-    folder = args.out or RESULTS / hardware(args.device)
+    folder = folder_of(args)
     on_gpu = args.device.startswith("cuda")
     peer = importlib.import_module(f"benchmarks.peer_{args.peer}") if args.peer else None
     names = args.case or [
@@ -60,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             whole = result | {"cells": cells | result["cells"]} if "cells" in result else result
             write(file, case, args, whole)
 
-        session = runners.Session(
+        session = Session(
             device=args.device,
             dtype=getattr(torch, args.dtype),
             rounds=args.rounds,
@@ -75,35 +79,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             text=args.text,
         )
         print(f"{case.name}: {case.help}", flush=True)
-        from benchmarks.setting import run_setting
-        from benchmarks.step_time import run_step_time
-
-        own = (runners.RUNNERS | {"step_time": run_step_time, "setting": run_setting})[case.kind]
         try:
-            result = (peer.run if peer else own)(case, session)
+            result = (peer.run if peer else RUNNERS[case.kind])(case, session)
         except FileNotFoundError as error:
             raise SystemExit(f"{case.name}: {error}") from error
         save(result)
-        rows = table(case, result)
-        lines += rows
+        lines += table(case, result)
         equal &= agreed(result)
     print("\n" + "\n".join(lines))
     return 0 if equal else 1
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").split("\n\n", 1)[0])
+    parser = parser_of("benchmarks", __doc__)
     parser.add_argument("--case", nargs="+", choices=list(CASES), metavar="NAME", help="cases to run (default: all)")
     parser.add_argument("--list", action="store_true", help="print the cases and their targets, and end")
-    parser.add_argument("--rounds", type=positive, metavar="N", help="rounds (default: the case's; for cells, at most)")
-    parser.add_argument("--threads", type=positive, metavar="N", help="torch's CPU threads (default: torch's choice)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    option(parser, "rounds", help="rounds (default: the case's; for cells, at most)")
+    option(parser, "threads")
+    option(parser, "device")
     dtypes = ["float32", "float64", "float16", "bfloat16"]
     parser.add_argument("--dtype", default="float32", choices=dtypes, help="default: float32; else the file says which")
     parser.add_argument("--batch", type=positive, metavar="B", help="another batch size; the file's name says so")
-    parser.add_argument(
-        "--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the benchmark itself"
-    )
+    option(parser, "scale")
     parser.add_argument("--sentences", type=positive, metavar="N", help="first lines of the test text only (trained)")
     parser.add_argument("--model", type=Path, metavar="DIR",
                         help="another Marian model than the example's (trained); the file's name says so")  # fmt: skip
@@ -118,62 +115,12 @@ def arguments() -> argparse.ArgumentParser:
         choices=PEERS,
         help="three-way comparison with this system, for the cases that have one; compiled: transformers' own fastest",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    option(parser, "out")
     return parser
-
-
-def common(parser: argparse.ArgumentParser, rounds: int) -> argparse.ArgumentParser:
-    """Add what every benchmark of many small models takes."""
-    add = parser.add_argument
-    add("--rounds", type=positive, default=rounds, metavar="N", help=f"default: {rounds}")
-    add("--threads", type=positive, metavar="N", help="torch's CPU threads (default: torch's choice)")
-    add("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
-    add("--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the benchmark itself")
-    add("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
-    return parser
-
-
-def begin(threads: int | None) -> None:
-    """Patch the toolkits, each of whose baselines runs inside `fastgen.disabled()`, and let nothing else disturb."""
-    import torch
-    from transformers.utils import logging
-
-    import fastgen  # noqa: F401
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_grad_enabled(False)
-    if threads:
-        torch.set_num_threads(threads)
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def hardware(device: str) -> str:
-    """Return the results' folder: the GPU's name, such as h200; cpu-intel, -zen5, -avx2; cpu for other processors."""
-    if not device.startswith("cuda"):
-        from fastgen.ops.processor import on_intel, on_zen5, without_avx512
-
-        kinds = {"-intel": on_intel, "-zen5": on_zen5, "-avx2": without_avx512}
-        return device + next((kind for kind, is_it in kinds.items() if is_it()), "")
-    import torch
-
-    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-").removeprefix("nvidia-")
 
 
 def write(file: Path, case: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Write everything a figure rests on; a plot needs nothing else."""
-    import fastgen
-    from fastgen.cli.bench.measure import environment
-
-    # Of a folder its name: where it lies on this machine, and where this is written, say nothing of the figures.
-    given = {name: value for name, value in vars(args).items() if name != "out"}
-    chosen = {name: value.name if isinstance(value, Path) else value for name, value in given.items()}
     data = {
         "case": case.name,
         "kind": "peer" if args.peer else case.kind,
@@ -181,7 +128,7 @@ def write(file: Path, case: Any, args: argparse.Namespace, result: dict[str, Any
         "target": case.target,
         "peer_target": case.peer_target,
         "floor_target": case.floor_target,
-        "arguments": chosen,
+        "arguments": {name: value for name, value in chosen(args).items() if name != "out"},
         "environment": environment(),
         "status": fastgen.status().to_dict(),
         "result": result,
@@ -189,50 +136,15 @@ def write(file: Path, case: Any, args: argparse.Namespace, result: dict[str, Any
     write_whole(file, data)
 
 
-def measured(args: argparse.Namespace, name: str, cells: Iterable[tuple[str, str, dict[str, Any]]]) -> int:
-    """Print the results of a benchmark of many small models, and write them with what they rest on, as they come.
-
-    Args:
-        cells: model, call, and what was found.
-    Returns:
-        1 if any output differed, else 0.
-    """
-    from benchmarks.runners import outcome_text
-    from fastgen.cli.bench.measure import agrees, environment
-
-    results: dict[str, dict[str, Any]] = {}
-    for model, call, found in cells:
-        results.setdefault(model, {})[call] = found
-        print(f"{model:<20}{call:<20}{outcome_text(found)}", flush=True)
-        data = {
-            "case": name, "kind": name, "arguments": {"threads": args.threads, "rounds": args.rounds},
-            "environment": environment(), "result": results,
-        }  # fmt: skip
-        write_whole((args.out or RESULTS / hardware(args.device)) / f"{name}.json", data)
-    return 0 if all(agrees(found) for calls in results.values() for found in calls.values()) else 1
-
-
-def write_whole(file: Path, data: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")  # so that an interrupted run leaves the old file whole
-    part.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    part.replace(file)
-
-
 def agreed(result: dict[str, Any]) -> bool:
     """Return whether all outputs agreed; a table of memory compares none."""
-    from fastgen.cli.bench.measure import agrees
-
     return all(map(agrees, result.get("cells", {}).values())) and ("equal" not in result or agrees(result))
 
 
 def table(case: Any, result: dict[str, Any]) -> list[str]:
     """Return the printed lines of a case: one, or one for each cell, model or system."""
-    from benchmarks.runners import memory_text, outcome_text
-    from benchmarks.step_time import over_floor_text
-
     if "models" in result:
-        return [f"{case.name} {name:<14}{side:<10}{memory_text(model, side)}"
+        return [f"{case.name} {name:<14}{side:<10}{runners.memory_text(model, side)}"
                 for name, model in result["models"].items() for side in ("stock", "fastgen")]  # fmt: skip
     if case.kind == "step_time":
         return [f"{case.name} {key:<36}{outcome_text(cell)}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,47 +19,18 @@ import fastgen
 from benchmarks.cases import CASES, EXAMPLE, Case
 from benchmarks.fairseq_agreement import FairseqAgreement
 from benchmarks.fairseq_command import run_command
-from benchmarks.kv import KVProbe, expected_bytes, last_report
+from benchmarks.harness import outcome_text
+from benchmarks.kv import KVProbe, expected_bytes
+from benchmarks.session import Hits, Session, compared, figures
 from fastgen.cli.bench import measure
-from fastgen.cli.bench.agreement import Agreement, all_agree
-from fastgen.cli.bench.measure import Outcome, Verdict
+from fastgen.cli.bench.agreement import Agreement, Agreements
+from fastgen.cli.bench.measure import Outcome, both
+from fastgen.cli.bild.sweep import batches_of
+from fastgen.patches.transformers.generate.report import last_call
 
 # A cell of the grid ends when the interval is this narrow, or this many seconds have gone into it.
 CELL_PRECISION, CELL_BUDGET = 0.01, 120.0
 FEW_TOKENS = 4  # a sequence with fewer different tokens than this is called degenerate
-
-
-@dataclass
-class Session:
-    """What the command line chose, for all cases.
-
-    Attributes:
-        rounds: None for the case's own number.
-        cells: patterns of the grid's cells to measure.
-        done: cells already in the results file that need not be measured again.
-        save: called with the results so far, so that a table can be interrupted.
-        say: prints a line.
-        sentences: how many lines of the test text the text runner takes; None for all.
-        corpus: a folder with test.en and test.es, and more to train on, instead of the example's.
-        model, text: a folder with a model, and a file with what it translates, instead of the example's.
-    """
-
-    device: str = "cpu"
-    dtype: torch.dtype = torch.float32
-    rounds: int | None = None
-    tiny: bool = False
-    cells: tuple[str, ...] = ("*",)
-    done: frozenset[str] = frozenset()
-    save: Callable[[dict[str, Any]], None] = lambda result: None
-    say: Callable[[str], None] = print
-    sentences: int | None = None
-    corpus: Path | None = None
-    model: Path | None = None
-    text: Path | None = None
-
-    def synchronize(self) -> None:
-        if self.device.startswith("cuda"):
-            torch.cuda.synchronize(self.device)
 
 
 def run_generate(case: Case, session: Session) -> dict[str, Any]:
@@ -83,18 +54,6 @@ def pair(case: Case, model: Any, session: Session, **how: Any) -> dict[str, Any]
         }
         result["distinct_tokens"] = distinct_tokens(stock()[:, -case.new_tokens :])
     return result
-
-
-def compared(
-    model: Any, inputs: dict[str, Any], options: dict[str, Any], tokens: int, session: Session, rounds: int, **how: Any
-) -> dict[str, Any]:
-    """One `generate` call of so many tokens beside itself unpatched, and what ran in it."""
-    hits = Hits()
-    outcome = measure.compare(
-        *both(lambda: model.generate(**inputs, **options)), rounds, Agreement(model, inputs, options),
-        synchronize=session.synchronize, **how,
-    )  # fmt: skip
-    return figures(outcome, tokens) | hits.since()
 
 
 def run_best_batch(case: Case, session: Session) -> dict[str, Any]:
@@ -166,52 +125,12 @@ def run_fairseq(case: Case, session: Session) -> dict[str, Any]:
     made = SequenceGenerator(
         [model], model.dictionary, case.beams, max_len_b=case.new_tokens, min_len=case.new_tokens, **case.options
     )
-    stock, patched = both(lambda: made.generate([model], sample))
     hits, agreement = Hits(), FairseqAgreement(model, made, sample)
-    outcome = measure.compare(stock, patched, session.rounds or case.rounds, agreement, synchronize=session.synchronize)
+    outcome = measure.compare(
+        *both(lambda: made.generate([model], sample)), session.rounds or case.rounds, agreement,
+        synchronize=session.synchronize,
+    )  # fmt: skip
     return figures(outcome, case.batch * case.new_tokens) | hits.since()
-
-
-def both(call: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return the call unpatched, and as it is."""
-
-    def stock() -> Any:
-        with fastgen.disabled():
-            return call()
-
-    return stock, call
-
-
-def figures(outcome: Outcome, tokens: int) -> dict[str, Any]:
-    """Return an outcome with tokens per second of both; no speed where the outputs differ."""
-    result = outcome.to_dict()
-    if outcome.agrees:
-        result["tokens"] = tokens
-        result["tokens_per_second"] = {
-            "stock": tokens / outcome.baseline_seconds,
-            "fastgen": tokens / outcome.candidate_seconds,
-        }
-    return result
-
-
-class Hits:
-    """Counts what fastgen ran and what it left to the toolkit, since it was made."""
-
-    def __init__(self) -> None:
-        self.before = self._counts()
-
-    def since(self) -> dict[str, Any]:
-        names = ("hits", "fallbacks")
-        return {
-            name: {key: n - old.get(key, 0) for key, n in new.items() if n > old.get(key, 0)}
-            for name, new, old in zip(names, self._counts(), self.before, strict=True)
-        }
-
-    @staticmethod
-    def _counts() -> tuple[dict[str, int], dict[str, int]]:
-        rows = fastgen.status().rows
-        fallbacks = {f"{row.name}: {reason}": n for row in rows for reason, n in row.fallbacks.items()}
-        return {row.name: row.hits for row in rows}, fallbacks
 
 
 def distinct_tokens(generated: Tensor) -> dict[str, Any]:
@@ -273,14 +192,9 @@ def translation(case: Case, session: Session) -> Translation:
     model = MarianMTModel.from_pretrained(folder, dtype=session.dtype).to(session.device).eval()
     lines = source.read_text("utf-8").splitlines()[: session.sentences or (6 if session.tiny else None)]
     encoded_lines = [_ended(tokenizer(line, truncation=True)["input_ids"], model) for line in lines]
-    order = sorted(range(len(lines)), key=lambda i: len(encoded_lines[i]))
     size = 3 if session.tiny else case.batch
     options = {"num_beams": case.beams, "max_new_tokens": 20 if session.tiny else case.new_tokens, **case.options}
-    batches = []
-    for at in range(0, len(order), size):
-        texts = {"input_ids": [encoded_lines[i] for i in order[at : at + size]]}
-        encoded = tokenizer.pad(texts, return_tensors="pt").to(session.device)
-        batches.append({name: encoded[name] for name in ("input_ids", "attention_mask")})
+    batches = [batch.inputs for batch in batches_of(encoded_lines, size, model)]
     return Translation(model, tokenizer, batches, options, len(lines))
 
 
@@ -292,31 +206,26 @@ def run_text(case: Case, session: Session) -> dict[str, Any]:
     steps: list[list[tuple[int, float]]] = []  # of the newest patched pass, batch by batch
 
     def translate() -> list[Tensor]:
-        outputs, found, before = [], [], last_report()
+        outputs, found, before = [], [], last_call()
         for batch in batches:
             outputs.append(model.generate(**batch, **options))
-            if (report := last_report()) is not None and report is not before:
+            if (report := last_call()) is not None and report is not before:
                 found.append(report.steps)
                 before = report
         if found:
             steps[:] = found
         return outputs
 
-    last: list[list[Tensor]] = []
-    agreements = [Agreement(model, batch, options) for batch in batches]
-
-    def same(expected: list[Tensor], found: list[Tensor]) -> Verdict:
-        last[:] = [expected, found]
-        return all_agree(agreements, expected, found)
-
-    stock, patched = both(translate)
-    hits = Hits()
-    outcome = measure.compare(stock, patched, session.rounds or case.rounds, same, synchronize=session.synchronize)
-    generated = sum(int((ids[:, 1:] != model.config.pad_token_id).sum()) for ids in last[1])
+    hits, same = Hits(), Agreements(model, batches, options)
+    outcome = measure.compare(*both(translate), session.rounds or case.rounds, same, synchronize=session.synchronize)
+    generated = sum(int((ids[:, 1:] != model.config.pad_token_id).sum()) for ids in same.other)
     result = figures(outcome, generated) | hits.since() | {"sentences": what.sentences}
     if outcome.agrees:
-        texts = [[what.tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in outputs] for outputs in last]
-        result["identical_text"] = texts[0] == texts[1]
+        stock, ours = (
+            [what.tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in outputs]
+            for outputs in (same.stock, same.other)
+        )
+        result["identical_text"] = stock == ours
         result["steps"] = {"fastgen": steps, "stock": stock_steps(model, batches, options, session)}
     return result
 
@@ -366,34 +275,17 @@ def run_memory(case: Case, session: Session) -> dict[str, Any]:
         model = inner.shape.build(session.dtype, session.device)
         inputs, options = inner.inputs(model), inner.generate_options
         models[name] = {"expected": expected_bytes(model, inner.batch, inner.source, inner.beams, inner.new_tokens)}
-        for side, context in (("stock", fastgen.disabled), ("fastgen", _as_it_is)):
+        for side, context in (("stock", fastgen.disabled), ("fastgen", nullcontext)):
             fastgen.release()
-            probe, before, hits = KVProbe(model, inner.new_tokens), last_report(), Hits()
+            probe, before, hits = KVProbe(model, inner.new_tokens), last_call(), Hits()
             with context():
                 model.generate(**inputs, **options, logits_processor=[probe])
             models[name][side] = {"measured": probe.bytes, **hits.since()}
-            if (report := last_report()) is not None and report is not before:
+            if (report := last_call()) is not None and report is not before:
                 models[name][side] |= {"reported": report.kv_bytes}
             session.say(f"{name:<14}{side:<10}{memory_text(models[name], side)}")
         del model
     return {"models": models}
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
-
-
-def outcome_text(result: dict[str, Any]) -> str:
-    """Return what a result says in one line; a speed only where the outputs agree."""
-    if not measure.agrees(result):
-        return f"OUTPUTS DIFFER: {result['note']}"
-    ties = f", {result['near_ties']} near ties" if result["near_ties"] else ""
-    ties += "" if result["equal"] else f", within rounding: {result['note']}"
-    ran = "" if result.get("hits", True) else ", fastgen did not run"
-    interval = f"[{result['low']:.2f}, {result['high']:.2f}]"
-    seconds = f"{result['baseline_seconds']:.3f} s -> {result['candidate_seconds']:.3f} s"
-    return f"{result['ratio']:.2f}x {interval}  {seconds}, {len(result['rounds'])} rounds{ties}{ran}"
 
 
 def memory_text(model: dict[str, Any], side: str) -> str:

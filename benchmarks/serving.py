@@ -23,15 +23,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 import fastgen
 from benchmarks.cases import EXAMPLE
+from benchmarks.harness import option, parser_of, positive, write_result
 from benchmarks.near_ties import is_near_tie
-from benchmarks.run import RESULTS, hardware, positive
 from fastgen.cli.bench.measure import environment, paired_ratio
 from fastgen.corpus.texts import Options, Output, TextGenerator
 
@@ -61,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                    for name, one in rounds[-1].items()}, flush=True)  # fmt: skip
         status = {name: httpx.get(f"{url}/status", timeout=60).json() for name, url in urls.items()}
     result = _result(rounds)
-    file = (args.out or RESULTS / hardware("cpu")) / "serving.json"
-    _write(file, args, status, result)
+    more = {"environment": environment() | {"threads": int(args.cpus), "ray": version("ray")}, "status": status}
+    write_result(args, "serving", result, help="a server on loopback, many clients", **more)
     print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=1))
     return 0 if result["equal"] else 1
 
@@ -171,29 +170,16 @@ def _result(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     return result
 
 
-def _write(file: Path, args: argparse.Namespace, status: dict[str, Any], result: dict[str, Any]) -> None:
-    chosen = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    data = {
-        "case": "serving", "kind": "serving", "help": "a server on loopback, many clients", "arguments": chosen,
-        "environment": environment() | {"threads": int(args.cpus), "ray": version("ray")}, "status": status,
-        "result": result,
-    }  # fmt: skip
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    part.replace(file)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=(__doc__ or "").split("\n\n")[0])
+    parser = parser_of("benchmarks.serving", __doc__)
     parser.add_argument("--clients", type=positive, default=200, metavar="N", help="default: %(default)s")
     parser.add_argument("--texts", type=positive, default=5, metavar="N", help="of each client (default: %(default)s)")
-    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="default: %(default)s")
+    option(parser, "rounds", default=5, help="default: %(default)s")
     parser.add_argument("--beams", type=positive, default=4, metavar="N", help="default: %(default)s")
     parser.add_argument("--new-tokens", type=positive, default=160, metavar="N", help="default: %(default)s")
     parser.add_argument("--batch-tokens", type=positive, default=2048, metavar="N", help="default: %(default)s")
     parser.add_argument("--cpus", type=positive, default=os.cpu_count(), metavar="N", help="of the server's replica")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    option(parser, "out")
     return parser
 
 

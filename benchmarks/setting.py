@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import fastgen
-from benchmarks.runners import Hits, Session
+from benchmarks.cases import Case
+from benchmarks.session import Hits, Session
 from fastgen import config
-from fastgen.cli.bench import measure
-from fastgen.cli.bench.agreement import Agreement, all_agree
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from benchmarks.cases import Case
+from fastgen.cli.bench.agreement import Agreements
+from fastgen.cli.bench.measure import compare
 
 STREAM = 8
 """Batches in a stream."""
@@ -43,21 +40,13 @@ def run_setting(case: Case, session: Session) -> dict[str, Any]:
                 fastgen.generate_stream(model, sentences, max_tokens=case.batch * case.source, window=10**6, **options)
             )
 
-    agreements = [Agreement(model, {"input_ids": ids[None].to(session.device)}, options) for ids in sentences]
-    lengths: list[int] = []
-
-    def same(before: list[Tensor], now: list[Tensor]) -> measure.Verdict:
-        lengths[:] = sorted(len(ids) - 1 for (ids,) in now)
-        return all_agree(agreements, before, now)
-
-    hits, (before, now) = Hits(), values
-    outcome = measure.compare(
-        partial(streamed, before),
-        partial(streamed, now),
-        session.rounds or case.rounds,
-        same,
+    same = Agreements(model, [{"input_ids": ids[None].to(session.device)} for ids in sentences], options)
+    hits = Hits()
+    outcome = compare(
+        *(partial(streamed, value) for value in values), session.rounds or case.rounds, same,
         synchronize=session.synchronize,
-    )
+    )  # fmt: skip
+    lengths = sorted(len(ids) - 1 for (ids,) in same.other)
     return outcome.to_dict() | hits.since() | {"sentences": len(sentences), "lengths": lengths}
 
 

@@ -13,7 +13,6 @@ smoke.json is written anew after each look, so that nothing is lost if a later o
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,13 @@ import torch
 
 import fastgen
 from benchmarks.cases import CASES, Case
-from benchmarks.kv import last_report
+from benchmarks.harness import begin, folder_of, option, parser_of, write_whole
 from benchmarks.ops import copy_bandwidth
-from benchmarks.run import RESULTS, begin, hardware, write_whole
-from benchmarks.runners import Session
+from benchmarks.session import Session, profiled
 from benchmarks.step_time import floor, product_rate
 from fastgen.cli.bench.measure import environment
 from fastgen.models.cuda_graphs import graph
+from fastgen.patches.transformers.generate.report import last_call
 
 LOOKS = ("machine", "call", "profile", "exact")
 NEW_TOKENS, PROFILED = 40, 8
@@ -74,7 +74,7 @@ class Looks:
                     self.session.synchronize()
                     seconds.append(time.perf_counter() - began)
                     captured.append("|")
-            report = last_report()
+            report = last_call()
             steps = [] if report is None else [s for _, s in report.steps[:-1]]
             least = [floor(model, case, t, bandwidth, rate) for t in range(1, len(steps) + 1)]
             yield f"call_batch{case.batch}", {
@@ -86,10 +86,7 @@ class Looks:
             }  # fmt: skip
 
     def profile(self) -> Iterator[tuple[str, Any]]:
-        from torch.profiler import ProfilerActivity, profile
-
-        on_gpu = self.session.device.startswith("cuda")
-        activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+        key = "self_device_time_total" if self.session.device.startswith("cuda") else "self_cpu_time_total"
         for case in self._cases():
             model = self._model(case, self.session.dtype)
             tables, counts = {}, []
@@ -97,12 +94,8 @@ class Looks:
                 sized = replace(case, new_tokens=tokens)
                 inputs, options = sized.inputs(model), sized.generate_options
                 model.generate(**inputs, **options)
-                with profile(activities=activities) as profiler:
-                    model.generate(**inputs, **options)
-                    self.session.synchronize()
-                events = profiler.key_averages()
+                events = profiled(partial(model.generate, **inputs, **options), self.session.device).key_averages()
                 counts.append(sum(event.count for event in events))
-                key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
                 tables[tokens] = events.table(sort_by=key, row_limit=60, max_name_column_width=100)
             file = self.out / f"profile_batch{case.batch}.txt"
             file.write_text("\n\n".join(f"{tokens} new tokens\n{table}" for tokens, table in tables.items()), "utf-8")
@@ -152,16 +145,14 @@ def captures() -> Iterator[list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Take the looks that the arguments name; return 1 if one failed or found other tokens."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.smoke", description=(__doc__ or "").split("\n\n", 1)[0])
+    parser = parser_of("benchmarks.smoke", __doc__)
     parser.add_argument("--look", nargs="+", choices=LOOKS, default=LOOKS, metavar="NAME", help="default: all")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
-    parser.add_argument(
-        "--scale", default="full", choices=["full", "tiny"], help="tiny: a test of the looks themselves"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    option(parser, "device")
+    option(parser, "scale", help="tiny: a test of the looks themselves")
+    option(parser, "out")
     args = parser.parse_args(argv)
     begin(None)
-    folder = args.out or RESULTS / hardware(args.device)
+    folder = folder_of(args)
     folder.mkdir(parents=True, exist_ok=True)
     looks = Looks(Session(args.device, torch.bfloat16, tiny=args.scale == "tiny"), folder)
     results: dict[str, Any] = {}

@@ -10,18 +10,18 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from benchmarks.kv import last_report
+from benchmarks.cases import Case
+from benchmarks.harness import outcome_text
 from benchmarks.ops import copy_bandwidth
-from benchmarks.runners import Session, outcome_text, pair, stock_steps
+from benchmarks.runners import pair, stock_steps
+from benchmarks.session import Session
 from fastgen.cli.bench.measure import agrees
 from fastgen.ops import linear
-
-if TYPE_CHECKING:
-    from benchmarks.cases import Case
+from fastgen.patches.transformers.generate.report import last_call
 
 PASSES = 2
 
@@ -56,7 +56,7 @@ def _steps(case: Case, model: Any, session: Session) -> dict[str, list[float]]:
     for _ in range(PASSES):
         model.generate(**inputs, **options)
         session.synchronize()
-        report = last_report()
+        report = last_call()
         assert report is not None
         ours.append([seconds for _, seconds in report.steps[:-1]])
         stock.append([seconds for _, seconds in stock_steps(model, [inputs], options, session)[0][1:]])

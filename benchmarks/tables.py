@@ -5,12 +5,11 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import RESULTS
 from fastgen.cli.bench.measure import agrees
 
-RESULTS = Path(__file__).parent / "results"
 MEGA = 2**20
 SPACE = "\N{NO-BREAK SPACE}"
 DIFFER, ROUNDED = "outputs differ", "differs within rounding"
@@ -158,22 +157,16 @@ def families_speed() -> str:
 
 def encoders_speed() -> str:
     """Ratios of encoders' calls by how long the sentences of a batch are, of all results files."""
-    return _ratios("forwards", "encoder", lambda name: "loss" not in name)
+    return _ratios("forwards", "encoder")
 
 
-def loss_speed() -> str:
-    """Ratios of language models' losses, of all results files."""
-    return _ratios("forwards", "model", lambda name: "loss" in name)
-
-
-def _ratios(kind: str, title: str, shown: Callable[[str], bool] = lambda name: True) -> str:
+def _ratios(kind: str, title: str) -> str:
     """For each machine, a row of ratios for every model of results of a kind, with a column for each call."""
     parts: list[str] = []
     for file, data in _results(kind):
-        models = {name: calls for name, calls in data["result"].items() if shown(name)}
+        models = data["result"]
         rows = ((f"`{name}`", *map(_ratio, calls.values())) for name, calls in models.items())
-        if models:
-            parts += [f"On {_where(file)}:", table((title, *next(iter(models.values()))), rows)]
+        parts += [f"On {_where(file)}:", table((title, *next(iter(models.values()))), rows)]
     return "\n\n".join(parts) or NOT_YET
 
 
@@ -242,7 +235,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "families-speed": families_speed,
     "few-tokens": few_tokens,
     "headline": headline,
-    "loss-speed": loss_speed,
     "machines": machines,
     "memory": memory,
     "never-worse": never_worse,

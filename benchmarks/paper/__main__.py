@@ -16,9 +16,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
+from benchmarks.harness import begin, folder_of, option, parser_of, write_whole
 from benchmarks.paper import amun, bild, fastseq, lightseq
 from benchmarks.paper.table import SIZES, NotHere, Order
-from benchmarks.run import RESULTS, begin, hardware, positive, write_whole
+from benchmarks.session import Session
+from fastgen.cli.bench.measure import environment
 
 TABLES = {table.name: table for table in (*fastseq.TABLES, *lightseq.TABLES, *amun.TABLES, *bild.TABLES)}
 
@@ -31,12 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{table.name:<18}{table.title}: {table.what}")
         return 0
     begin(args.threads)
-    import torch
-
-    from benchmarks.runners import Session
-    from fastgen.cli.bench.measure import environment
-
-    folder = args.out or RESULTS / hardware(args.device)
+    folder = folder_of(args)
     size = args.size or ("reduced" if args.device == "cpu" else "paper")
     session = Session(args.device, getattr(torch, args.dtype), args.rounds, size == "tiny")
     order = Order(session, size, tuple(args.pair) if args.pair else None, folder / "bild.json")
@@ -63,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description=(__doc__ or "").split("\n\n", 1)[0])
+    parser = parser_of("benchmarks.paper", __doc__)
     add = parser.add_argument
     add("--table", nargs="+", choices=list(TABLES), metavar="NAME", help="default: all")
     add("--list", action="store_true", help="print the tables and figures, and end")
@@ -72,12 +71,12 @@ def _arguments() -> argparse.ArgumentParser:
         choices=SIZES,
         help="the paper's shapes (default on a GPU), reduced (default on a CPU), or tiny: a test",
     )
-    add("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    option(parser, "device")
     add("--dtype", default="float32", choices=["float32", "float16", "bfloat16"], help="default: float32")
-    add("--threads", type=positive, metavar="N", help="torch's CPU threads (default: torch's choice)")
-    add("--rounds", type=positive, default=3, metavar="N", help="of each comparison (default: 3)")
+    option(parser, "threads")
+    option(parser, "rounds", default=3, help="of each comparison (default: 3)")
     add("--pair", nargs=2, type=Path, metavar=("LARGE", "SMALL"), help="folders of the models of `benchmarks.bild`")
-    add("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/<hardware>)")
+    option(parser, "out")
     return parser
 
 

@@ -13,7 +13,7 @@ from benchmarks import ops
 from benchmarks.cases import CASES
 from benchmarks.paper.table import DIFFERS, Curve, NotHere, Order, Result, Table, times
 from benchmarks.runners import run_text
-from fastgen.cli.bench.measure import interleave
+from fastgen.cli.bench.measure import interleave, synchronize
 from fastgen.ops.selection.kbest import kbest
 
 _HARDWARE = "V100"
@@ -72,7 +72,7 @@ def _medians(parts: dict[str, Callable[[], Any]], device: str, rounds: int) -> d
     """Seconds of a call of each, taking turns."""
     many = {name: ops.repeated([call], device, 0.05) for name, call in parts.items()}
     spent, _ = interleave(
-        [call for call, _ in many.values()], rounds, lambda _: None, synchronize=lambda: ops.synchronize(device)
+        [call for call, _ in many.values()], rounds, lambda _: None, synchronize=lambda: synchronize(device)
     )
     return {
         name: sorted(turn[i] for turn in spent)[len(spent) // 2] / count

@@ -8,15 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import fastgen
 from benchmarks.cases import SHAPES, Case
 from benchmarks.paper.table import DIFFERS, Curve, Order, Result, Table, times
-from benchmarks.runners import both
+from benchmarks.session import profiled
 from fastgen.cli.bench import measure
 from fastgen.cli.bench.agreement import Agreement
-from fastgen.cli.bench.measure import Verdict
+from fastgen.cli.bench.measure import Verdict, both
 
 _HARDWARE = "T4 16 GB"
 _BASE = SHAPES["marian_base"]  # 6 + 6 layers of 512, a vocabulary of 58,101; the paper's has 50,000
@@ -45,12 +44,8 @@ def figure4(order: Order) -> Result:
 
 def _shares(call: Callable[[], Any], device: str) -> dict[str, float]:
     cuda = device.startswith("cuda")
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
-        call()
-        if cuda:
-            torch.cuda.synchronize(device)
     spent = {"matrix products": 0.0, "cache": 0.0, "others": 0.0}
-    for event in profiler.key_averages():
+    for event in profiled(call, device).key_averages():
         name = event.key.lower()
         kind = "matrix products" if any(part in name for part in _PRODUCTS) else "others"
         if kind == "others" and any(part in name for part in _CACHE):

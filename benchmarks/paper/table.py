@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runners import Session
+from benchmarks.session import Session
 
 SIZES = ("paper", "reduced", "tiny")
 """The paper's shapes; shapes for a CPU; a test of the measurement itself, whose figures mean nothing."""

@@ -43,7 +43,6 @@ def test_the_ratio_is_baseline_over_candidate():
     assert 2 < outcome.ratio < 4.5
     assert outcome.low <= outcome.ratio <= outcome.high
     assert outcome.baseline_seconds > outcome.candidate_seconds
-    assert "x [" in str(outcome)
 
 
 def test_arms_alternate_and_are_warmed_and_synchronized():
@@ -61,7 +60,6 @@ def test_no_speed_where_outputs_differ(warmup):
     assert not outcome.equal
     assert outcome.rounds == []
     assert math.isnan(outcome.ratio)
-    assert str(outcome) == "outputs differ, no speed given: 1 is not 2"
     data = json.loads(json.dumps(outcome.to_dict(), allow_nan=False))
     assert data["ratio"] is None
     assert data["note"] == "1 is not 2"
@@ -77,13 +75,9 @@ def test_near_ties_are_counted_once_per_round():
     outcome = compare(lambda: 1, lambda: 2, 3, lambda a, b: Verdict(True, near_ties=2))
     assert outcome.equal
     assert outcome.near_ties == 2
-    assert "2 near ties" in str(outcome)
 
 
-def test_progress_precision_and_budget():
-    seen = []
-    compare(lambda: 0, lambda: 0, 3, exactly, progress=lambda done, of: seen.append((done, of)))
-    assert seen == [(1, 3), (2, 3), (3, 3)]
+def test_precision_and_budget():
     wide = compare(lambda: 0, lambda: 0, 50, exactly, precision=1e9)
     assert len(wide.rounds) == measure.MIN_ROUNDS
     late = compare(lambda: 0, lambda: 0, 50, exactly, budget=0)

@@ -76,11 +76,10 @@ def test_a_verdict_keeps_the_times():
     outcome = compare(lambda: stock, lambda: other, 3, agreement)
     assert len(outcome.rounds) == 3
     assert not outcome.equal
-    assert "outputs differ within rounding" in str(outcome)
     assert outcome.to_dict()["within_noise"]
 
 
 def test_what_rounding_does_not_explain_has_no_times():
     outcome = compare(lambda: 1, lambda: 2, 3, lambda a, b: Verdict(False, note="wrong"))
     assert not outcome.rounds
-    assert str(outcome) == "outputs differ, no speed given: wrong"
+    assert outcome.note == "wrong"

@@ -10,7 +10,8 @@ import torch
 from benchmarks import fairseq_command, run
 from benchmarks.cases import CASES, EXAMPLE
 from benchmarks.fairseq_agreement import FairseqAgreement
-from benchmarks.runners import Session
+from benchmarks.session import Session
+from fastgen.decoding.search.near_ties import NEAR_TIE
 
 pytest.importorskip("fairseq")
 
@@ -97,6 +98,6 @@ def test_texts_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not found.equal  # for the other run has these tokens too, which fairseq's search has kept clearly
     assert found.note.startswith("1 translations differ, largest margin ")
     agreement._known.clear()
-    monkeypatch.setitem(fairseq_command.NEAR_TIE, torch.float32, 1e9)
+    monkeypatch.setitem(NEAR_TIE, torch.float32, 1e9)
     assert agreement(stock, ours).near_ties == 1
     assert not agreement(stock, stock.replace("H-3\t", "H-30\t")).equal

@@ -151,16 +151,13 @@ def test_every_family_has_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_forwards_have_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--model", "bert 2 x 64", "roberta 12 x 768", "gpt2 loss 12 x 768", "--scale", "tiny", "--rounds", "1"]
+    words = ["--model", "bert 2 x 64", "roberta 12 x 768", "--scale", "tiny", "--rounds", "1"]
     assert forwards.main([*words, "--out", str(tmp_path / "cpu")]) == 0
     found = json.loads((tmp_path / "cpu/forwards.json").read_text("utf-8"))["result"]
-    assert list(found) == words[1:4]
+    assert list(found) == words[1:3]
     assert list(found["bert 2 x 64"]) == list(forwards.BATCHES)
-    assert found["gpt2 loss 12 x 768"]["4 of 256"]["hits"]["transformers.loss"] > 0
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.encoders_speed().count("| `bert 2 x 64` |") == 1
-    assert "gpt2" not in tables.encoders_speed()
-    assert tables.loss_speed().count("gpt2 loss") == 1
 
 
 def test_no_speed_of_forwards_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,6 @@ from fairseq.models.bart.model import bart_base_architecture
 from fairseq.models.lstm import LSTMModel
 from fairseq.models.lstm import base_architecture as lstm_architecture
 from fairseq.models.multilingual_transformer import MultilingualTransformerModel, base_multilingual_architecture
-from fairseq.models.nat import NATransformerModel
-from fairseq.models.nat.nonautoregressive_transformer import base_architecture as nat_architecture
 from fairseq.models.transformer import TransformerModel, base_architecture
 from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
 from fairseq.sequence_generator import SequenceGenerator
@@ -79,12 +77,6 @@ def _lstm() -> Any:
     return LSTMModel.build_model(args, Task())
 
 
-def _nat() -> Any:
-    args = Namespace(**_SIZES)
-    nat_architecture(args)
-    return NATransformerModel.build_model(args, Task())
-
-
 MODELS: dict[str, Callable[[], Any]] = {
     "transformer": _transformer,
     "prenorm": lambda: _transformer(
@@ -100,7 +92,7 @@ LANGUAGE_MODELS: dict[str, Callable[[], Any]] = {
     "lm": _lm,
     "lm_learned": lambda: _lm(decoder_learned_pos=True, activation_fn="gelu", share_decoder_input_output_embed=True),
 }
-OTHERS: dict[str, Callable[[], Any]] = {"lstm": _lstm, "nat": _nat}
+OTHERS: dict[str, Callable[[], Any]] = {"lstm": _lstm}
 
 
 @functools.cache

@@ -47,7 +47,8 @@ TOOLKIT = {
         class Heir(Model):
             pass
 
-        TABLE = {"double": lambda x: 2 * x}
+        def double(x):
+            return 2 * x
     """,
     "declaration.py": """
         from fastgen.patches.engine.engine import Patch, Toolkit
@@ -63,7 +64,7 @@ TOOLKIT = {
             patch("step", "Model.step", "self", "x"),
             patch("build", "Model.build", "cls", "n"),
             patch("add", "Model.add", "a", "b"),
-            patch("double", "TABLE[double]", "x"),
+            patch("double", "double", "x"),
         )
     """,
     "ours.py": """
@@ -95,7 +96,7 @@ TOOLKIT = {
                 "step": model.step(2, scale=3),
                 "build": gen.Model.build(4),
                 "add": model.add(1, 2),
-                "double": gen.TABLE["double"](5),
+                "double": gen.double(5),
             }
 
         PLAIN = {"greet": "hello you", "step": ("step", 7, 6), "build": ("Model", 4), "add": 3, "double": 10}

@@ -5,7 +5,7 @@ That must not pass for an error, nor an error for that: so the toolkit's own sea
 precision, where texts part within a few tokens, the errors of the logits are compared instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,10 +45,7 @@ class Agreement:
         found = margins(self.model, self.inputs, self.options, stock, other)
         if not found:
             return Verdict(False, note="what follows the end tokens differs")
-        limit = NEAR_TIE.get(self.model.dtype, 0.0)
-        worst, ties = max(found, key=found.__getitem__), sum(margin < limit for margin in found.values())
-        note = f"{len(found)} of {len(stock)} sequences differ, largest margin {found[worst]:.1e} (sequence {worst})"
-        return Verdict(ties == len(found), ties, note)
+        return judged(found, self.model.dtype, f"{len(found)} of {len(stock)} sequences", "sequence")
 
     def _judge_by_noise(self, stock: Tensor, other: Tensor) -> Verdict:
         if self._noise is None:
@@ -81,9 +78,48 @@ def margins(
     return found
 
 
-def all_agree(agreements: Sequence[Agreement], stock: Sequence[Tensor], other: Sequence[Tensor]) -> Verdict:
-    """Return the verdict on several batches."""
-    verdicts = [judge(a, b) for judge, a, b in zip(agreements, stock, other, strict=True)]
-    notes = "; ".join(f"batch {i}: {v.note}" for i, v in enumerate(verdicts) if v.note)
-    equal, agree = (all(getattr(v, name) for v in verdicts) for name in ("equal", "agrees"))
-    return Verdict(equal, sum(v.near_ties for v in verdicts), notes, within_noise=agree and not equal)
+def judged(found: Mapping[int, float], dtype: torch.dtype, differing: str, one: str) -> Verdict:
+    """Return the verdict on texts that differ, by the margin at which the toolkit's search left the way to each.
+
+    Args:
+        found: margins by the texts' numbers. differing, one: what differs and what a number stands for, in words.
+    """
+    limit = NEAR_TIE.get(dtype, 0.0)
+    worst, ties = max(found, key=found.__getitem__), sum(margin < limit for margin in found.values())
+    return Verdict(ties == len(found), ties, f"{differing} differ, largest margin {found[worst]:.1e} ({one} {worst})")
+
+
+class Agreements:
+    """Compares the token ids of several batches.
+
+    Args:
+        model, batches, options: what `generate` is called with, batch by batch.
+
+    Attributes:
+        stock, other: the outputs that were compared last.
+    """
+
+    def __init__(self, model: Any, batches: Sequence[dict[str, Tensor]], options: dict[str, Any]) -> None:
+        self._model, self._batches = model, batches
+        self._each = [Agreement(model, inputs, options) for inputs in batches]
+        self.stock: Sequence[Tensor] = []
+        self.other: Sequence[Tensor] = []
+
+    def __call__(self, stock: Sequence[Tensor], other: Sequence[Tensor]) -> Verdict:
+        self.stock, self.other = stock, other
+        verdicts = [judge(a, b) for judge, a, b in zip(self._each, stock, other, strict=True)]
+        notes = "; ".join(f"batch {i}: {v.note}" for i, v in enumerate(verdicts) if v.note)
+        equal, agree = (all(getattr(v, name) for v in verdicts) for name in ("equal", "agrees"))
+        return Verdict(equal, sum(v.near_ties for v in verdicts), notes, within_noise=agree and not equal)
+
+    @property
+    def tokens(self) -> int:
+        """Of `other`, those behind the prompts, up to the ends."""
+        ends = end_tokens(self._model.generation_config.eos_token_id)
+        is_text_to_text = self._model.config.is_encoder_decoder
+        prompts = [1 if is_text_to_text else inputs["input_ids"].shape[1] for inputs in self._batches]
+        return sum(
+            len(up_to_end(row[prompt:], ends))
+            for prompt, output in zip(prompts, self.other, strict=False)
+            for row in output.tolist()
+        )

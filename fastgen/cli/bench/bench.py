@@ -120,12 +120,9 @@ def _lines(cell: Cell, minutes: float) -> list[str]:
     if not outcome.agrees:
         figures, says = f"{'-':>12}{'-':>10}{'-':>15}{'-':>16}", f"DIFFERS: {outcome.note}"
     else:
-        speeds = "".join(
-            f"{cell.tokens / seconds:{width}.1f}"
-            for seconds, width in ((outcome.baseline_seconds, 12), (outcome.candidate_seconds, 10))
-        )
+        before, after = (cell.tokens / seconds for seconds in (outcome.baseline_seconds, outcome.candidate_seconds))
         spread = f"{outcome.low:.2f} to {outcome.high:.2f}" if len(outcome.rounds) > 1 else "one round"
-        figures = f"{speeds}{outcome.ratio:15.2f}{spread:>16}"
+        figures = f"{before:12.1f}{after:10.1f}{outcome.ratio:15.2f}{spread:>16}"
         ties = f", near ties: {outcome.near_ties}" if outcome.near_ties else ""
         same = "the same" if outcome.equal else f"within rounding: {outcome.note}"
         says = f"{same} (rounds: {len(outcome.rounds)}{ties})"

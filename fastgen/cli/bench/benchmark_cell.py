@@ -5,18 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
-import fastgen
-from fastgen.cli.bench.agreement import Agreement, all_agree
+from fastgen.cli.bench.agreement import Agreements
 from fastgen.cli.bench.counts import Counts, counts
-from fastgen.cli.bench.measure import Outcome, Verdict, compare
+from fastgen.cli.bench.measure import Outcome, both, compare, synchronize
 from fastgen.cli.bild.sweep import batches_of
 from fastgen.corpus.models import first_line
-from fastgen.decoding.search.near_ties import end_tokens, up_to_end
 
 LOOPS = ("transformers.beam_search", "transformers.sample")
 
@@ -88,22 +84,11 @@ def measure(
     begin = time.perf_counter()
     batches = [one.inputs for one in batches_of(sources, batch, model)]
     options = options | {"num_beams": beams}
-    agreements = [Agreement(model, inputs, options) for inputs in batches]
-    found: list[Tensor] = []
-
-    def stock() -> list[Tensor]:
-        with fastgen.disabled():
-            return [model.generate(**inputs, **options) for inputs in batches]
-
-    def patched() -> list[Tensor]:
-        return [model.generate(**inputs, **options) for inputs in batches]
-
-    def same(expected: list[Tensor], ours: list[Tensor]) -> Verdict:
-        found[:] = ours
-        return all_agree(agreements, expected, ours)
+    agreements, wait = Agreements(model, batches, options), partial(synchronize, str(model.device))
 
     def compared(rounds: int) -> Outcome:
-        return compare(stock, patched, rounds, same, warmup=0, synchronize=_wait_for(model.device))
+        arms = both(lambda: [model.generate(**inputs, **options) for inputs in batches])
+        return compare(*arms, rounds, agreements, warmup=0, synchronize=wait)
 
     before = counts()
     try:
@@ -114,19 +99,4 @@ def measure(
     except Exception as error:  # what a model raises is its own affair, and no other cell's
         problem = f"{type(error).__name__}: {first_line(error)}"
         return Cell(beams, batch, counted=counts().since(before), problem=problem)
-    return Cell(beams, batch, _generated(model, batches, found), outcome, counts().since(before))
-
-
-def _generated(model: Any, batches: Sequence[dict[str, Tensor]], outputs: Sequence[Tensor]) -> int:
-    """Tokens behind the prompts, up to the ends."""
-    ends = end_tokens(model.generation_config.eos_token_id)
-    prompts = [1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1] for inputs in batches]
-    return sum(
-        len(up_to_end(row[prompt:], ends))
-        for prompt, output in zip(prompts, outputs, strict=True)
-        for row in output.tolist()
-    )
-
-
-def _wait_for(device: torch.device) -> Any:
-    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
+    return Cell(beams, batch, agreements.tokens, outcome, counts().since(before))

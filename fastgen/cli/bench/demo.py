@@ -21,7 +21,7 @@ from fastgen.number import COUNT
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fastgen.cli.bench.measure import Outcome, Verdict
+    from fastgen.cli.bench.measure import Outcome
     from fastgen.cli.bench.workloads import Text, Workload
 
 HELP = "translate real sentences unpatched and patched, side by side"
@@ -75,16 +75,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _part(workload: "Workload", rounds: int, text: "Text | None" = None) -> dict[str, Any]:
     """Measure one workload, print what came out, and return it as JSON-ready data."""
-    from fastgen.cli.bench.agreement import Agreement, all_agree
+    from fastgen.cli.bench.agreement import Agreements
     from fastgen.cli.bench.measure import compare
     from fastgen.cli.bench.workloads import KVPeak, watched_cache
-    from fastgen.decoding.search.near_ties import end_tokens, up_to_end
+    from fastgen.patches.transformers.generate.report import last_call
 
     print(f"{workload.name}\n  {workload.detail}")
     kv_stock, kv_fastgen, kv_expected = KVPeak(), KVPeak(), KVPeak()
     before_all = counts()
-    agreements = [Agreement(workload.model, batch, workload.generate) for batch in workload.batches]
-    last: list[Tensor] = []
+    same = Agreements(workload.model, workload.batches, workload.generate)
 
     with _progress(workload, rounds) as advance:
 
@@ -96,12 +95,12 @@ def _part(workload: "Workload", rounds: int, text: "Text | None" = None) -> dict
                 return workload.run(advance)
 
         def patched() -> list["Tensor"]:
-            before = _last_call()
+            before = last_call()
 
             def after_batch() -> None:
                 nonlocal before
-                call = _last_call()
-                if call is not before:  # else transformers' own code ran, and the report is of an earlier call
+                call = last_call()
+                if call and call is not before:  # else transformers' own code ran, and the report is of an earlier call
                     before = call
                     kv_fastgen.see(call.kv_bytes)
                     kv_expected.see(call.stock_kv_bytes)
@@ -109,18 +108,13 @@ def _part(workload: "Workload", rounds: int, text: "Text | None" = None) -> dict
 
             return workload.run(after_batch)
 
-        def same(expected: list["Tensor"], found: list["Tensor"]) -> "Verdict":
-            last[:] = found
-            return all_agree(agreements, expected, found)
-
         outcome = compare(stock, patched, rounds, same)
-    ends = end_tokens(workload.model.generation_config.eos_token_id)
     counted = counts().since(before_all)
     part: dict[str, Any] = {
         "name": workload.name,
         "detail": workload.detail,
         "sentences": workload.sentences,
-        "generated_tokens": sum(len(up_to_end(row, ends)) for ids in last for row in ids[:, 1:].tolist()),
+        "generated_tokens": same.tokens,
         "outcome": outcome.to_dict(),
         "kv_cache_bytes": {
             "transformers": kv_stock.bytes,
@@ -132,7 +126,7 @@ def _part(workload: "Workload", rounds: int, text: "Text | None" = None) -> dict
     }
     _print_figures(part, outcome)
     if text is not None:
-        part |= _translations(text, text.decode(workload, last))
+        part |= _translations(text, text.decode(workload, same.other))
     print()
     return part
 
@@ -203,12 +197,3 @@ def _progress(workload: "Workload", rounds: int) -> Iterator[Any]:
 
     with tqdm(total=len(workload.batches) * 2 * (1 + rounds), unit="batch", file=sys.stderr, leave=False) as bar:
         yield lambda: bar.update()
-
-
-def _last_call() -> Any:
-    """Return what fastgen noted about its last `generate`: kv_bytes and stock_kv_bytes; None where it noted nothing."""
-    try:
-        from fastgen.patches.transformers.generate import report
-    except ImportError:
-        return None
-    return report.last_call()

@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+import fastgen
+
 T = TypeVar("T")
-Progress = Callable[[int, int], None]
 
 RESAMPLES = 4000
 MIN_ROUNDS = 5  # before `precision` or `budget` may end a comparison; fewer pairs give no usable interval
@@ -108,12 +109,18 @@ class Outcome:
             "rounds": [list(pair) for pair in self.rounds],
         }
 
-    def __str__(self) -> str:
-        if not self.agrees:
-            return f"outputs differ, no speed given: {self.note}"
-        remark = f", {self.near_ties} near ties" if self.near_ties else ""
-        remark += f", outputs differ within rounding: {self.note}" if self.within_noise else ""
-        return f"{self.ratio:.2f}x [{self.low:.2f}, {self.high:.2f}] over {len(self.rounds)} rounds{remark}"
+
+def both(call: Callable[..., T]) -> tuple[Callable[..., T], Callable[..., T]]:
+    """Return a call unpatched, and as it is."""
+    return fastgen.disabled()(call), call
+
+
+def synchronize(device: str) -> None:
+    """Wait until a CUDA device has done what it was given."""
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.synchronize(device)
 
 
 def compare(
@@ -123,7 +130,6 @@ def compare(
     same: Callable[[T, T], Verdict],
     warmup: int = 1,
     synchronize: Callable[[], object] | None = None,
-    progress: Progress | None = None,
     precision: float | None = None,
     budget: float | None = None,
 ) -> Outcome:
@@ -135,7 +141,6 @@ def compare(
         same: `same(baseline_output, candidate_output)` says whether the outputs agree; if not, the comparison ends.
         warmup: untimed calls of each before the first round; the last ones' outputs are compared too.
         synchronize: waits for the device; called before the clock starts and before it stops.
-        progress: called as `progress(rounds_done, rounds)`.
         precision: stop once the interval's half width is below this share of the ratio (0.01 = 1%).
         budget: stop once so many seconds have gone into rounds.
     Raises:
@@ -161,7 +166,7 @@ def compare(
         ratio, low, high = paired_ratio([t[0] for t in times], [t[1] for t in times])
         return high - low < 2 * precision * ratio
 
-    times, difference = interleave((baseline, candidate), rounds, check, warmup, synchronize, progress, enough)
+    times, difference = interleave((baseline, candidate), rounds, check, warmup, synchronize, enough)
     if difference is not None:
         return Outcome(False, ties, note=difference)
     ratio, low, high = paired_ratio([t[0] for t in times], [t[1] for t in times])
@@ -174,7 +179,6 @@ def interleave(
     check: Callable[[Sequence[T]], str | None],
     warmup: int = 1,
     synchronize: Callable[[], object] | None = None,
-    progress: Progress | None = None,
     enough: Callable[[list[tuple[float, ...]], float], bool] | None = None,
 ) -> tuple[list[tuple[float, ...]], str | None]:
     """Time several arms in turn, in alternating order; return the seconds of each round, and the first difference.
@@ -200,8 +204,6 @@ def interleave(
             if (difference := check([measured[i][1] for i in range(len(arms))])) is not None:
                 return [], difference
             times.append(tuple(measured[i][0] for i in range(len(arms))))
-            if progress is not None:
-                progress(done + 1, rounds)
             if enough is not None and enough(times, time.perf_counter() - begin):
                 break
     return times, None
@@ -263,11 +265,11 @@ def peak_memory(call: Callable[[], object], device: str = "cpu") -> int | None:
     if device.startswith("cuda"):
         import torch
 
-        torch.cuda.synchronize(device)
+        synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
         call()
-        torch.cuda.synchronize(device)
+        synchronize(device)
         return torch.cuda.max_memory_allocated(device) - held
     try:
         Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to what is resident now

@@ -1,6 +1,6 @@
 """What `fastgen demo` runs: plain transformers code, on real text and at a large model's shape."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import BartConfig, BartForConditionalGeneration, MarianMTModel, PreTrainedTokenizerFast
 
+from fastgen.cli.bild.sweep import batches_of
 from fastgen.errors import CommandError
 from fastgen.patches.transformers.compat import CACHE
 
@@ -52,7 +53,7 @@ class Text:
     references: list[str]
     tokenizer: PreTrainedTokenizerFast
 
-    def decode(self, workload: Workload, outputs: list[torch.Tensor]) -> list[str]:
+    def decode(self, workload: Workload, outputs: Sequence[torch.Tensor]) -> list[str]:
         """Return the translations in the order of the file."""
         texts = [text for ids in outputs for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
         ordered = dict(zip(workload.source_order, texts, strict=True))
@@ -77,42 +78,24 @@ def translation(folder: Path, sentences: int) -> tuple[Workload, Text]:
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
     model = MarianMTModel.from_pretrained(model_folder).float().eval()
-    order = sorted(range(len(sources)), key=lambda i: len(tokenizer(sources[i])["input_ids"]))
-    batches = [
-        dict(tokenizer([sources[i] for i in order[at : at + 32]], return_tensors="pt", padding=True, truncation=True))
-        for at in range(0, len(order), 32)
-    ]
-    for batch in batches:
-        batch.pop("token_type_ids", None)
+    batches = batches_of([tokenizer(source, truncation=True)["input_ids"] for source in sources], 32, model)
     size = f"{model.num_parameters() / 1e6:.1f}M parameters"
     workload = Workload(
         name="English to Spanish, Python documentation",
         detail=f"trained Marian model, {size}; {len(sources)} sentences, batches of 32, 4 beams",
         model=model,
-        batches=batches,
+        batches=[batch.inputs for batch in batches],
         generate={"num_beams": 4, "max_new_tokens": 160},
-        source_order=order,
+        source_order=[place for batch in batches for place in batch.places],
     )
     return workload, Text(sources, references, tokenizer)
 
 
 def bart(tokens: int, small: bool) -> Workload:
     """A model of BART-large's shape with random weights, 4 sources of 512 tokens; `small` is a toy of the same kind."""
-    shape: dict[str, Any] = (
-        {
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "d_model": 64,
-            "encoder_ffn_dim": 128,
-            "decoder_ffn_dim": 128,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "vocab_size": 500,
-        }
-        if small
-        else {}
-    )
-    config = BartConfig(**shape)
+    sizes = {"layers": 2, "ffn_dim": 128, "attention_heads": 4}
+    toy = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()}
+    config = BartConfig(**toy, d_model=64, vocab_size=500) if small else BartConfig()
     torch.manual_seed(1)
     model = BartForConditionalGeneration(config).eval()
     length = 64 if small else 512
@@ -123,12 +106,7 @@ def bart(tokens: int, small: bool) -> Workload:
         detail=f"{size}; 4 sources of {length} tokens, 4 beams, no repeated 3-gram, {tokens} new tokens",
         model=model,
         batches=[{"input_ids": ids, "attention_mask": torch.ones_like(ids)}],
-        generate={
-            "num_beams": 4,
-            "no_repeat_ngram_size": 3,
-            "max_new_tokens": tokens,
-            "min_new_tokens": tokens,
-        },
+        generate={"num_beams": 4, "no_repeat_ngram_size": 3, "max_new_tokens": tokens, "min_new_tokens": tokens},
     )
 
 

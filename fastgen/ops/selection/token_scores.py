@@ -10,29 +10,27 @@ CHUNK = 2**21
 """Bytes of log-probabilities that are made at a time: they stay in the cache."""
 
 
-def token_scores_reference(logits: Tensor, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return log_softmax(logits) (N, V) at tokens (N,): (N,), made in dtype; without one in fp32, of fp64 in fp64."""
-    dtype = dtype or torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(dtype).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+def token_scores_reference(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return log_softmax(logits) (N, V) at tokens (N,): (N,), in fp32, of fp64 logits in fp64."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
 
-def token_scores(logits: Tensor, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def token_scores(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the log-probability of one token of each row; equal to `token_scores_reference` bit by bit.
 
     Args:
         logits: (N, V) floating point.
         tokens: (N,) int64, each in [0, V).
-        dtype: in which it is made; None for fp32, and fp64 of fp64 logits.
     Returns:
-        (N,) in that type.
+        (N,) in fp32, of fp64 logits in fp64.
     Raises:
         ValueError: on shapes that do not fit; the message holds them.
     """
     if logits.dim() != 2 or tokens.shape != logits.shape[:1]:
         raise ValueError(f"tokens {tuple(tokens.shape)} do not fit logits {tuple(logits.shape)}")
-    found = logits.new_empty(len(logits), dtype=dtype or torch.promote_types(logits.dtype, torch.float32))
+    found = logits.new_empty(len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
     step = max(1, CHUNK // max(1, logits.shape[1] * found.element_size()))
     for start in range(0, len(logits), step):
         part = slice(start, start + step)
-        found[part] = token_scores_reference(logits[part], tokens[part], found.dtype)
+        found[part] = token_scores_reference(logits[part], tokens[part])
     return found

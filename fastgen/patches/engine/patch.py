@@ -58,8 +58,7 @@ class Patch:
     Attributes:
         name: ``"<toolkit's name>.<what>"``, as in ``FASTGEN_SKIP`` and `fastgen.status`.
         toolkit: the library it belongs to.
-        target: ``"module:function"``, ``"module:Class.method"`` or ``"module:MAPPING[key]"``. A classmethod or
-            staticmethod stays one.
+        target: ``"module:function"`` or ``"module:Class.method"``. A classmethod or staticmethod stays one.
         replacement: ``"module:function"``, called as ``function(original, *args, **kwargs)``, where a method's
             arguments begin with self and a classmethod's with the class, and so they are passed to ``original``.
         parameters: the names with which the target's parameters must begin, ``self`` or ``cls`` included.
@@ -136,5 +135,5 @@ class PatchError(RuntimeError):
 
 def _check_function(target: str) -> None:
     address = Address.parse(target)
-    if "." in address.path or address.key is not None:
+    if "." in address.path:
         raise ValueError(f"{target!r} is not 'module:function'")

@@ -12,34 +12,32 @@ from fastgen.patches.engine.compilers import is_traced_by_dynamo, skip_frames, w
 
 Function = Callable[..., Any]
 
-_TARGET = re.compile(r"(?P<module>\w+(?:\.\w+)*):(?P<path>\w+(?:\.\w+)*)(?:\[(?P<key>[^\[\]]+)\])?")
+_TARGET = re.compile(r"(?P<module>\w+(?:\.\w+)*):(?P<path>\w+(?:\.\w+)*)")
 
 
 @dataclass(frozen=True)
 class Address:
-    """A target as text: ``module:name``, ``module:Class.method`` or ``module:MAPPING[key]``.
+    """A target as text: ``module:name`` or ``module:Class.method``.
 
     Attributes:
         module: the module to import.
         path: dotted attribute names below the module.
-        key: the key of a mapping's item; None for an attribute.
     """
 
     module: str
     path: str
-    key: str | None
 
     @classmethod
     def parse(cls, target: str) -> "Address":
         """Read a target.
 
         Raises:
-            ValueError: not of one of the three forms.
+            ValueError: not of one of the two forms.
         """
         match = _TARGET.fullmatch(target)
         if match is None:
-            raise ValueError(f"target {target!r} is not 'module:name', 'module:Class.method' or 'module:MAPPING[key]'")
-        return cls(match["module"], match["path"], match["key"])
+            raise ValueError(f"target {target!r} is not 'module:name' or 'module:Class.method'")
+        return cls(match["module"], match["path"])
 
     def find(self, module: ModuleType) -> "Slot":
         """Return the target's place in ``module``.
@@ -47,28 +45,26 @@ class Address:
         Raises:
             LookupError: something on the way to it, or the target itself, is not there.
         """
-        *parents, name = self.path.split(".") if self.key is None else (*self.path.split("."), self.key)
+        *parents, name = self.path.split(".")
         owner: object = module
         for parent in parents:
             owner = _attribute(owner, parent)
-        slot = Slot(owner, name, is_item=self.key is not None)
+        slot = Slot(owner, name)
         slot.read()
         return slot
 
 
 @dataclass(frozen=True)
 class Slot:
-    """An attribute of a module or class, or an item of a mapping.
+    """An attribute of a module or class.
 
     Attributes:
-        owner: the module, class or mapping.
-        name: the attribute's name or the item's key.
-        is_item: whether it is a mapping's item.
+        owner: the module or class.
+        name: the attribute's name.
     """
 
     owner: Any
     name: str
-    is_item: bool
 
     def read(self) -> object:
         """Return what lies there as it is stored: a classmethod or staticmethod object, not what it binds to.
@@ -76,19 +72,16 @@ class Slot:
         Raises:
             LookupError: nothing is there.
         """
-        return self.owner[self.name] if self.is_item else _attribute(self.owner, self.name)
+        return _attribute(self.owner, self.name)
 
     def write(self, value: object) -> None:
         """Put ``value`` there."""
-        if self.is_item:
-            self.owner[self.name] = value
-        else:
-            setattr(self.owner, self.name, value)
+        setattr(self.owner, self.name, value)
 
     @property
     def inherited(self) -> bool:
         """Whether what is read there belongs to a base class."""
-        return not self.is_item and self.name not in vars(self.owner)
+        return self.name not in vars(self.owner)
 
 
 class Layer:

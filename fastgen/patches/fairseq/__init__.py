@@ -98,14 +98,6 @@ PATCHES = (
         help="fairseq-eval-lm and --score-reference: linear layers with packed weights on a CPU",
     ),
     Patch(
-        name="fairseq.refine",
-        toolkit=TOOLKIT,
-        target="fairseq.iterative_refinement_generator:IterativeRefinementGenerator.generate",
-        replacement="fastgen.patches.fairseq.generator.refine:refine",
-        parameters=("self", "models", "sample"),
-        help="texts that are refined again and again run on fairseq's own code, and are counted",
-    ),
-    Patch(
         name="fairseq.attention",
         toolkit=TOOLKIT,
         target="fairseq.modules.multihead_attention:MultiheadAttention.forward",

@@ -12,7 +12,7 @@ TOOLKIT = Toolkit(
 )
 
 DECODER_ONLY, ENCODER_DECODER = "decoder-only models", "encoder-decoder models"
-CACHES, LOSS = "KV caches that callers give or get", "the loss of language models"
+CACHES = "KV caches that callers give or get"
 
 
 def part_of(method: str, encoder_decoder: bool) -> str:
@@ -138,15 +138,6 @@ PATCHES = (
         replacement="fastgen.patches.transformers.encoders.encoder_consumers:tag",
         parameters=("self", "model_inputs"),
         help="the pipeline of token classification makes nothing of padding, which it drops",
-    ),
-    Patch(
-        name="transformers.loss",
-        toolkit=TOOLKIT,
-        target="transformers.loss.loss_utils:LOSS_MAPPING[ForCausalLM]",
-        replacement="fastgen.patches.transformers.introspection.loss:causal",
-        parameters=("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels"),
-        help="the loss of language models, without gradients: log_softmax is not stored",
-        parts=(LOSS,),
     ),
     Patch(
         name="transformers.beam_streamer",

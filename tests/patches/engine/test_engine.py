@@ -232,7 +232,7 @@ def test_signatures_names_docs_and_kinds_are_unchanged(sandbox: Sandbox) -> None
 
         def facts():
             model = gen.Model(1)
-            for thing in (gen.greet, gen.Model.step, model.step, model.build, model.add, gen.TABLE["double"]):
+            for thing in (gen.greet, gen.Model.step, model.step, model.build, model.add, gen.double):
                 yield str(inspect.signature(thing)), inspect.isfunction(thing), inspect.ismethod(thing)
                 yield thing.__name__, thing.__qualname__, thing.__module__, thing.__doc__
             for name in ("step", "build", "add"):
@@ -272,12 +272,12 @@ def test_originals_are_really_restored(sandbox: Sandbox) -> None:
     sandbox.run(
         """
         from toolkit import gen
-        before = dict(vars(gen)), dict(vars(gen.Model)), dict(gen.TABLE), list(vars(gen.Model)), list(gen.TABLE)
+        before = dict(vars(gen)), dict(vars(gen.Model)), list(vars(gen.Model))
         import fastgen
         for _ in range(3):
             patched()
             fastgen.disable()
-            after = dict(vars(gen)), dict(vars(gen.Model)), dict(gen.TABLE), list(vars(gen.Model)), list(gen.TABLE)
+            after = dict(vars(gen)), dict(vars(gen.Model)), list(vars(gen.Model))
             assert all(a == b for a, b in zip(before, after))
             assert all(before[1][name] is after[1][name] for name in before[1] if name != "__dict__")
             fastgen.enable()
@@ -454,7 +454,7 @@ def test_disabled_is_for_this_context_only(sandbox: Sandbox) -> None:
 
 PLANNED = """
     import threading
-    from fastgen.patches import _engine as engine
+    from fastgen.patches.engine import engine
 
     inside, go_on = threading.Event(), threading.Event()
 
@@ -483,7 +483,7 @@ def test_what_is_left_off_is_counted_and_what_other_processes_count(sandbox: San
         import fastgen
         from toolkit import gen
         from fastgen.ops.counts import calls
-        from fastgen.patches import _engine as engine
+        from fastgen.patches.engine import engine
         for _ in range(2):
             engine.hit("toolkit.greet", {"a mapping's names": None})
         before = engine.counted()
@@ -753,11 +753,11 @@ def test_replaced_or_deleted_after_us(sandbox: Sandbox) -> None:
     sandbox.run(
         """
         import fastgen, toolkit.gen
-        from toolkit.gen import Model, TABLE
+        from toolkit.gen import Model
         Model.step = new = lambda self, x: "new"
-        del TABLE["double"]
+        del toolkit.gen.double
         fastgen.disable()
-        assert Model.step is new and not TABLE
+        assert Model.step is new and not hasattr(toolkit.gen, 'double')
         fastgen.enable()
         assert Model(1).step(2) == ["ours", "new"]
         assert fastgen.status()["toolkit.double"].state == "failed"
@@ -841,8 +841,7 @@ def test_no_version(sandbox: Sandbox) -> None:
         ("def add(a, b)", "def add(b, a)", "add", "(a, b, ...) expected, (b, a) found"),
         ("def greet(name", "def welcome(name", "greet", "toolkit.gen has no 'greet'"),
         ("class Model:", "class Modell:", "step", "toolkit.gen has no 'Model'"),
-        ('"double":', '"triple":', "double", "'double'"),
-        ("lambda x: 2 * x", "'_double'", "double", "a function was expected there, not '_double'"),
+        ("return 2 * x", "pass\ndouble = '_double'", "double", "a function was expected there, not '_double'"),
         ("@staticmethod", "@property", "add", "a function was expected there, not <property"),
     ],
 )
@@ -921,7 +920,7 @@ def test_bad_declarations(sandbox: Sandbox, call: str, message: str) -> None:
 
 def test_declared_twice_is_declared_once(sandbox: Sandbox) -> None:
     sandbox.run(
-        "from fastgen.patches import _engine; import declaration; _engine.declare(*declaration.PATCHES); patched()"
+        "from fastgen.patches.engine import engine; import declaration; engine.declare(*declaration.PATCHES); patched()"
     )
 
 
@@ -1049,15 +1048,15 @@ def test_a_patch_of_several_parts(newer: Sandbox) -> None:
     newer.run(
         """
         import fastgen, warnings
-        from fastgen.patches import _engine
+        from fastgen.patches.engine import engine
         assert results()["greet"] == PATCHED["greet"]
         row = fastgen.status()["toolkit.greet"]
         assert (row.state, row.reason) == ("applied", "in part, as the canary found: token 3")
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            assert _engine.declined("toolkit", "greet") is None
+            assert engine.declined("toolkit", "greet") is None
             for _ in range(2):
-                assert _engine.declined("toolkit", "step") == "declined by the canary: token 3"
+                assert engine.declined("toolkit", "step") == "declined by the canary: token 3"
         (warning,) = heard
         assert warning.category is fastgen.FastgenWarning
         text = str(warning.message)
@@ -1185,12 +1184,12 @@ def test_a_summary_says_what_matters_first(sandbox: Sandbox) -> None:
     printed = sandbox.run(
         """
         import fastgen
-        from fastgen.patches import _engine
+        from fastgen.patches.engine import engine
         patched()
         for _ in range(3):
-            _engine.note_call("toolkit", "Bart", "beam search", "accelerated")
-        _engine.note_call("toolkit", "Bart", "beam search", "partly", ["a Bart is in training mode"])
-        _engine.note_call("toolkit", "Mamba", "greedy search", "not", ["no keys"])
+            engine.note_call("toolkit", "Bart", "beam search", "accelerated")
+        engine.note_call("toolkit", "Bart", "beam search", "partly", ["a Bart is in training mode"])
+        engine.note_call("toolkit", "Mamba", "greedy search", "not", ["no keys"])
         print(fastgen.status())
         """
     )
@@ -1227,11 +1226,11 @@ def test_counts_are_set_to_zero(sandbox: Sandbox) -> None:
     sandbox.run(
         """
         import fastgen
-        from fastgen.patches import _engine
+        from fastgen.patches.engine import engine
         patched()
-        _engine.fallback("toolkit.step", "one beam", ("Model", "step"))
-        _engine.left_alone("toolkit.step", "too small")
-        _engine.compared("equal")
+        engine.fallback("toolkit.step", "one beam", ("Model", "step"))
+        engine.left_alone("toolkit.step", "too small")
+        engine.compared("equal")
         found = fastgen.status(reset=True)
         assert found["toolkit.step"].hits == 1 and found.calls[0].not_accelerated == 1 and found.parity == {"equal": 1}
         after = fastgen.status()
@@ -1247,10 +1246,10 @@ def test_counts_of_another_process_are_added(sandbox: Sandbox) -> None:
     sandbox.run(
         """
         import fastgen
-        from fastgen.patches import _engine
+        from fastgen.patches.engine import engine
         patched()
-        _engine.fallback("toolkit.step", "one beam", ("Model", "step"))
-        _engine.count_too(_engine.counted())
+        engine.fallback("toolkit.step", "one beam", ("Model", "step"))
+        engine.count_too(engine.counted())
         found = fastgen.status()
         assert found["toolkit.step"].hits == 2 and found["toolkit.step"].fallbacks == {"one beam": 2}
         (group,) = found.calls
@@ -1340,11 +1339,11 @@ def test_a_warning_of_a_gone_target_may_be_an_exception(loud: Sandbox) -> None:
         """
         import threading, warnings
         import fastgen
-        from fastgen.patches import _engine
+        from fastgen.patches.engine import engine
         free = []
         def take():
-            free.append(_engine.lock.acquire(timeout=20))
-            _engine.lock.release()
+            free.append(engine.lock.acquire(timeout=20))
+            engine.lock.release()
         def show(*_, **__):
             other = threading.Thread(target=take)
             other.start()

@@ -169,6 +169,7 @@ def test_off(sandbox: Sandbox) -> None:
         ("toolkit.step", {"step"}),
         ("toolkit.step,toolkit.add", {"step", "add"}),
         (" toolkit.step , toolkit.step, ", {"step"}),
+        ("transformers.loss,toolkit.add,fairseq.refine", {"add"}),  # patches of earlier releases
         ("", set()),
     ],
 )

@@ -20,7 +20,6 @@ pytest.importorskip("fairseq")
 from fairseq import utils
 from fairseq.data import TokenBlockDataset
 from fairseq.dataclass.configs import FairseqConfig
-from fairseq.iterative_refinement_generator import IterativeRefinementGenerator
 from fairseq.models.bart.hub_interface import BARTHubInterface
 from fairseq.models.transformer.transformer_decoder import TransformerDecoderBase
 from fairseq.modules import LayerDropModuleList
@@ -412,22 +411,6 @@ def test_scores_of_given_texts(names: list[str]) -> None:
         assert one["tokens"].tolist() == other["tokens"].tolist()
         torch.testing.assert_close(one["positional_scores"], other["positional_scores"], atol=1e-5, rtol=0)
         torch.testing.assert_close(one["score"], other["score"], atol=1e-5, rtol=0)
-
-
-def test_iterative_refinement() -> None:
-    """It is fairseq's own, and counted."""
-    model, sample = zoo.build("nat", torch.float32), zoo.batch(5, 8)
-    row = lambda: next(row for row in fastgen.status().rows if row.name == "fairseq.refine")  # noqa: E731
-    before = row().fallbacks.get("iterative refinement", 0)
-    ours = IterativeRefinementGenerator(zoo.dictionary(), max_iter=4).generate([model], sample)
-    assert row().fallbacks["iterative refinement"] == before + 1
-    with fastgen.disabled():
-        stock = IterativeRefinementGenerator(zoo.dictionary(), max_iter=4).generate([model], sample)
-    assert row().fallbacks["iterative refinement"] == before + 1
-    assert len(ours) == len(stock) == 5
-    for (one,), (other,) in zip(ours, stock, strict=True):
-        assert one["tokens"].tolist() == other["tokens"].tolist()
-        assert torch.equal(one["positional_scores"], other["positional_scores"])
 
 
 @pytest.mark.parametrize("name", ["transformer", "prenorm", "bart"])

@@ -8,12 +8,10 @@ import torch
 import transformers as tf
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.loss.loss_utils import LOSS_MAPPING
 
 import fastgen
 from fastgen.ops.selection import token_scores as ops
 from fastgen.ops.selection.token_scores import token_scores, token_scores_reference
-from fastgen.patches.transformers.introspection import loss
 from tests.support import zoo
 
 
@@ -96,80 +94,6 @@ def test_token_scores(shape: tuple[int, int], dtype: torch.dtype) -> None:
 def test_token_scores_of_other_shapes() -> None:
     with pytest.raises(ValueError, match=r"tokens \(3,\) do not fit logits \(2, 5\)"):
         token_scores(torch.zeros(2, 5), torch.zeros(3, dtype=torch.int64))
-
-
-# The loss
-
-
-@pytest.fixture
-def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests' logits fit the cache: let a few rows be all that does."""
-    monkeypatch.setattr(loss, "CHUNK", 1)
-    monkeypatch.setattr(ops, "CHUNK", 4 * 3 * zoo.VOCABULARY)
-
-
-def _hits() -> int:
-    return fastgen.status()["transformers.loss"].hits
-
-
-@pytest.mark.usefixtures("every_size")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
-def test_the_loss_is_the_same_to_the_bit(family: str, dtype: torch.dtype) -> None:
-    model = zoo.build(family, dtype)
-    batch = zoo.batch(model, 4, 9, "right")
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    hits = _hits()
-    with torch.no_grad():
-        for more in ({}, {"num_items_in_batch": torch.tensor(7)}, {"num_items_in_batch": 7}):
-            ours = model(**batch, labels=labels, **more)
-            with fastgen.disabled():
-                stock = model.loss_function(ours.logits, labels, vocab_size=zoo.VOCABULARY, **more)
-            assert torch.equal(ours.loss, stock)
-            assert ours.loss.dtype == stock.dtype
-    assert _hits() == hits + 3
-
-
-@pytest.mark.usefixtures("every_size")
-def test_the_loss_stores_no_log_probabilities() -> None:
-    logits, labels = torch.randn(2, 20, zoo.VOCABULARY), torch.randint(0, zoo.VOCABULARY, (2, 20))
-    with fastgen.disabled(), torch.no_grad(), _Largest() as stock:
-        LOSS_MAPPING["ForCausalLM"](logits, labels, vocab_size=zoo.VOCABULARY)
-    assert stock.elements == 40 * zoo.VOCABULARY
-    # A view of the logits is no new tensor; beside it there are but some rows.
-    with torch.no_grad(), _Fresh(logits) as fresh:
-        LOSS_MAPPING["ForCausalLM"](logits, labels, vocab_size=zoo.VOCABULARY)
-    assert fresh.elements <= 3 * zoo.VOCABULARY
-
-
-class _Fresh(_Largest):
-    """Notes the most elements that a tensor has, those in the memory of a given one aside."""
-
-    def __init__(self, given: Tensor) -> None:
-        super().__init__()
-        self.given = given.untyped_storage().data_ptr()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs or {})
-        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() != self.given:
-            self.elements = max(self.elements, result.numel())
-        return result
-
-
-@pytest.mark.usefixtures("every_size")
-@pytest.mark.parametrize("labels", [torch.full((2, 5), zoo.VOCABULARY), torch.full((2, 5), -1)])
-def test_labels_that_there_are_none_of_raise_as_ever(labels: Tensor) -> None:
-    logits = torch.randn(2, 5, zoo.VOCABULARY)
-    for context in (fastgen.disabled(), torch.no_grad()):
-        with context, pytest.raises(IndexError):
-            LOSS_MAPPING["ForCausalLM"](logits, labels, vocab_size=zoo.VOCABULARY)
-
-
-def test_training_has_its_own_loss() -> None:
-    model, hits = zoo.build("gpt2").train(), _hits()
-    model(**zoo.batch(model, 2, 7, "none"), labels=torch.ones(2, 7, dtype=torch.int64)).loss.backward()
-    assert _hits() == hits
-    assert model.lm_head.weight.grad is not None
 
 
 # Scores of texts
@@ -274,21 +198,6 @@ def test_models_that_cannot_score() -> None:
     other.lm_head.register_forward_hook(lambda module, args, y: y * 2 if y.dim() == 3 else y)
     with pytest.raises(ValueError, match="otherwise"):
         fastgen.score(other, [[4, 5]])
-
-
-@pytest.mark.parametrize("items", [None, 30])
-def test_any_label_may_be_the_one_that_is_ignored(items: int | None) -> None:
-    logits, labels = torch.randn(1, 40, 50_000), torch.randint(0, 4, (1, 40))
-    given = {"ignore_index": 0, "num_items_in_batch": items}
-    loss = LOSS_MAPPING["ForCausalLM"]
-    hits = fastgen.status()["transformers.loss"].hits
-    with torch.no_grad():
-        found = loss(logits, labels, 50_000, **given)
-        with fastgen.disabled():
-            wanted = loss(logits, labels, 50_000, **given)
-    assert fastgen.status()["transformers.loss"].hits == hits + 1
-    assert torch.equal(found, wanted)
-    assert bool(wanted > 0)
 
 
 def test_a_stride_beyond_a_model_s_positions() -> None:

@@ -1,0 +1,144 @@
+"""What all benchmarks share: options, how a process begins, child processes, and where results go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "rounds": {"type": positive, "metavar": "N"},
+    "threads": {"type": positive, "metavar": "N", "help": "torch's CPU threads (default: torch's choice)"},
+    "device": {"default": "cpu", "help": "cpu, cuda or cuda:N (default: cpu)"},
+    "scale": {"default": "full", "choices": ["full", "tiny"], "help": "tiny: a test of the benchmark itself"},
+    "out": {"type": Path, "metavar": "DIR", "help": "folder (default: benchmarks/results/<hardware>)"},
+}
+
+
+def parser_of(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a module that is run, described by the first paragraph of its docstring."""
+    return argparse.ArgumentParser(prog=f"python -m {module}", description=(doc or "").split("\n\n", 1)[0])
+
+
+def option(parser: argparse.ArgumentParser, name: str, **changes: Any) -> None:
+    """Add an option that most benchmarks have, with what is different about it here."""
+    parser.add_argument(f"--{name}", **_OPTIONS[name] | changes)
+
+
+def common(parser: argparse.ArgumentParser, rounds: int) -> argparse.ArgumentParser:
+    """Add what every benchmark of many small models takes."""
+    option(parser, "rounds", default=rounds, help=f"default: {rounds}")
+    for name in ("threads", "device", "scale", "out"):
+        option(parser, name)
+    return parser
+
+
+def begin(threads: int | None) -> None:
+    """Patch the toolkits, each of whose baselines runs inside `fastgen.disabled()`, and let nothing else disturb."""
+    import torch
+    from transformers.utils import logging
+
+    import fastgen  # noqa: F401
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_grad_enabled(False)
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def finished(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a process to its end, with more in its environment.
+
+    Raises:
+        RuntimeError: it failed; the message holds the end of what it printed.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return done
+
+
+def hardware(device: str) -> str:
+    """Return the results' folder: the GPU's name, such as h200; cpu-intel, -zen5, -avx2; cpu for other processors."""
+    if not device.startswith("cuda"):
+        from fastgen.ops.processor import on_intel, on_zen5, without_avx512
+
+        kinds = {"-intel": on_intel, "-zen5": on_zen5, "-avx2": without_avx512}
+        return device + next((kind for kind, is_it in kinds.items() if is_it()), "")
+    import torch
+
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-").removeprefix("nvidia-")
+
+
+def folder_of(args: argparse.Namespace) -> Path:
+    """Where the results go that a command line asks for."""
+    return args.out or RESULTS / hardware(getattr(args, "device", "cpu"))
+
+
+def chosen(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments for a results file: of a folder its name, as where it lies on this machine says nothing."""
+    return {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
+
+
+def write_result(args: argparse.Namespace, name: str, result: dict[str, Any], **more: Any) -> None:
+    """Write the results of a benchmark with what they rest on, and with `more`, into a file of its name."""
+    from fastgen.cli.bench.measure import environment
+
+    about = {"case": name, "kind": name, "arguments": chosen(args), "environment": environment(), **more}
+    write_whole(folder_of(args) / f"{name}.json", about | {"result": result})
+
+
+def write_whole(file: Path, data: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")  # so that an interrupted run leaves the old file whole
+    part.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    part.replace(file)
+
+
+def measured(args: argparse.Namespace, name: str, cells: Iterable[tuple[str, str, dict[str, Any]]]) -> int:
+    """Print the results of a benchmark of many small models, and write them with what they rest on, as they come.
+
+    Args:
+        cells: model, call, and what was found.
+    Returns:
+        1 if any output differed, else 0.
+    """
+    from fastgen.cli.bench.measure import agrees
+
+    results: dict[str, dict[str, Any]] = {}
+    for model, call, found in cells:
+        results.setdefault(model, {})[call] = found
+        print(f"{model:<20}{call:<20}{outcome_text(found)}", flush=True)
+        write_result(args, name, results, arguments={"threads": args.threads, "rounds": args.rounds})
+    return 0 if all(agrees(found) for calls in results.values() for found in calls.values()) else 1
+
+
+def outcome_text(result: dict[str, Any]) -> str:
+    """Return what a result says in one line; a speed only where the outputs agree."""
+    from fastgen.cli.bench.measure import agrees
+
+    if not agrees(result):
+        return f"OUTPUTS DIFFER: {result['note']}"
+    ties = f", {result['near_ties']} near ties" if result["near_ties"] else ""
+    ties += "" if result["equal"] else f", within rounding: {result['note']}"
+    ran = "" if result.get("hits", True) else ", fastgen did not run"
+    interval = f"[{result['low']:.2f}, {result['high']:.2f}]"
+    seconds = f"{result['baseline_seconds']:.3f} s -> {result['candidate_seconds']:.3f} s"
+    return f"{result['ratio']:.2f}x {interval}  {seconds}, {len(result['rounds'])} rounds{ties}{ran}"
