@@ -6,10 +6,8 @@ records     what sources yield and sinks make
 job         a whole corpus: what is asked for, and the run of it
 blocks      records in a row, which are written, lost and made again as a whole
 pipeline    reading ahead, generating, writing behind
-worker      what one process does with its blocks
-journal     which blocks lie where, on disk
-assembly    what runs have left beside an output, and the output made of it
-lead        what a run depends on, its beginning and its end
-workers     several processes, started here or by torchrun; claims, store: how they share the work
+worker      makes blocks of outputs of blocks of records
+workers     several processes that do, on one machine
+journal     which blocks are there, on disk
 progress, summary, identity   what is shown, what is told in the end, what tells inputs and models apart
 """

@@ -7,7 +7,6 @@ import io
 import json
 import math
 import os
-import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ from fastgen.corpus.formats import compression, formats, writers
 from fastgen.corpus.formats.readers import Files
 from fastgen.corpus.formats.records import Record
 from fastgen.corpus.formats.writers import File
-from fastgen.corpus.run import store
 from fastgen.corpus.texts import Output, Problem
 from fastgen.errors import CommandError
 
@@ -478,12 +476,3 @@ def test_parquet_is_made_beside_nobody(tmp_path: Path) -> None:
     write(File("parquet"), tmp_path / "news", [output("one")])
     assert (tmp_path / "news.parquet").read_bytes() == b"somebody's"
     assert pq.read_table(tmp_path / "news").num_rows == 1
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no second loopback address")
-def test_the_store_listens_on_the_loopback_interface_alone() -> None:
-    held, port = store.held()
-    store.joined(port).set("name", "text")
-    assert held.get("name") == b"text"
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", port), timeout=5)

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastgen.corpus.formats.records import Record
-from fastgen.corpus.run import claims, journal
 from fastgen.corpus.run import job as jobs
+from fastgen.corpus.run import journal
 from fastgen.corpus.run.identity import digest
 from fastgen.corpus.run.job import Job
 from fastgen.corpus.texts import Options, Output, Problem, TextGenerator
@@ -53,11 +53,10 @@ class Lines:
 class Texts:
     """A sink: a line for each record.
 
-    kills: "child": the first process with a parent that has made a block kills itself; a rank: that process does, and
-        the others wait for it.
+    kills: the first process with a parent that has made a block kills itself.
     """
 
-    kills: str = ""
+    kills: bool = False
 
     def block(self, records: Sequence[Record], outputs: Sequence[Output | Problem | None]) -> bytes:
         if self.kills:
@@ -70,13 +69,10 @@ class Texts:
         return "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
 
     def _kill(self, mark: Path) -> None:
-        """Kill this process where it is its turn; the mark says that one has been killed."""
-        its_turn = self.kills in ("child" if multiprocessing.parent_process() else "", os.environ.get("RANK"))
-        if its_turn and not mark.exists():
-            mark.touch()
+        """Kill this process, unless the mark says that one has been killed."""
+        with suppress(FileExistsError):
+            mark.touch(exist_ok=False)
             os.kill(os.getpid(), signal.SIGKILL)
-        while not mark.exists():
-            time.sleep(0.05)
 
     def finish(self, body: Path, output: Path) -> None:
         body.replace(output)
@@ -100,7 +96,7 @@ def run(job: Job) -> int:
     except CommandError as error:
         print(error, file=sys.stderr)
         return 2
-    if summary is not None and job.output is not None:
+    if job.output is not None:
         print(json.dumps(summary.to_dict()))
     return 0
 
@@ -151,7 +147,6 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
     mode, model, text, output, fields, *rest = sys.argv[1:]
     given = json.loads(fields)
-    claims.LEASE = given.pop("lease", claims.LEASE)
     if "kills" in given:
         given["sink"] = Texts(given.pop("kills"))
     asked = job_of(Path(model), Path(text), Path(output) if output != "-" else None, **given)

@@ -18,9 +18,9 @@ from fastgen.corpus import models
 from fastgen.corpus.formats import compression, formats, writers
 from fastgen.corpus.formats.readers import STDIN, Files
 from fastgen.corpus.formats.writers import File
-from fastgen.corpus.run.assembly import in_progress
 from fastgen.corpus.run.job import BLOCK, Job
 from fastgen.corpus.run.job import run as run_job
+from fastgen.corpus.run.journal import in_progress
 from fastgen.corpus.run.summary import Summary
 from fastgen.corpus.texts import Options
 from fastgen.decoding.speculative import bild_options
@@ -160,9 +160,9 @@ def run(args: argparse.Namespace) -> int:
         restart=args.restart, progress=shown, summary=args.summary,
     )  # fmt: skip
     summary = run_job(job)
-    if summary is not None and not args.quiet:
+    if not args.quiet:
         _tell(summary)
-    if summary is not None and metrics is not None and output is not None:
+    if metrics is not None and output is not None:
         return 0 if metrics.tell(sink, output, summary.records) else 1
     return 0
 

@@ -3,13 +3,55 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import json
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import fastgen
+from fastgen.corpus.models import folder_of
+
+if TYPE_CHECKING:
+    from fastgen.corpus.run.job import Job
 
 _MISSING = "not there"
 _COMMIT = re.compile("[0-9a-f]{40}")
+_NO_MATTER = ("threads",)  # options that change the speed, and rounding, alone
+
+
+def header_of(job: Job) -> dict[str, Any]:
+    """All that an output's bytes depend on, JSON-ready."""
+    options = {
+        option.name: _told(getattr(job.options, option.name))
+        for option in fields(job.options)
+        if option.name not in _NO_MATTER
+    }
+    header = {
+        "source": job.source.identity(), "sink": job.sink.identity(), "options": options | {"device": _device(job)},
+        "block": job.block, "versions": versions(),
+    }  # fmt: skip
+    return json.loads(json.dumps(header))
+
+
+def _told(value: Any) -> Any:
+    return digest(folder_of(value)) if isinstance(value, Path) else value
+
+
+def _device(job: Job) -> str:
+    """The kind of device; which of several does not matter."""
+    import torch
+
+    named = job.options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return named.partition(":")[0]
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that an output depends on."""
+    installed = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")}
+    return installed | {"fastgen": fastgen.__version__}
 
 
 def digest(path: Path) -> str:

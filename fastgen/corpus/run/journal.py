@@ -1,8 +1,8 @@
-"""A journal: which blocks of a corpus lie where in a body, on disk before anyone is told that they are done.
+"""A journal: the blocks of a corpus that lie in a body, on disk before anyone is told that they are done.
 
-A body is bytes, block behind block. Its journal is JSON lines: a header of all that the bytes depend on, a line for
-each block, and behind the last one, once all blocks of the corpus are there, where the whole body lies. A block's bytes
-are on disk before its line is, so that what a journal says is true however a run ends.
+A body is bytes, block behind block, in the order of the corpus. Its journal is JSON lines: a header of all that the
+bytes depend on, a line for each block, and behind the last one of the corpus a line that says so. A block's bytes are
+on disk before its line is, so that what a journal says is true however a run ends.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from fastgen.corpus.run.identity import differences
 from fastgen.errors import CommandError
 
 _logger = logging.getLogger("fastgen")
 
 LOCKED = 10.0
-"""Seconds for which a journal that another process writes is waited for: as long as one takes to notice its end."""
+"""Seconds for which a journal that another run writes is waited for."""
 
 GOES_ON = "What is finished is safe; the same command goes on behind it"
 
@@ -36,7 +37,7 @@ class Entry:
     """A finished block.
 
     Attributes:
-        block: its number. offset, bytes: where it lies in the body.
+        bytes: of the body.
         records, tokens: how many were read and written. blank: records that are blank lines. at_limit: outputs that
             ended because they may not be longer.
         digest: of its records.
@@ -44,8 +45,6 @@ class Entry:
         on_error: what was done about them; None where there are none.
     """
 
-    block: int
-    offset: int
     bytes: int
     records: int
     tokens: int
@@ -56,24 +55,31 @@ class Entry:
     at_limit: int = 0
 
 
-@dataclass(frozen=True)
-class Part:
-    """A body and its journal, beside the output: of a run (no name), of one of its processes, or of all, joined."""
+def body_of(output: Path) -> Path:
+    """The body of an output that is not whole yet."""
+    return output.with_name(f"{output.name}.part")
 
-    output: Path
-    name: str = ""
 
-    @property
-    def body(self) -> Path:
-        return self.output.with_name(f"{self.output.name}.part{self._suffix}")
+def journal_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}.journal")
 
-    @property
-    def journal(self) -> Path:
-        return self.output.with_name(f"{self.output.name}.journal{self._suffix}")
 
-    @property
-    def _suffix(self) -> str:
-        return f".{self.name}" if self.name else ""
+def in_progress(output: Path) -> bool:
+    """Whether a run that writes this output has begun and has not ended."""
+    return journal_of(output).exists()
+
+
+def remove(output: Path) -> None:
+    """Take away all that runs have left beside an output; the journal, which says what to do with the rest, last."""
+    final = output.with_name(f"{output.name}.part.final")  # what a sink makes of the whole, before it is the output
+    for file in (final, body_of(output), journal_of(output)):
+        file.unlink(missing_ok=True)
+
+
+def restart(output: Path) -> None:
+    """The same, unless a run is writing it."""
+    with held(journal_of(output)), writing(output):
+        remove(output)
 
 
 @dataclass
@@ -82,49 +88,47 @@ class Written:
 
     Attributes:
         header: what all the bytes depend on; empty where there is no journal, or not even its first line.
-        whole: name of the part that holds all blocks in their order; None as long as none does.
-        together: all blocks as if they were one, where there is a whole.
+        whole: whether the entries are all blocks of the corpus.
         length: bytes of the journal up to the end of its last whole line.
     """
 
     header: dict[str, Any] = field(default_factory=dict[str, Any])
     entries: list[Entry] = field(default_factory=list[Entry])
-    whole: str | None = None
-    together: Entry | None = None
+    whole: bool = False
     length: int = 0
 
     @property
     def begun(self) -> bool:
         """Whether there is more than a header, which alone binds nobody."""
-        return bool(self.entries) or self.whole is not None
+        return bool(self.entries) or self.whole
 
     @property
     def end(self) -> int:
         """Bytes of the body."""
-        return self.entries[-1].offset + self.entries[-1].bytes if self.entries else 0
+        return sum(entry.bytes for entry in self.entries)
 
 
-def read(part: Part) -> Written:
-    """What a part's journal says; a last line that was being written when the run ended is none.
+def read(output: Path) -> Written:
+    """What an output's journal says; a last line that was being written when the run ended is none.
 
     Raises:
         CommandError: it is no journal, or its body has lost bytes.
     """
-    found = Written()
-    if not part.journal.exists():
+    found, journal, body = Written(), journal_of(output), body_of(output)
+    if not journal.exists():
         return found
-    with part.journal.open("rb") as stream:
+    with journal.open("rb") as stream:
         for line in stream:
             try:
                 _take(json.loads(line) if line.endswith(b"\n") else {}, found)
             except (KeyError, TypeError, ValueError) as error:
                 if not line.endswith(b"\n") or not stream.read(1):
                     break
-                raise CommandError(f"{part.journal} is no journal of a run; --restart begins anew") from error
+                raise CommandError(f"{journal} is no journal of a run; --restart begins anew") from error
             found.length += len(line)
-    size = part.body.stat().st_size if part.body.exists() else 0
-    if size < found.end and found.whole is None:
-        raise CommandError(f"{part.body} has {size} bytes of {found.end}; --restart begins anew")
+    size = body.stat().st_size if body.exists() else 0
+    if size < found.end and not found.whole:
+        raise CommandError(f"{body} has {size} bytes of {found.end}; --restart begins anew")
     return found
 
 
@@ -132,57 +136,56 @@ def _take(line: dict[str, Any], found: Written) -> None:
     if "header" in line:
         found.header = line["header"]
     elif "whole" in line:
-        found.whole, found.together = line["whole"], _entry(line["together"])
+        found.whole = True
     else:
-        found.entries.append(_entry(line))
-
-
-def _entry(line: dict[str, Any]) -> Entry:
-    problems = [(number, reason) for number, reason in line.pop("problems")]
-    return Entry(**line, problems=problems)
+        problems = [(number, reason) for number, reason in line.pop("problems")]
+        found.entries.append(Entry(**line, problems=problems))
 
 
 class Journal:
-    """Writes a part, behind what it holds.
+    """Writes an output's body and journal, behind what they hold.
 
+    Args:
+        header: what this run's bytes depend on.
+        on_error: what it does about problems.
+    Attributes:
+        begun: whether an earlier run has written more than a header.
+        whole: whether all blocks are there, and only the sink is left to run.
     Raises:
-        CommandError: another process is writing it.
+        CommandError: another run is writing it, or what lies there was made otherwise; the message says what differs.
     """
 
-    def __init__(self, part: Part, header: dict[str, Any]) -> None:
-        self.part = part
-        self._journal = held(part.journal)
-        written = read(part)
-        self.entries = written.entries
-        self._end = written.end
+    def __init__(self, output: Path, header: dict[str, Any], on_error: str) -> None:
+        self.output = output
         self._body: IO[bytes] | None = None
-        with writing(part.body):
-            self._journal.truncate(written.length if written.begun else 0)
-            if written.whole is None:  # else the body is complete, or has become the output already
-                self._body = part.body.open("ab", buffering=0)
-                self._body.truncate(self._end)
-        if not written.begun:
-            self._say({"header": header})
+        self._journal = held(journal_of(output))
+        try:
+            written = read(output)
+            self.entries, self.begun, self.whole = written.entries, written.begun, written.whole
+            if self.begun:
+                self._compare(written.header, header, on_error)
+            with writing(body_of(output)):
+                self._journal.truncate(written.length if self.begun else 0)
+                if not self.whole:  # else the body is complete, or has become the output already
+                    self._body = body_of(output).open("ab", buffering=0)
+                    self._body.truncate(written.end)
+            if not self.begun:
+                self._say({"header": header})
+        except BaseException:
+            self.close()
+            raise
 
     def append(self, data: bytes, entry: Entry) -> None:
-        """Add a block; it is on disk when this returns. The entry's place is set here."""
-        with writing(self.part.body):
+        """Add a block; it is on disk when this returns."""
+        with writing(body_of(self.output)):
             _write(self._body, data)
-        placed = replace(entry, offset=self._end, bytes=len(data))
-        self._say(asdict(placed))
-        self._end += len(data)
-        self.entries.append(placed)
+        self._say(asdict(entry))
+        self.entries.append(entry)
 
-    def whole(self, part: Part, entries: Sequence[Entry]) -> None:
-        """Say that a part holds all blocks in their order, these."""
-        together = Entry(
-            block=len(entries), offset=0, bytes=sum(entry.bytes for entry in entries),
-            records=sum(entry.records for entry in entries), tokens=sum(entry.tokens for entry in entries),
-            digest="", problems=[problem for entry in entries for problem in entry.problems],
-            on_error=next((entry.on_error for entry in entries if entry.on_error is not None), None),
-            blank=sum(entry.blank for entry in entries), at_limit=sum(entry.at_limit for entry in entries),
-        )  # fmt: skip
-        self._say({"whole": part.name, "together": asdict(together)})
+    def end(self) -> None:
+        """Say that all blocks are there."""
+        self._say({"whole": True})
+        self.whole = True
 
     def close(self) -> None:
         """Close both files, and let others write them."""
@@ -190,8 +193,19 @@ class Journal:
             self._body.close()
         self._journal.close()
 
+    def _compare(self, was: dict[str, Any], header: dict[str, Any], on_error: str) -> None:
+        if changed := differences(was, header):
+            journal = journal_of(self.output)
+            raise CommandError(f"{journal} was begun otherwise: {'; '.join(changed)}. --restart begins anew")
+        for entry in self.entries:
+            if entry.on_error not in (None, on_error):
+                raise CommandError(
+                    f"--on-error was {entry.on_error} and is {on_error}, and record {entry.problems[0][0]} is a "
+                    "problem that was handled so. --restart begins anew"
+                )
+
     def _say(self, line: dict[str, Any]) -> None:
-        with writing(self.part.journal):
+        with writing(journal_of(self.output)):
             _write(self._journal, json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
 
@@ -216,9 +230,6 @@ class Stdout:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its own end
                 raise
         self.entries.append(entry)
-
-    def close(self) -> None:
-        pass
 
 
 @contextmanager

@@ -11,57 +11,50 @@ from typing import Any
 
 from fastgen.corpus import models
 from fastgen.corpus.formats.records import Source
+from fastgen.corpus.run.journal import Entry
 
 _logger = logging.getLogger("fastgen")
 
 FIRST = 5
-"""Problems that a process tells while it runs."""
+"""Problems that are told while a run goes on."""
 
 LISTED = 20
 """Problems whose numbers are told at the end."""
 
 
 class Meter:
-    """A bar on standard error, with the time that is left where the source has a length.
+    """Tells the first problems, and shows a bar on standard error, with the time that is left where the source has a
+    length.
 
     Args:
-        shown: whether there is one at all.
+        shown: whether there is a bar.
         done: records that were there before this run.
     """
 
     def __init__(self, source: Source, done: int, shown: bool) -> None:
         self._bar: Any = None
-        self._done = done
         if shown:
             models.need("tqdm")
             from tqdm import tqdm
 
             length = operator.length_hint(source, 0) or None
             self._bar = tqdm(total=length, initial=done, unit=" sentences", file=sys.stderr, mininterval=0.5)
-        self._begin = time.perf_counter()
+        self._begin, self._tokens, self._told = time.perf_counter(), 0, 0
 
-    def show(self, records: int, tokens: int) -> None:
-        """So many have been made by this run."""
+    def show(self, entry: Entry) -> None:
+        """A block is safe."""
+        for number, reason in entry.problems[: FIRST - self._told]:
+            _logger.warning("record %d has no output: %s", number, reason)
+            self._told += 1
         if self._bar is not None:
-            rate = tokens / max(time.perf_counter() - self._begin, 1e-9)
+            self._tokens += entry.tokens
+            rate = self._tokens / max(time.perf_counter() - self._begin, 1e-9)
             self._bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-            self._bar.update(self._done + records - self._bar.n)
+            self._bar.update(entry.records)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-class Problems:
-    """Tells the first problems of a process."""
-
-    def __init__(self) -> None:
-        self._told = 0
-
-    def tell(self, problems: Sequence[tuple[int, str]]) -> None:
-        for number, reason in problems[: FIRST - self._told]:
-            _logger.warning("record %d has no output: %s", number, reason)
-            self._told += 1
 
 
 def tell_all(problems: Sequence[tuple[int, str]], records: int) -> None:

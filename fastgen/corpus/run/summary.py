@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import sys
 from collections import Counter
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fastgen
+from fastgen.corpus.run.identity import versions
 from fastgen.corpus.run.journal import Entry, writing
 
 Counts = dict[str, dict[str, int]]
@@ -22,7 +22,6 @@ class Report:
     """What a process says at its end.
 
     Attributes:
-        records, tokens: of the blocks that it has made.
         loading, seconds: until the model was there, and from then on.
         reading, writing: seconds of them in which nothing was generated.
         memory: the most that it has held, in bytes; device_memory: of its GPU.
@@ -30,8 +29,6 @@ class Report:
         limit: where the limit of outputs comes from.
     """
 
-    records: int = 0
-    tokens: int = 0
     loading: float = 0.0
     seconds: float = 0.0
     reading: float = 0.0
@@ -102,12 +99,14 @@ class Summary:
             file.write_text(json.dumps(self.to_dict(), indent=2) + "\n", "utf-8")
 
 
-def summarise(entries: Sequence[Entry], reports: Sequence[Report], lost: list[str], seconds: float) -> Summary:
-    """The summary of an output's blocks, made by several processes or one, or by none where they were there."""
+def summarise(
+    entries: Sequence[Entry], done: int, reports: Sequence[Report], lost: list[str], seconds: float
+) -> Summary:
+    """The summary of an output's blocks, of which the first `done` were there, and processes have made the others."""
     working = max((report.seconds for report in reports), default=0.0)
     all_seconds = sum(report.seconds for report in reports)
-    records = sum(report.records for report in reports)
-    tokens = sum(report.tokens for report in reports)
+    records = sum(entry.records for entry in entries[done:])
+    tokens = sum(entry.tokens for entry in entries[done:])
     return Summary(
         records=sum(entry.records for entry in entries),
         tokens=sum(entry.tokens for entry in entries),
@@ -130,12 +129,6 @@ def summarise(entries: Sequence[Entry], reports: Sequence[Report], lost: list[st
         left_off=_sum(report.left_off for report in reports),
         versions=versions() | {"python": sys.version.split()[0]},
     )
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that an output depends on."""
-    installed = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")}
-    return installed | {"fastgen": fastgen.__version__}
 
 
 def counts() -> tuple[Counts, Counts]:

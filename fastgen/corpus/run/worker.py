@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fastgen.corpus.formats.records import Record
 from fastgen.corpus.run import pipeline
-from fastgen.corpus.run.blocks import Block, Blocks
-from fastgen.corpus.run.claims import Claims
+from fastgen.corpus.run.blocks import Block
 from fastgen.corpus.run.journal import Entry
-from fastgen.corpus.run.progress import Meter, Problems
 from fastgen.corpus.run.summary import Report, counts
 from fastgen.corpus.texts import Blank, Output, Problem, Source, TextGenerator
 from fastgen.errors import CommandError
@@ -23,65 +21,37 @@ if TYPE_CHECKING:
 
 Sources = Sequence["Source | Problem"]
 Results = Sequence["Output | Problem"]
-
-
-class BadRecord(CommandError):
-    """A record that has no output, where that ends the run."""
-
-    def __init__(self, number: int, reason: str) -> None:
-        super().__init__(
-            f"record {number}: {reason.rstrip('.')}. The blocks before it are safe, and the same command with "
-            "--on-error skip goes on behind them; where the input is mended, --restart begins anew"
-        )
-        self.number = number
-
-
-class Journalling(Protocol):
-    """Where blocks go."""
-
-    def append(self, data: bytes, entry: Entry) -> None: ...
+Append = Callable[[bytes, Entry], None]
+"""Takes the bytes of a block, and what is noted of them."""
 
 
 class Worker:
-    """Makes the blocks that it claims.
+    """Makes blocks of outputs of blocks of records.
 
     A block's bytes depend on its records, the options and its number alone: its stream of batches is its own, and
     where it samples, so is the state of random numbers.
-
-    Args:
-        known: digests of the blocks of earlier runs.
     """
 
-    def __init__(
-        self, job: Job, claims: Claims, journal: Journalling, known: Mapping[int, str], meter: Meter | None = None
-    ) -> None:
-        self.job, self.claims, self.journal, self.meter = job, claims, journal, meter
-        self.blocks = Blocks(job.source, job.block, known)
-        self.report = Report()
-        self.problems = Problems()
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self._tokenizer = threading.Lock()  # its settings are set while it reads, and nobody may use it meanwhile
 
-    def run(self) -> Report:
-        """Make blocks until there are no more.
+    def run(self, blocks: Iterable[Block], append: Append) -> Report:
+        """Make all of these blocks, and append them in their order; `blocks` is iterated once the model is there.
 
         Raises:
-            BadRecord: see `Job.on_error`.
+            CommandError: a record has no output; see `Job.on_error`.
         """
         begin = time.perf_counter()
         self.generator = TextGenerator(self.job.options)
-        self.report.limit = self.generator.limit.said
         self._warm_up()
-        self.report.loading, before = time.perf_counter() - begin, counts()
+        report, before = Report(loading=time.perf_counter() - begin, limit=self.generator.limit.said), counts()
         begin, waits = time.perf_counter(), pipeline.Waits()
-        try:
-            pipeline.run(self._read(), self._generate, self._write, waits)
-        except BaseException:
-            self.claims.stop()
-            raise
-        self.report.seconds = time.perf_counter() - begin
-        self.report.reading, self.report.writing = waits.reading, waits.writing
-        self.report.note_process(before)
-        return self.report
+        pipeline.run(self._read(blocks), self._generate, lambda item: append(*self._texts(*item)), waits)
+        report.seconds = time.perf_counter() - begin
+        report.reading, report.writing = waits.reading, waits.writing
+        report.note_process(before)
+        return report
 
     def _warm_up(self) -> None:
         """Generate from a word: a model's first step is made in two ways (`equivalence_check`), and rounds as the
@@ -91,13 +61,9 @@ class Worker:
             word = generator.tokenizer(".", return_tensors="pt")["input_ids"]
             generator.model.generate(word.to(generator.model.device), max_new_tokens=3)
 
-    def _read(self) -> Iterator[tuple[Block, Sources]]:
-        for number in self.claims:
-            block = self.blocks.get(number)
-            if block is None:
-                self.claims.end(self.blocks.passed)
-            else:
-                yield block, self._encode(block.records)
+    def _read(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, Sources]]:
+        for block in blocks:
+            yield block, self._encode(block.records)
 
     def _encode(self, records: Sequence[Record]) -> Sources:
         good = [record for record in records if not record.problem]
@@ -120,10 +86,13 @@ class Worker:
         if self.job.on_error == "fail":
             for record, one in zip(block.records, found, strict=True):
                 if isinstance(one, Problem) and not isinstance(one, Blank):
-                    raise BadRecord(record.number, one.reason)
+                    raise CommandError(
+                        f"record {record.number}: {one.reason.rstrip('.')}. The blocks before it are safe, and the "
+                        "same command with --on-error skip goes on behind them; where the input is mended, --restart "
+                        "begins anew"
+                    )
 
-    def _write(self, item: tuple[Block, Sequence[Any]]) -> None:
-        block, found = item
+    def _texts(self, block: Block, found: Sequence[Any]) -> tuple[bytes, Entry]:
         with self._tokenizer:
             results = self.generator.decode(found)
         blank = sum(isinstance(one, Blank) for one in results)
@@ -134,16 +103,8 @@ class Worker:
         outputs = [one for one in results if isinstance(one, Output)]
         tokens, at_limit = sum(one.tokens for one in outputs), sum(one.at_limit for one in outputs)
         handled = self.job.on_error if problems else None
-        entry = Entry(
-            block.number, 0, 0, len(block.records), tokens, block.digest, problems, handled, blank, at_limit
-        )  # fmt: skip
-        self.journal.append(self.job.sink.block(block.records, shown), entry)
-        self.problems.tell(problems)
-        self.report.records += entry.records
-        self.report.tokens += tokens
-        made = self.claims.finished(block.number, entry.records, tokens)
-        if self.meter is not None:
-            self.meter.show(*made)
+        data = self.job.sink.block(block.records, shown)
+        return data, Entry(len(data), len(shown), tokens, block.digest, problems, handled, blank, at_limit)
 
 
 def _problems(block: Block, results: Results) -> list[tuple[int, str]]:

@@ -1,260 +1,218 @@
-"""Several processes at one output: started here, or by torchrun and its like on one machine or many.
+"""Several processes at one output, on one machine: this one reads blocks, sends them out, and writes what comes back.
 
-Each reads the whole source, makes the blocks that it claims, and writes them to a part of its own. Source: PyTorch's
-`TCPStore`, which the process that leads holds.
+A process asks for a block when it has room for one, and sends what it has made in the order in which it asked. It
+touches no file and holds no lock: where it dies, its blocks are sent to others.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import multiprocessing
 import os
-import sys
-import time
+import signal
+import threading
 import traceback
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import wait
-from pathlib import Path
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from fastgen.corpus.models import first_line
-from fastgen.corpus.run import store
-from fastgen.corpus.run.claims import POLL, Claims, Heart, Pulse
-from fastgen.corpus.run.identity import differences
-from fastgen.corpus.run.journal import GOES_ON, Journal, Part
-from fastgen.corpus.run.lead import Lead, header_of
-from fastgen.corpus.run.progress import Meter
-from fastgen.corpus.run.store import Store
-from fastgen.corpus.run.summary import Report, Summary
-from fastgen.corpus.run.worker import BadRecord, Worker
+from fastgen.corpus.run.blocks import Block
+from fastgen.corpus.run.journal import GOES_ON, Entry
+from fastgen.corpus.run.summary import Report
+from fastgen.corpus.run.worker import Append, Worker
 from fastgen.errors import CommandError
 
 if TYPE_CHECKING:
     from fastgen.corpus.run.job import Job
 
-GRACE = 10.0
-"""Seconds that processes have to end by themselves when their parent is interrupted."""
+WINDOW = 16
+"""Blocks for each process, from the first that is not written to the last that is sent out."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a process stands among those of a run."""
+def run(job: Job, blocks: Iterator[Block], append: Append) -> tuple[list[Report], list[str]]:
+    """Have processes make all of these blocks, and append them in their order.
 
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-
-    @classmethod
-    def of_environment(cls, environ: Mapping[str, str]) -> Place | None:
-        """As torchrun says it; None where a process is alone.
-
-        Raises:
-            CommandError: a variable is missing or no number.
-        """
-        if "RANK" not in environ or environ.get("WORLD_SIZE") == "1":
-            return None
-        missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
-        if missing:
-            raise CommandError(f"RANK={environ['RANK']} is set and {', '.join(missing)} not")
-        try:
-            rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-            return cls(rank, world, int(environ.get("LOCAL_RANK", rank)), int(environ.get("LOCAL_WORLD_SIZE", world)))
-        except ValueError as error:
-            raise CommandError(f"RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE must be numbers: {error}") from error
-
-
-def spawned(job: Job, output: Path) -> Summary:
-    """Run a job in processes of its own, which this one watches over."""
-    lead = Lead(job, output)
-    try:
-        if (summary := lead.deliver()) is not None:
-            return summary
-        shared, port = store.held()
-        _publish(shared, lead)
-        meter = Meter(job.source, lead.done, job.progress)
-        context = multiprocessing.get_context("spawn")
-        processes = {
-            rank: context.Process(target=_spawned, args=(job, output, port, rank), daemon=True)
-            for rank in range(job.processes)
-        }
-        try:
-            for process in processes.values():
-                process.start()
-            lost = _watch(processes, shared, meter)
-        except KeyboardInterrupt:
-            for process in processes.values():  # they are interrupted too
-                process.join(GRACE)
-            raise
-        finally:
-            meter.close()
-            for process in processes.values():
-                if process.is_alive():
-                    process.terminate()
-        return lead.finish(_total(shared), _reports(shared, job.processes, lost), list(lost.values()))
-    finally:
-        lead.close()
-
-
-def ranked(job: Job, output: Path, place: Place) -> Summary | None:
-    """Run a job as one of the processes that somebody else has started; the first one returns the summary."""
-    shared = store.found(place.rank, place.world)
-    if place.rank:
-        _work(job, output, shared, place, header_of(job))
-        return None
-    try:
-        lead = Lead(job, output)
-    except CommandError as error:
-        shared.set("plan", json.dumps({"error": str(error)}))
-        raise
-    try:
-        if (summary := lead.deliver()) is not None:
-            shared.set("plan", json.dumps({"finished": True}))
-            _wait(shared, place.world, first=1)  # the store may go with this process
-            return summary
-        _publish(shared, lead)
-        meter = Meter(job.source, lead.done, job.progress)
-        try:
-            _work(job, output, shared, place, lead.header, meter)
-        except CommandError:
-            pass  # told below, with those of the others
-        finally:
-            meter.close()
-        lost = _wait(shared, place.world)
-        return lead.finish(_total(shared), _reports(shared, place.world, lost), list(lost.values()))
-    finally:
-        lead.close()
-
-
-def _publish(shared: Store, lead: Lead) -> None:
-    shared.set("plan", json.dumps({"header": lead.header, "known": lead.known}))
-
-
-def _spawned(job: Job, output: Path, port: int, rank: int) -> None:
-    """The main function of a process that `spawned` has started."""
-    try:
-        _work(job, output, store.joined(port), Place(rank, job.processes, rank, job.processes), None)
-    except (CommandError, KeyboardInterrupt):
-        sys.exit(1)  # the parent tells
-
-
-def _work(
-    job: Job, output: Path, shared: Store, place: Place, header: dict[str, Any] | None, meter: Meter | None = None
-) -> None:
-    """Do this process's share of a run, and report.
-
-    header: what this process finds that the output depends on; None where its parent has found it.
+    Returns:
+        What processes report, and how those have ended that do not.
     Raises:
-        CommandError: it has failed, or the leading process has.
+        CommandError: one of them has failed, and what was read before is appended; or all have died.
     """
-    heart = Heart(shared, place.rank)
-    said: dict[str, Any] = {}
-    try:
-        plan = _plan(shared, header)
-        if plan is None:
-            said = asdict(Report())
-            return
-        known = {int(number): digest for number, digest in plan["known"].items()}
-        claims = Claims(shared, place.rank, place.world, known)
-        journal = Journal(Part(output, str(place.rank)), plan["header"])
+    return _Run(job, blocks, append).run()
+
+
+@dataclass
+class _Process:
+    """A process as its parent knows it.
+
+    Attributes:
+        asks: whether it waits for a block.
+        blocks: what it has been sent and has not sent back, in that order.
+        ended: whether it has reported, or said why it has failed.
+    """
+
+    number: int
+    process: Any
+    asks: bool = False
+    blocks: deque[Block] = field(default_factory=deque[Block])
+    ended: bool = False
+
+
+class _Run:
+    def __init__(self, job: Job, blocks: Iterator[Block], append: Append) -> None:
+        self.job, self.blocks, self.append = job, blocks, append
+        self.processes: dict[Connection, _Process] = {}
+        self.read_all = False
+        self.sent = deque[int]()  # numbers of blocks that were sent out and are not written, as they rise
+        self.made: dict[int, tuple[bytes, Entry]] = {}  # of these
+        self.again: list[Block] = []  # of these, those of processes that have died
+        self.errors: list[tuple[float, Exception]] = []  # with the number of the block that is the first to be missing
+        self.reports: list[Report] = []
+        self.lost: list[str] = []
+
+    def run(self) -> tuple[list[Report], list[str]]:
         try:
-            said = asdict(Worker(_placed(job, place), claims, journal, known, meter).run())
+            self._start()
+            while self.processes and not (self.errors and self._is_done()):
+                for connection in wait(list(self.processes)):
+                    assert isinstance(connection, Connection)
+                    self._hear(connection, self.processes[connection])
+                while self.sent and self.sent[0] in self.made:
+                    self.append(*self.made.pop(self.sent.popleft()))
+                self._answer()
         finally:
-            journal.close()
-    except Exception as error:
-        shared.set("stop", "1")
-        told = isinstance(error, CommandError)
-        if not told:
-            traceback.print_exc()
-        message = str(error) if told else f"process {place.rank}: {type(error).__name__}: {first_line(error)}"
-        said = {"error": message, "record": error.number if isinstance(error, BadRecord) else None}
-        raise CommandError(message) from error
-    finally:
-        heart.close()  # before the report: behind it the store may go
-        if said:
-            shared.set(f"report/{place.rank}", json.dumps(said))
+            for one in self.processes.values():
+                one.process.kill()
+                one.process.join()
+        if self.errors:
+            raise min(self.errors, key=lambda one: one[0])[1]
+        if not self._is_done():
+            raise CommandError(f"{'; '.join(self.lost)}. {GOES_ON}")
+        return self.reports, self.lost
 
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for number in range(self.job.processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(self.job, number, theirs), daemon=True)
+            process.start()
+            theirs.close()  # so that the end of the process is the end of what is heard of it
+            self.processes[ours] = _Process(number, process)
 
-def _plan(shared: Store, header: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What the leading process says of the run; None where nothing is left to do."""
-    while not shared.check(["plan"]):
-        time.sleep(POLL)
-    plan = json.loads(shared.get("plan"))
-    if "error" in plan:
-        raise CommandError(plan["error"])
-    if "finished" in plan:
-        return None
-    if header is not None and (changed := differences(plan["header"], header)):
-        raise CommandError(f"this process finds other things than the first one: {'; '.join(changed)}")
-    return plan
+    def _is_done(self) -> bool:
+        """Whether all is written, or all before the first block that cannot be made."""
+        end = min((number for number, _ in self.errors), default=math.inf)
+        return self.read_all and (not self.sent or self.sent[0] >= end)
 
+    def _hear(self, connection: Connection, one: _Process) -> None:
+        try:
+            said = connection.recv()
+        except (EOFError, OSError):
+            del self.processes[connection]
+            one.process.join()
+            if not one.ended:
+                self.lost.append(f"process {one.number} ended with {_how(one.process.exitcode)}")
+                self.again = sorted([*self.again, *one.blocks], key=lambda block: block.number)
+            return
+        if said is None:
+            one.asks = True
+        elif isinstance(said, Report):
+            one.ended = True
+            self.reports.append(said)
+        elif isinstance(said, str):
+            one.ended, one.asks = True, False
+            self._fail(one.blocks[0].number if one.blocks else -1, CommandError(said))
+        else:
+            self.made[one.blocks.popleft().number] = said
 
-def _placed(job: Job, place: Place) -> Job:
-    """The job with a device of this process's own, or its share of the CPU's threads."""
-    import torch
-
-    options = job.options
-    if options.device in (None, "cuda") and torch.cuda.is_available():
-        options = replace(options, device=f"cuda:{place.local_rank % torch.cuda.device_count()}")
-    elif options.threads is None and "OMP_NUM_THREADS" not in os.environ:
-        options = replace(options, threads=max(1, _cores() // place.local_world))
-    return replace(job, options=options)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _watch(processes: Mapping[int, Any], shared: Store, meter: Meter) -> dict[int, str]:
-    """Wait until all processes have ended; return how those did that did not report."""
-    pulse, lost = Pulse(shared, len(processes)), dict[int, str]()
-    alive = dict(processes)
-    while alive:
-        wait([process.sentinel for process in alive.values()], timeout=0.5)
-        meter.show(shared.add("records", 0), shared.add("tokens", 0))
-        for rank, process in list(alive.items()):
-            if process.exitcode is None:
+    def _answer(self) -> None:
+        for connection, one in self.processes.items():
+            if not one.asks:
                 continue
-            del alive[rank]
-            if not shared.check([f"report/{rank}"]):
-                pulse.bury(rank)
-                lost[rank] = f"process {rank} ended with {_how(process.exitcode)}"
-    return lost
+            block = self._next()
+            if block is None and not self._is_done():
+                return  # somebody may die, and leave blocks
+            one.asks = False
+            if block is not None:
+                one.blocks.append(block)
+            with suppress(OSError):  # it has died, which will be heard
+                connection.send(block)
+
+    def _next(self) -> Block | None:
+        """What is to be made next; None where there is nothing, or nothing yet."""
+        if self.again:
+            return self.again.pop(0)
+        if self.read_all or len(self.sent) >= WINDOW * self.job.processes:
+            return None
+        try:
+            block = next(self.blocks, None)
+        except Exception as error:
+            self._fail(math.inf, error)
+            return None
+        if block is None:
+            self.read_all = True
+        else:
+            self.sent.append(block.number)
+        return block
+
+    def _fail(self, number: float, error: Exception) -> None:
+        self.errors.append((number, error))
+        self.read_all = True
 
 
 def _how(exitcode: int) -> str:
     return f"signal {-exitcode}" if exitcode < 0 else f"status {exitcode}"
 
 
-def _wait(shared: Store, world: int, first: int = 0) -> dict[int, str]:
-    """Wait until all processes from the first on have reported; return those that have gone."""
-    pulse, lost = Pulse(shared, world), dict[int, str]()
-    for rank in range(first, world):
-        while not shared.check([f"report/{rank}"]):
-            if pulse.is_gone(rank):
-                lost[rank] = f"process {rank} has not been heard of"
-                break
-            time.sleep(POLL)
-    return lost
+def _work(job: Job, number: int, connection: Connection) -> None:
+    """The main function of a process: sends None to ask for a block, what it has made of one, and in the end its
+    report, or the message of its failure."""
+    from transformers.utils import logging
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent ends it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    logging.disable_progress_bar()  # those of several processes would write over each other
+    sending = threading.Lock()
+
+    def send(what: Any) -> None:
+        with sending:
+            connection.send(what)
+
+    def ask() -> Block | None:
+        send(None)
+        return connection.recv()
+
+    try:
+        said = Worker(_placed(job, number)).run(iter(ask, None), lambda *made: send(made))
+    except CommandError as error:
+        said = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        said = f"process {number}: {type(error).__name__}: {first_line(error)}"
+    send(said)
 
 
-def _reports(shared: Store, world: int, lost: Mapping[int, str]) -> list[Report]:
-    """What all processes have reported.
-
-    Raises:
-        CommandError: one of them has failed; where records were bad, with the first of these. Or all are lost.
-    """
-    said = [json.loads(shared.get(f"report/{rank}")) for rank in range(world) if rank not in lost]
-    failed = [one for one in said if "error" in one]
-    if failed:
-        first = min(failed, key=lambda one: one["record"] if one["record"] is not None else float("-inf"))
-        raise CommandError(first["error"])
-    if not said:
-        raise CommandError(f"{'; '.join(lost.values())}. {GOES_ON}")
-    return [Report(**one) for one in said]
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
-def _total(shared: Store) -> int:
-    """Blocks of the source; 0 as long as no process has seen its end."""
-    return int(shared.get("total")) if shared.check(["total"]) else 0
+def _placed(job: Job, number: int) -> Job:
+    """The job with a device of this process's own, or its share of the CPU's threads."""
+    import torch
+
+    options = job.options
+    if options.device in (None, "cuda") and torch.cuda.is_available():
+        options = replace(options, device=f"cuda:{number % torch.cuda.device_count()}")
+    elif options.threads is None and "OMP_NUM_THREADS" not in os.environ:
+        options = replace(options, threads=max(1, _cores() // job.processes))
+    return replace(job, options=options)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
