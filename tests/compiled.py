@@ -36,7 +36,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from benchmarks.ops import Rig, rows  # noqa: E402
 from fastgen.ops import beam_attention, cache, dispatch, rotation, tables  # noqa: E402
 from fastgen.ops.selection import choice, token_mask  # noqa: E402
-from fastgen.ops.selection.kbest import Changes, SparseEdits, best_of_log_probs, kbest  # noqa: E402
+from fastgen.ops.selection.kbest import LogitsUpdates, SparseUpdate, best_of_log_probs, kbest  # noqa: E402
 
 
 class Device:
@@ -112,9 +112,9 @@ def _calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     for b, m, v, k in ((2, 4, 50_264, 8), (1, 16, 262_144, 64), (1, 1, 300, 1)):
         logits, scores = torch.zeros(b, m, v, dtype=dtype), torch.zeros(b, m)
         tokens, banned = torch.zeros(b * m, 40).long(), torch.zeros(b * m, -(-v // 32), dtype=torch.int32)
-        changes = Changes(tokens, tokens.float(), tokens.float())
-        edits = SparseEdits(changes, banned, torch.zeros(b * m).long())
-        yield partial(kbest, logits, scores, k, edits, logits[0, 0], 0.5, normalisers=True, without_nan=True)
+        changes = SparseUpdate(tokens, tokens.float(), tokens.float())
+        updates = LogitsUpdates(changes, banned, torch.zeros(b * m).long())
+        yield partial(kbest, logits, scores, k, updates, logits[0, 0], 0.5, normalisers=True, without_nan=True)
         yield partial(best_of_log_probs, logits.float(), scores, k)
         yield partial(token_mask.add_tokens_, banned, tokens, v)
     keys, new = torch.zeros(4, 16, 600, 64, dtype=dtype), torch.zeros(16, 16, 1, 64, dtype=dtype)

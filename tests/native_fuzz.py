@@ -32,7 +32,7 @@ from fastgen.ops.cache import move_sentences_
 from fastgen.ops.counts import calls
 from fastgen.ops.embedding import embedding, embedding_reference
 from fastgen.ops.selection import token_mask
-from fastgen.ops.selection.kbest import SparseEdits, kbest, kbest_reference
+from fastgen.ops.selection.kbest import LogitsUpdates, kbest, kbest_reference
 from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.selection.ngram_block import ngram_block_reference, ngram_mask_
 from fastgen.ops.tables import Table, extend_rows_, extend_rows_reference, finish_rows_, finish_rows_reference
@@ -135,11 +135,11 @@ def _kbest(draw: Draw) -> None:
     b, m, v = draw.size(5), draw.size(17), draw.size()
     k = draw.random.randint(1, max(1, min(64, v - 1)))
     logits, scores = draw.strided(b, m, v) * 3, draw.normal(b, m)
-    edits = SparseEdits()
+    updates = LogitsUpdates()
     if draw.random.random() < 0.5:
         banned = token_mask.packed(draw.normal(b * m, v) > 0.5)
-        edits = SparseEdits(banned=banned)
-    found, wanted = kbest(logits, scores, k, edits), kbest_reference(logits, scores, k, edits)
+        updates = LogitsUpdates(banned=banned)
+    found, wanted = kbest(logits, scores, k, updates), kbest_reference(logits, scores, k, updates)
     _close(found.values, wanted.values)
     finite = wanted.values > -torch.inf
     if bool((wanted.values[:, 1:] < wanted.values[:, :-1] - 1e-4).all()):

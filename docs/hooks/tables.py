@@ -124,8 +124,8 @@ API = (
         "What has run, and what would run",
         "Call `status` after your calls and `explain` before one.",
         (
-            "status", "explain", "patches._status.Status", "patches._status.Row", "patches._status.ToolkitRow",
-            "patches.transformers.explain.Explanation", "patches.transformers.explain.Linears", "decoding.plan.Plan",
+            "status", "explain", "patches.engine.status.Status", "patches.engine.status.Row", "patches.engine.status.ToolkitRow",
+            "patches.transformers.introspection.explain.Explanation", "patches.transformers.introspection.explain.Linears", "decoding.plan.Plan",
         ),
     ),
     (
@@ -141,7 +141,7 @@ API = (
     (
         "Scores of texts",
         "`score` gives log-probabilities and perplexity ([guide](supported.md#scoring)).",
-        ("score", "patches.transformers.score.TextScore"),
+        ("score", "patches.transformers.introspection.score.TextScore"),
     ),
     ("Memory", "`release` gives back what is kept between calls.", ("release",)),
     (
@@ -173,8 +173,8 @@ API = (
         "Warnings and errors",
         "Wrong arguments raise `ValueError` or `TypeError`; these are the rest.",
         (
-            "FastgenWarning", "patches._patch.FallbackError", "patches._patch.PatchError",
-            "patches.transformers.parity.ParityError", "patches.transformers.parity.ParityWarning",
+            "FastgenWarning", "patches.engine.patch.FallbackError", "patches.engine.patch.PatchError",
+            "patches.transformers.introspection.parity.ParityError", "patches.transformers.introspection.parity.ParityWarning",
         ),
     ),
 )  # fmt: skip

@@ -44,7 +44,7 @@ class Pair:
             small=Held(self.small, list(self.prompts), late=self.late[1]),
             prompt=torch.tensor(self.prompts),
             stop=stop,
-            edits=[],
+            transforms=[],
             pad=PAD,
             vocabulary=self.large.vocabulary,
             events=[[] for _ in self.prompts],

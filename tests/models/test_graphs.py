@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
-from fastgen.decoding.backends.captured_beam_search import ReplayedBeamSearch
+from fastgen.decoding.backends.captured_beam_search import CapturedBeamSearch
 from fastgen.models.cuda_graphs import graph
 from fastgen.models.runtime import decode_step as step
 from fastgen.ops.rotation import Rotation
@@ -363,7 +363,7 @@ def test_a_replayed_step_takes_no_memory(
     """From choice to choice, all there is to run lies in memory that is there."""
     setting("FASTGEN_OPS", "triton")
     made: list[Counter[str]] = []
-    advance = ReplayedBeamSearch.advance
+    advance = CapturedBeamSearch.advance
 
     def counted(self: Any, model: Any, logits: torch.Tensor) -> bool:
         step = model.step
@@ -382,7 +382,7 @@ def test_a_replayed_step_takes_no_memory(
     model = _build("bart", torch.float32)
     kwargs = zoo.batch(model, 2, 7) | {"num_beams": 2, "max_new_tokens": 12, "min_new_tokens": 12}
     model.generate(**kwargs | FEW)
-    monkeypatch.setattr(ReplayedBeamSearch, "advance", counted)
+    monkeypatch.setattr(CapturedBeamSearch, "advance", counted)
     model.generate(**kwargs, no_repeat_ngram_size=3)
     assert len(made) == 12
     assert made[0]

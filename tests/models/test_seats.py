@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 import fastgen
 from fastgen.models.build.step_fingerprint import Unknown, facts_of
 from fastgen.models.cuda_graphs import graph_buffers
-from fastgen.models.cuda_graphs.graph_buffers import Seat, rounded
+from fastgen.models.cuda_graphs.graph_buffers import PooledBuffers, rounded
 from fastgen.models.layers import linear
 from fastgen.models.layers.positions import Bias
 from fastgen.models.runtime.decode_step import Embedding
@@ -247,9 +247,9 @@ def test_what_no_call_has_written_is_not_read(
     family: str, beams: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind a call's source and text a seat holds whatever was there."""
-    make = Seat._ground
+    make = PooledBuffers._ground
 
-    def poisoned(seat: Seat, reads: Any) -> Any:
+    def poisoned(seat: PooledBuffers, reads: Any) -> Any:
         ground = make(seat, reads)
         for tensor in (
             ground.mask,
@@ -260,7 +260,7 @@ def test_what_no_call_has_written_is_not_read(
                 tensor.fill_(torch.nan)
         return ground
 
-    monkeypatch.setattr(Seat, "_ground", poisoned)
+    monkeypatch.setattr(PooledBuffers, "_ground", poisoned)
     model = _build(family)
     for seed in range(2):
         assert _steps_captured(graphs, model, _kwargs(model, beams=beams, seed=seed)) == (seed == 0)
@@ -271,7 +271,7 @@ def test_no_memory_for_a_seat(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     model = _build("bart")
-    monkeypatch.setattr(Seat, "_ground", no_memory)
+    monkeypatch.setattr(PooledBuffers, "_ground", no_memory)
     assert [_steps_captured(graphs, model, _kwargs(model)) for _ in range(2)] == [1, 1]
 
 

@@ -116,16 +116,16 @@ def _check_kbest_of(
 ) -> Any:
     """Values are those of the reference; indices name tokens that have them, each once, ties with the lowest first."""
     b, m, v = logits.shape
-    edits = {name: given[name] for name in ("changes", "banned", "forced") if name in given}
-    others = {name: value for name, value in given.items() if name not in edits}
+    updates = {name: given[name] for name in ("changes", "banned", "forced") if name in given}
+    others = {name: value for name, value in given.items() if name not in updates}
     if group is None:
-        group = kernels.group_size(m, v, k, edits["changes"][0].shape[1] if "changes" in edits else 0)
+        group = kernels.group_size(m, v, k, updates["changes"][0].shape[1] if "changes" in updates else 0)
     first = {"group" if group else "part": 1}
     with _Watched(
         logits, scores, *_tensors(given), **first, merge=1, **({"add_tokens": 1} if "changes" in given else {})
     ):
         values, indices, normalisers = kernels.run(logits, scores, k, **given, group=group)
-    edited = kbest.SparseEdits(**edits)
+    edited = kbest.LogitsUpdates(**updates)
     reference = kbest.kbest_reference(logits.float(), scores, m * v, edited, **others, normalisers=True)
     torch.testing.assert_close(values, reference.values[:, :k], atol=2e-5, rtol=1e-5, equal_nan=True)
     torch.testing.assert_close(normalisers, reference.normalisers, atol=2e-5, rtol=1e-5, equal_nan=True)
@@ -179,7 +179,7 @@ def _edits(b: int, m: int, v: int, device: str) -> dict[str, Any]:
     count = min(v, 11)
     tokens = torch.stack([torch.randperm(v, generator=torch.Generator().manual_seed(i))[:count] for i in range(b * m)])
     tokens[:, ::4] = torch.tensor([-1, v, -7, v + 5])[: tokens[:, ::4].shape[1]]
-    changes = kbest.Changes(
+    changes = kbest.SparseUpdate(
         tokens.to(device),
         _randn(b * m, count, seed=6, device=device).abs() + 0.5,
         _randn(b * m, count, seed=7, device=device) * 3,
@@ -199,9 +199,9 @@ def _edits(b: int, m: int, v: int, device: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("b", "m", "v", "k"), [(1, 1, 7, 2), (3, 5, 33, 10), (2, 4, 5_001, 8)])
 @pytest.mark.parametrize("group", [0, 32])
 def test_kbest_edits(b: int, m: int, v: int, k: int, group: int, left_out: str, device: str) -> None:
-    edits = _edits(b, m, v, device)
-    edits.pop(left_out, None)
-    _check_kbest(kbest_kernels, device, b, m, v, k, torch.float32, group=group, **edits)
+    updates = _edits(b, m, v, device)
+    updates.pop(left_out, None)
+    _check_kbest(kbest_kernels, device, b, m, v, k, torch.float32, group=group, **updates)
 
 
 def _check_kbest_ties(kernels: Any, device: str, group: int) -> None:
@@ -236,16 +236,16 @@ def _check_kbest_without_nan(kernels: Any, device: str, group: int, **given: Any
     logits[0, 1, 7], logits[1, 2, 7], logits[1, 1] = torch.nan, INF, -INF
     logits[2] = torch.nan
     values, indices, _ = kernels.run(logits, scores, 8, group=group, without_nan=True, **given)
-    wanted = kbest.kbest_reference(logits, scores, 8, kbest.SparseEdits(**given), without_nan=True)
+    wanted = kbest.kbest_reference(logits, scores, 8, kbest.LogitsUpdates(**given), without_nan=True)
     torch.testing.assert_close(values, wanted.values, atol=2e-5, rtol=1e-5)
     assert torch.equal(indices[:2], wanted.indices[:2])
     assert bool(((indices >= 0) & (indices < 1_500)).all())
 
 
 @pytest.mark.parametrize("group", [0, 32])
-@pytest.mark.parametrize("edits", ["", "banned", "changes"])
-def test_kbest_without_nan(group: int, edits: str, device: str) -> None:
-    given = {name: value for name, value in _edits(3, 3, 500, device).items() if name == edits}
+@pytest.mark.parametrize("updates", ["", "banned", "changes"])
+def test_kbest_without_nan(group: int, updates: str, device: str) -> None:
+    given = {name: value for name, value in _edits(3, 3, 500, device).items() if name == updates}
     _check_kbest_without_nan(kbest_kernels, device, group, **given)
 
 
@@ -811,7 +811,7 @@ def _check_first(ops: Any, device: str, trials: int, m: int, k: int, last: bool)
             assert torch.equal(one, other)
 
 
-class _First(captured_first_finished.ReplayedFirstFinished):
+class _First(captured_first_finished.CapturedFirstFinished):
     """A search of which nothing is there but what its choices look at."""
 
     def __init__(self, beams: int, ignored: Tensor) -> None:
@@ -864,7 +864,7 @@ TABLE = tables.Table(ZEROS(2, 3, 5), ZEROS(2, 3, 1), 1)
         (lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, temperature=0.0), r"temperature = 0\.0"),
         (lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, bias=ZEROS(4)), r"bias \(4,\) must be \(3,\)"),
         (
-            lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, kbest.SparseEdits(banned=ZEROS(2, 2))),
+            lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, kbest.LogitsUpdates(banned=ZEROS(2, 2))),
             r"banned \(2, 2\) must be \(2, 1\)",
         ),
         (lambda: ngram_block.ngram_block_(ZEROS(2, 3), ZEROS(2, 4), 0), "n = 0"),

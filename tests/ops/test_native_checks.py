@@ -16,7 +16,7 @@ from fastgen.ops.beam_attention import beam_attention
 from fastgen.ops.cache import move_sentences_
 from fastgen.ops.counts import calls
 from fastgen.ops.embedding import embedding
-from fastgen.ops.selection.kbest import SparseEdits, kbest
+from fastgen.ops.selection.kbest import LogitsUpdates, kbest
 from fastgen.ops.selection.ngram_block import ngram_mask_
 from fastgen.ops.selection.token_mask import add_tokens_, empty_mask
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
@@ -79,7 +79,7 @@ def test_torch_raises(variant: str, call: Callable[[], Any]) -> None:  # noqa: F
 def _with_bans(dtype: torch.dtype) -> Tensor:
     logits = torch.randn(1, 2, 150, generator=torch.Generator().manual_seed(0))
     banned = torch.ones(2, 5, dtype=dtype) * 5
-    return kbest(logits, torch.zeros(1, 2), 4, SparseEdits(banned=banned)).indices
+    return kbest(logits, torch.zeros(1, 2), 4, LogitsUpdates(banned=banned)).indices
 
 
 def _moved(dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from fastgen.ops import native
 from fastgen.ops.cache import move_sentences_
 from fastgen.ops.counts import calls
 from fastgen.ops.embedding import embedding, embedding_reference
-from fastgen.ops.selection.kbest import Changes, SparseEdits, kbest, kbest_reference
+from fastgen.ops.selection.kbest import LogitsUpdates, SparseUpdate, kbest, kbest_reference
 from fastgen.ops.selection.ngram_block import ngram_block_reference, ngram_mask_
 from fastgen.ops.selection.token_mask import add_tokens_, add_tokens_reference, empty_mask, packed, unpacked
 from fastgen.ops.tables import Table, extend_rows_, extend_rows_reference, finish_rows_, finish_rows_reference
@@ -66,8 +66,8 @@ def test_of_logits_with_bans(variant: str, v: int) -> None:  # noqa: F811
     best = packed(logits.flatten(0, 1) == logits.flatten(0, 1).amax(1, keepdim=True))
     last = packed((torch.arange(v) >= v - 30)[None])
     for banned in (each, best, last.expand(12, -1), torch.zeros_like(each)):
-        edits = SparseEdits(banned=banned)
-        _same(kbest(logits, scores, 8, edits), kbest_reference(logits, scores, 8, edits))
+        updates = LogitsUpdates(banned=banned)
+        _same(kbest(logits, scores, 8, updates), kbest_reference(logits, scores, 8, updates))
     assert calls == {("kbest", "native"): 4}
 
 
@@ -76,8 +76,8 @@ def test_of_logits_where_few_are_left(variant: str) -> None:  # noqa: F811
     logits, scores = _randn(2, 2, 70), _randn(2, 2, seed=1)
     sets = torch.ones(4, 70, dtype=torch.bool)
     sets[:, 11:14] = False
-    edits = SparseEdits(banned=packed(sets))
-    _same(kbest(logits, scores, 8, edits), kbest_reference(logits, scores, 8, edits))
+    updates = LogitsUpdates(banned=packed(sets))
+    _same(kbest(logits, scores, 8, updates), kbest_reference(logits, scores, 8, updates))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, INF])
@@ -94,8 +94,8 @@ def test_of_logits_that_are_no_numbers(variant: str, bad: float) -> None:  # noq
     [
         {"bias": _randn(300, seed=3)},
         {"temperature": 0.7},
-        {"edits": SparseEdits(forced=torch.tensor([4, -1, 9, -1, -1, 299]))},
-        {"edits": SparseEdits(Changes(torch.tensor([[5]] * 6), torch.full((6, 1), 0.5), torch.zeros(6, 1)))},
+        {"updates": LogitsUpdates(forced=torch.tensor([4, -1, 9, -1, -1, 299]))},
+        {"updates": LogitsUpdates(SparseUpdate(torch.tensor([[5]] * 6), torch.full((6, 1), 0.5), torch.zeros(6, 1)))},
     ],
 )
 def test_of_logits_with_more(variant: str, given: dict[str, Any]) -> None:  # noqa: F811

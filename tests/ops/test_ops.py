@@ -22,7 +22,7 @@ from fastgen.ops.activation import activation_, activation_reference, kind_of
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
 from fastgen.ops.selection import kbest as kbest_module
 from fastgen.ops.selection.kbest import (
-    SparseEdits,
+    LogitsUpdates,
     best_of_log_probs,
     best_of_log_probs_reference,
     kbest,
@@ -285,10 +285,10 @@ def test_kbest_in_given_memory(v: int, edited: bool) -> None:
     """The same values, whatever was there; the logits stay."""
     logits, scores = _randn(3, 4, v) * 3, _randn(3, 4, seed=1)
     banned = _randn(12, v, seed=2) > 1 if edited else None
-    edits = SparseEdits(banned=None if banned is None else packed(banned))
+    updates = LogitsUpdates(banned=None if banned is None else packed(banned))
     scratch, unmodified = torch.full_like(logits, torch.nan), _unmodified(logits, scores)
-    found = kbest(logits, scores, 8, edits, scratch=scratch)
-    wanted = kbest_reference(logits, scores, 8, edits)
+    found = kbest(logits, scores, 8, updates, scratch=scratch)
+    wanted = kbest_reference(logits, scores, 8, updates)
     torch.testing.assert_close(found.values, wanted.values, atol=1e-5, rtol=0)
     assert torch.equal(found.indices, wanted.indices)
     assert unmodified()

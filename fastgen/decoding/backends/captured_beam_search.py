@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastgen.decoding.backends.captured_selection import Choices
+from fastgen.decoding.backends.captured_selection import CapturedSelection
 from fastgen.decoding.logits.transforms import Text, phases
 from fastgen.decoding.search.beam_search import BeamSearch, Stepper, read
 from fastgen.models.cuda_graphs import graph
@@ -23,12 +23,12 @@ from fastgen.ops.tables import Table, extend_rows_
 
 
 @dataclass
-class ReplayedBeamSearch(BeamSearch):
+class CapturedBeamSearch(BeamSearch):
     """One beam search or sampling; arguments as `BeamSearch`, whose edits are all `transforms.capturable`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.choices = Choices(graph.generator(self.prompt.device) if self.sample else None)
+        self.choices = CapturedSelection(graph.generator(self.prompt.device) if self.sample else None)
         # Of the text: its length, the newest tokens' column behind the prompt, and how many they are with the next.
         behind, device = self.prompt.shape[1], self.prompt.device
         self._offsets = torch.tensor([0, -behind, 1 - behind], device=device, dtype=torch.int64)
@@ -50,7 +50,7 @@ class ReplayedBeamSearch(BeamSearch):
         slots = None if ancestry is None else ancestry.next_slots()
         choose = functools.partial(self._choose, logits, text, last, slots)
         seen = None if slots is None else slots.rows
-        parents, flags = self.choices(choose, logits, self.ids, seen, last, phases(self.edits, self.length))
+        parents, flags = self.choices(choose, logits, self.ids, seen, last, phases(self.transforms, self.length))
         if ancestry is None:
             model.reorder(parents)
         else:

@@ -14,10 +14,17 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.backends.captured_selection import Choices, not_captured
+from fastgen.decoding.backends.captured_selection import CapturedSelection, not_captured
 from fastgen.decoding.logits.transforms import Text
 from fastgen.decoding.search.finishing_rules import length_powers, per_power
-from fastgen.decoding.search.first_finished import Candidates, FirstFinished, Hypothesis, Made, Stepper, differences
+from fastgen.decoding.search.first_finished import (
+    Candidates,
+    FirstFinished,
+    Hypothesis,
+    StepOutput,
+    Stepper,
+    differences,
+)
 from fastgen.models.cuda_graphs import graph
 from fastgen.ops.dispatch import use_triton
 from fastgen.ops.selection.choice import FirstChosen, Slots, choose_first_, first_covered
@@ -48,12 +55,12 @@ class Left(NamedTuple):
 
 
 @dataclass
-class ReplayedFirstFinished(FirstFinished):
+class CapturedFirstFinished(FirstFinished):
     """One search; arguments as `FirstFinished`. Its `search` is plain and keeps nothing of the beams."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.choices = Choices()
+        self.choices = CapturedSelection()
         self._had_prefix = False
         self._finished: Finished | None = None  # where the device notes what finishes
         self._left: list[Left] = []
@@ -71,7 +78,7 @@ class ReplayedFirstFinished(FirstFinished):
         self._collect()
         return super().outcome()
 
-    def advance(self, model: Stepper, made: Made) -> bool:
+    def advance(self, model: Stepper, made: StepOutput) -> bool:
         (_, logits), attention = made
         phase = self.search.phase(self.step)
         self._had_prefix |= phase is None

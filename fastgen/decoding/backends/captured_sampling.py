@@ -13,16 +13,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.backends.captured_selection import Choices
+from fastgen.decoding.backends.captured_selection import CapturedSelection
 from fastgen.decoding.batching.batch_compaction import who_leaves
-from fastgen.decoding.logits.transforms import Text, edited, phases
+from fastgen.decoding.logits.transforms import Text, apply_transforms, phases
 from fastgen.decoding.search.beam_search import Stepper
 from fastgen.decoding.search.sampling import Sampling, not_alive
 from fastgen.models.cuda_graphs import graph
 
 
 @dataclass
-class ReplayedSampling(Sampling):
+class CapturedSampling(Sampling):
     """One greedy search or sampling; arguments as `Sampling`, whose edits are all `transforms.capturable`.
 
     Args:
@@ -39,7 +39,7 @@ class ReplayedSampling(Sampling):
         if self.pad is not None:
             self.ids.copy_(self.pad)
         self.ids[:, : self.length] = prompt
-        self.choices = Choices(graph.generator(prompt.device) if self.sample else None)
+        self.choices = CapturedSelection(graph.generator(prompt.device) if self.sample else None)
         self._has_room = True  # behind the text
         self._end = torch.empty(1, dtype=torch.int64, device=prompt.device)  # the text's length
 
@@ -65,7 +65,7 @@ class ReplayedSampling(Sampling):
         last = self.stop.ends_all(self.length + 1)
         self._end.fill_(self.length)
         choose = functools.partial(self._choose_next, logits, text, last)
-        flags: Tensor = self.choices(choose, logits, self.ids, last, phases(self.edits, self.length))
+        flags: Tensor = self.choices(choose, logits, self.ids, last, phases(self.transforms, self.length))
         before = self.choices.look(flags)
         alive = [True] if before is None else self._alive(before[0])
         if not any(alive):  # nothing ran any more in this step
@@ -89,7 +89,9 @@ class ReplayedSampling(Sampling):
 
     def _choose_next(self, logits: Tensor, text: Text, last: bool) -> Tensor:
         """Write the next token of every row to the table; return what is seen: which rows run on (1, R)."""
-        scores = edited(logits.to(torch.float32, copy=True), text, self.edits) if self.edits else logits
+        scores = (
+            apply_transforms(logits.to(torch.float32, copy=True), text, self.transforms) if self.transforms else logits
+        )
         tokens = self._picked(scores, self.choices.draw)
         if self.pad is not None:
             tokens = torch.where(self.running, tokens, self.pad)

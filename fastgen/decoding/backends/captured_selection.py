@@ -18,7 +18,7 @@ def not_captured(reason: str) -> str:
     return f"choices are not captured as CUDA graphs: {reason}"
 
 
-class Choices:
+class CapturedSelection:
     """One function that chooses the next tokens, run at every step of a search.
 
     Args:
@@ -33,11 +33,11 @@ class Choices:
         self._generator = generator
         self._state: Tensor | None = None  # of the generator, before the newest run
         self._undrawable: Tensor | None = None
-        self._repeated = graph.Repeated()
+        self._repeated = graph.CapturedFunction()
         self._logits: Tensor | None = None
         self._others = 0  # steps in succession whose logits did not lie where they did
-        self._newest: graph.Late | None = None  # what was seen of the step before
-        self._spare: graph.Late | None = None
+        self._newest: graph.DelayedRead | None = None  # what was seen of the step before
+        self._spare: graph.DelayedRead | None = None
 
     def able(self, logits: Tensor) -> bool:
         """Whether the choices of a step with these logits are to be made here."""
@@ -51,7 +51,7 @@ class Choices:
         self.refused = self.refused or not_captured(reason)
 
     def __call__(self, choose: functools.partial[Any], logits: Tensor, *inputs: object) -> Any:
-        """Return what `choose` does, as `graph.Repeated`.
+        """Return what `choose` does, as `graph.CapturedFunction`.
 
         Raises:
             NotCaptured: it has not run, and `refused` says why.
@@ -84,7 +84,7 @@ class Choices:
         Raises:
             RuntimeError: as `torch.multinomial` would have in the step before.
         """
-        newest = graph.Late(seen) if self._spare is None else self._spare
+        newest = graph.DelayedRead(seen) if self._spare is None else self._spare
         newest.send(seen)
         before, self._newest, self._spare = self._newest, newest, self._newest
         return None if before is None else self._told(before)
@@ -99,7 +99,7 @@ class Choices:
         """What was seen is of sentences that have left, too."""
         self._newest = self._spare = None
 
-    def _told(self, late: graph.Late) -> Tensor:
+    def _told(self, late: graph.DelayedRead) -> Tensor:
         flags = late.read()
         if self._generator is None:
             return flags

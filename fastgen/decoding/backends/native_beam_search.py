@@ -29,12 +29,12 @@ class NativeBeamSearch(native_multistep.NativeMultistep[BeamSearch]):
             and search.rule.beams > 1
             and search.rule.candidates < MOST_IN_C
             and search.rule.ranks_apart
-            and native_multistep.able(search.stop, search.edits)
+            and native_multistep.able(search.stop, search.transforms)
         )
 
     @staticmethod
     def _steps_of(search: BeamSearch) -> native_multistep.Steps:
-        return native_multistep.Steps(search.stop, search.edits)
+        return native_multistep.Steps(search.stop, search.transforms)
 
     def _run(self) -> Tensor | bool | None:
         search, steps, model = self.search, self.steps, self.model

@@ -8,7 +8,7 @@ from torch import Tensor
 from fastgen.decoding.backends import native_multistep
 from fastgen.decoding.batching.batch_compaction import fewest_leaving
 from fastgen.decoding.kv_cache import room
-from fastgen.decoding.search.first_finished import FirstFinished, Made
+from fastgen.decoding.search.first_finished import FirstFinished, StepOutput
 from fastgen.decoding.search.stopping import Stop
 from fastgen.models.runtime.native_multistep_job import Prepared
 from fastgen.ops.dispatch import in_memory
@@ -27,14 +27,14 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
             and search.search.plain
             and search.device.type == "cpu"
             and 2 * search.beams < MOST_IN_C
-            and native_multistep.able(_stop(search), search.search.edits)
+            and native_multistep.able(_stop(search), search.search.transforms)
         )
 
     @staticmethod
     def _steps_of(search: FirstFinished) -> native_multistep.Steps:
-        return native_multistep.Steps(_stop(search), search.search.edits)
+        return native_multistep.Steps(_stop(search), search.search.transforms)
 
-    def _run(self) -> Made | bool | None:
+    def _run(self) -> StepOutput | bool | None:
         search, steps, model = self.search, self.steps, cast(Any, self.model)
         if search.search.phase(search.step) is None or search.scores.dtype != torch.float32:
             return None

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.logits.transforms import Ban, Edit, NGramBlock, Text
+from fastgen.decoding.logits.transforms import Ban, LogitsTransform, NGramBlock, Text
 from fastgen.decoding.search.stopping import Stop
 from fastgen.models.runtime.native_multistep_job import Prepared
 from fastgen.ops.dispatch import in_memory, plain
@@ -44,12 +44,12 @@ class MultistepModel(Protocol):
         ...
 
 
-def able(stop: Stop, edits: Sequence[Edit]) -> bool:
+def able(stop: Stop, transforms: Sequence[LogitsTransform]) -> bool:
     """Whether C knows when texts end, and what may not come next."""
-    return not stop.others and stop.longest is not None and all(map(_may_pass, edits))
+    return not stop.others and stop.longest is not None and all(map(_may_pass, transforms))
 
 
-def _may_pass(edit: Edit) -> bool:
+def _may_pass(edit: LogitsTransform) -> bool:
     """Whether an edit is one that C makes, or that may do nothing at some lengths."""
     return isinstance(edit, NGramBlock | Ban) or getattr(edit, "active", None) is not None
 
@@ -57,17 +57,17 @@ def _may_pass(edit: Edit) -> bool:
 class Steps:
     """What C needs to know of a search beside its texts, as long as one lasts."""
 
-    def __init__(self, stop: Stop, edits: Sequence[Edit]) -> None:
-        self.stop, self.edits = stop, edits
-        blocks = [e for e in edits if isinstance(e, NGramBlock) and (e.source is None or e.source.numel() > 0)]
+    def __init__(self, stop: Stop, transforms: Sequence[LogitsTransform]) -> None:
+        self.stop, self.transforms = stop, transforms
+        blocks = [e for e in transforms if isinstance(e, NGramBlock) and (e.source is None or e.source.numel() > 0)]
         self._sources = [None if e.source is None else e.source.contiguous().cpu() for e in blocks]
         self._ngrams = (c.NGrams * len(blocks))(*map(_ngrams, blocks, self._sources))
         self.ends = (
             torch.empty(0, dtype=torch.int64, device="cpu") if stop.eos is None else stop.eos.to(torch.int64).cpu()
         )
         self._sets: dict[tuple[tuple[bool, ...], int], Tensor] = {}
-        self._others = [e for e in edits if not isinstance(e, NGramBlock | Ban)]
-        self._bans = [e for e in edits if isinstance(e, Ban)]
+        self._others = [e for e in transforms if not isinstance(e, NGramBlock | Ban)]
+        self._bans = [e for e in transforms if isinstance(e, Ban)]
 
     def covers(self, sentences: int) -> bool:
         """Whether C can read the sources of n-grams, of all sentences or of each of so many."""

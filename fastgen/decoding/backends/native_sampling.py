@@ -26,12 +26,12 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
             and search.on_tokens is None
             and search.ids.is_cpu
             and (search.pad is None or int(search.pad) >= 0)
-            and native_multistep.able(search.stop, search.edits)
+            and native_multistep.able(search.stop, search.transforms)
         )
 
     @staticmethod
     def _steps_of(search: Sampling) -> native_multistep.Steps:
-        return native_multistep.Steps(search.stop, search.edits)
+        return native_multistep.Steps(search.stop, search.transforms)
 
     def _run(self) -> Tensor | bool | None:
         search, steps, model = self.search, self.steps, self.model

@@ -45,7 +45,7 @@ class _Asked(NamedTuple):
     """
 
     begin: int
-    found: graph.Late
+    found: graph.DelayedRead
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Certain:
     def __call__(self, search: BeamSearch) -> None:
         begin = min(self._told[number] for number in self._present)
         found = torch.cat([search.sentences[:, None], certain(search, begin)], 1)
-        asked = _Asked(begin, graph.Late(found))
+        asked = _Asked(begin, graph.DelayedRead(found))
         asked.found.send(found)
         if self._asked is not None:
             self._read(self._asked)

@@ -124,7 +124,7 @@ class Ancestry:
         """`next_slots` has been reordered and extended."""
         self._open = True
 
-    def sweep(self) -> Tensor | None:
+    def compact(self) -> Tensor | None:
         """Give up slots that no beam sees, if it is time to look for them and they are half of all at least.
 
         Returns those that stay, (B, L) int64, in the order of time, and behind them slots of no beam where another

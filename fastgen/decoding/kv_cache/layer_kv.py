@@ -168,8 +168,8 @@ class LayerKV:
         least, most = (self.slots + max(tokens, steps) * self.beams for steps in more)
         self._reserve(keys, values, least, most)
 
-    def sweep(self, slots: Tensor) -> None:
-        """Give up all slots of generated tokens but these, (B, L) int64, from `Ancestry.sweep`."""
+    def compact(self, slots: Tensor) -> None:
+        """Give up all slots of generated tokens but these, (B, L) int64, from `Ancestry.compact`."""
         first, count = self.prefix, slots.shape[1]
         for buffer in (self._keys, self._values):
             assert buffer is not None

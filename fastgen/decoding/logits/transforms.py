@@ -7,7 +7,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from fastgen.ops.selection.kbest import Changes, SparseEdits
+from fastgen.ops.selection.kbest import LogitsUpdates, SparseUpdate
 from fastgen.ops.selection.ngram_block import ngram_block_, ngram_mask_
 from fastgen.ops.selection.sample import nucleus
 from fastgen.ops.selection.token_mask import add_tokens_, empty_mask, packed, unpacked
@@ -30,7 +30,7 @@ class Text:
             self.length = self.ids.shape[1]
 
 
-class Edit(Protocol):
+class LogitsTransform(Protocol):
     """A change of the scores (R, V) fp32 before selection; may work in place, returns the result."""
 
     def idle(self, text: Text) -> bool:
@@ -140,7 +140,7 @@ class Only:
 
 
 @dataclass
-class Shift:
+class TokenBias:
     """Add to the scores of some tokens of the vocabulary: tokens (N,) int64, offsets (N,) fp32."""
 
     tokens: Tensor
@@ -153,12 +153,12 @@ class Shift:
         self.tokens, self.offsets = self.tokens.to(scores.device), self.offsets.to(scores.device)
         return scores.index_add_(1, self.tokens, self.offsets.to(scores.dtype).expand(scores.shape[0], -1))
 
-    def changes(self, text: Text, vocabulary: int) -> Changes:
+    def changes(self, text: Text, vocabulary: int) -> SparseUpdate:
         """What this does to log-probabilities."""
         rows, device = text.ids.shape[0], text.ids.device
         self.tokens, self.offsets = self.tokens.to(device), self.offsets.to(device)
         offsets = self.offsets.expand(rows, -1)
-        return Changes(self.tokens.expand(rows, -1), torch.ones_like(offsets), offsets)
+        return SparseUpdate(self.tokens.expand(rows, -1), torch.ones_like(offsets), offsets)
 
 
 @dataclass
@@ -189,7 +189,7 @@ class SequenceShift:
         tokens, _, offsets = self.changes(text, scores.shape[1])
         return scores.index_add_(1, tokens[0], offsets.to(scores.dtype))
 
-    def changes(self, text: Text, vocabulary: int) -> Changes:
+    def changes(self, text: Text, vocabulary: int) -> SparseUpdate:
         """What this does to log-probabilities."""
         tokens, alone = self._made(text.ids.device)
         ids, offsets = text.ids, alone.expand(text.ids.shape[0], -1).clone()
@@ -205,7 +205,7 @@ class SequenceShift:
                 )
             found = (last[:, None] == before).all(-1)
             offsets.index_add_(1, column, torch.where(found, offset, 0.0))
-        return Changes(tokens.expand(len(ids), -1), torch.ones_like(offsets), offsets)
+        return SparseUpdate(tokens.expand(len(ids), -1), torch.ones_like(offsets), offsets)
 
     def _made(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._tokens is None or self._alone is None or self._tokens.device != device:
@@ -269,18 +269,18 @@ class Penalty:
             others = others | (column >= text.filled)
         return text.ids.masked_fill(others, outside)
 
-    def changes(self, text: Text, vocabulary: int) -> Changes:
+    def changes(self, text: Text, vocabulary: int) -> SparseUpdate:
         """What this does to log-probabilities, which are never positive."""
         tokens = self._tokens(text, vocabulary).sort(1).values
         again = torch.nn.functional.pad(tokens[:, 1:] == tokens[:, :-1], (1, 0))
         factors = torch.full(tokens.shape, self.factor, dtype=torch.float32, device=tokens.device)
-        return Changes(tokens.masked_fill(again, vocabulary), factors, torch.zeros_like(factors))
+        return SparseUpdate(tokens.masked_fill(again, vocabulary), factors, torch.zeros_like(factors))
 
 
-def keep_sentences(edits: Iterable[Edit], sentences: Tensor, beams: int = 1) -> None:
+def keep_sentences(transforms: Iterable[LogitsTransform], sentences: Tensor, beams: int = 1) -> None:
     """Only these sentences go on under edits, int64 indices into the present ones, of so many rows each."""
     rows = (sentences[:, None] * beams + torch.arange(beams, device=sentences.device, dtype=torch.int64)).flatten()
-    for edit in edits:
+    for edit in transforms:
         if isinstance(edit, Penalty):
             edit.keep(rows)
 
@@ -373,16 +373,16 @@ class Call:
         return self.function(text.ids.contiguous(), scores)
 
 
-def only_ban(edits: Sequence[Edit], text: Text) -> bool:
+def only_ban(transforms: Sequence[LogitsTransform], text: Text) -> bool:
     """Whether the edits do nothing in this step but to ban tokens."""
-    return all(isinstance(edit, NGramBlock | Ban | Only) or edit.idle(text) for edit in edits)
+    return all(isinstance(edit, NGramBlock | Ban | Only) or edit.idle(text) for edit in transforms)
 
 
-def sparse(edits: Sequence[Edit], text: Text, vocabulary: int) -> SparseEdits | None:
+def sparse(transforms: Sequence[LogitsTransform], text: Text, vocabulary: int) -> LogitsUpdates | None:
     """Return what the edits do in this step to few tokens, or None when they do anything else."""
-    active = [edit for edit in edits if not edit.idle(text)]
+    active = [edit for edit in transforms if not edit.idle(text)]
     bans = [edit for edit in active if isinstance(edit, NGramBlock | Ban | Only)]
-    changing = [edit for edit in active if isinstance(edit, Shift | SequenceShift | Penalty)]
+    changing = [edit for edit in active if isinstance(edit, TokenBias | SequenceShift | Penalty)]
     forcing = [edit for edit in active if isinstance(edit, Force) and edit.single]
     if len(bans) + len(changing) + len(forcing) < len(active) or len(changing) > 1 or len(forcing) > 1:
         return None
@@ -394,34 +394,34 @@ def sparse(edits: Sequence[Edit], text: Text, vocabulary: int) -> SparseEdits | 
     mask = empty_mask(rows, vocabulary, device) if bans else None
     for ban in bans:
         ban.add_to(cast(Tensor, mask), text, vocabulary)
-    return SparseEdits(
+    return LogitsUpdates(
         changing[0].changes(text, vocabulary) if changing else None,
         mask,
         forcing[0].of_rows(rows) if forcing else None,
     )
 
 
-def capturable(edits: Sequence[Edit]) -> bool:
+def capturable(transforms: Sequence[LogitsTransform]) -> bool:
     """Whether the edits do the same wherever `phases` is the same, reading on the device what changes."""
-    return all(not isinstance(edit, Call) or edit.static for edit in edits)
+    return all(not isinstance(edit, Call) or edit.static for edit in transforms)
 
 
-def phases(edits: Sequence[Edit], length: int) -> tuple[int, ...]:
+def phases(transforms: Sequence[LogitsTransform], length: int) -> tuple[int, ...]:
     """What the edits make of a length; where it is the same, they do the same."""
     return tuple(
         edit.reach(length) if isinstance(edit, SequenceShift) else edit.active(length)
-        for edit in edits
+        for edit in transforms
         if isinstance(edit, NGramBlock | Ban | Only | Force | SequenceShift)
     )
 
 
-def edited(scores: Tensor, text: Text, edits: Sequence[Edit], kept: bool = False) -> Tensor:
+def apply_transforms(scores: Tensor, text: Text, transforms: Sequence[LogitsTransform], kept: bool = False) -> Tensor:
     """Apply the edits in order; `scores` may be changed in place.
 
     kept: the caller keeps scores too, and edits of ours leave it alone; a user's function sees and may change it.
     """
     original = scores
-    for edit in edits:
+    for edit in transforms:
         if edit.idle(text):
             continue
         own = scores is original and kept and not isinstance(edit, Call)

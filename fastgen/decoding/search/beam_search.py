@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastgen.decoding.batching.batch_compaction import Wanted, closed_up, who_leaves
 from fastgen.decoding.kv_cache.ancestry import Ancestry
-from fastgen.decoding.logits.transforms import Edit, Text, edited, keep_sentences, only_ban, sparse
+from fastgen.decoding.logits.transforms import LogitsTransform, Text, apply_transforms, keep_sentences, only_ban, sparse
 from fastgen.decoding.search.finishing_rules import Merged, TransformersRule
 from fastgen.decoding.search.stopping import Stop
 from fastgen.models.memory.scratch import Memory
@@ -138,7 +138,7 @@ class BeamSearch:
     prompt: Tensor
     rule: TransformersRule
     stop: Stop
-    edits: Sequence[Edit]
+    transforms: Sequence[LogitsTransform]
     fill: int
     sample: bool = False
     rank_drawn: bool = False
@@ -243,18 +243,18 @@ class BeamSearch:
         rows = logits.view(b, m, -1)
         if (
             not (self.trace.wanted or self.sample or self.exact)
-            and fused(rows, self.rule.candidates, only_ban(self.edits, text))
+            and fused(rows, self.rule.candidates, only_ban(self.transforms, text))
         ):  # fmt: skip
-            edits = sparse(self.edits, text, logits.shape[1])
-            if edits is not None:  # the log-probabilities are never written
-                best = kbest(rows, self.scores, self.rule.candidates, edits)
+            transforms = sparse(self.transforms, text, logits.shape[1])
+            if transforms is not None:  # the log-probabilities are never written
+                best = kbest(rows, self.scores, self.rule.candidates, transforms)
                 return best.values, best.indices // logits.shape[-1], best.indices % logits.shape[-1]
         logits = logits.float()
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())
         normalised = log_softmax_reference if self.exact else log_softmax
         log_probs = normalised(logits, out=self.memory.take(logits, *logits.shape))
-        log_probs = edited(log_probs, text, self.edits)
+        log_probs = apply_transforms(log_probs, text, self.transforms)
         if self.trace.scores is not None:
             self.trace.scores.append(log_probs.clone())
         vocabulary = log_probs.shape[-1]
@@ -317,6 +317,6 @@ class BeamSearch:
         self.scores, self.improvable = self.scores[staying], self.improvable[staying]
         self.sentences = self.sentences[staying]
         self._first_rows = self._first_rows[staying]
-        keep_sentences(self.edits, staying, self.rule.beams)
+        keep_sentences(self.transforms, staying, self.rule.beams)
         model.keep(staying)
         return True

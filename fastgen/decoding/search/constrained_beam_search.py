@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastgen.constraints import Constraint, Progress
-from fastgen.decoding.logits.transforms import edited
+from fastgen.decoding.logits.transforms import apply_transforms
 from fastgen.decoding.search.beam_search import Stepper
 from fastgen.decoding.search.pooled_beam_search import Next, PooledBeams, next_of
 from fastgen.ops.selection.kbest import best_of_log_probs
@@ -57,7 +57,7 @@ class ConstrainedBeamSearch(PooledBeams):
         logits = logits.float()
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())
-        log_probs = edited(torch.log_softmax(logits, -1), self.text, self.edits).view(b, m, -1)
+        log_probs = apply_transforms(torch.log_softmax(logits, -1), self.text, self.transforms).view(b, m, -1)
         if self.trace.scores is not None:
             self.trace.scores.append(log_probs.flatten(0, 1).clone())
         found = next_of(*best_of_log_probs(log_probs, self.scores, self.candidates), log_probs.shape[2])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.batching.batch_compaction import closed_up, who_leaves
-from fastgen.decoding.logits.transforms import Edit, Text, edited, keep_sentences
+from fastgen.decoding.logits.transforms import LogitsTransform, Text, apply_transforms, keep_sentences
 from fastgen.decoding.search.beam_search import Stepper, Trace
 from fastgen.decoding.search.sampling import chosen_of
 from fastgen.decoding.search.stopping import Stop
@@ -47,7 +47,7 @@ class ContrastiveSearch:
     candidates: int
     penalty: float
     stop: Stop
-    edits: Sequence[Edit]
+    transforms: Sequence[LogitsTransform]
     pad: Tensor | None
     may_drop: bool = True
     trace: Trace = field(default_factory=Trace)
@@ -134,7 +134,7 @@ class ContrastiveSearch:
         self.rows, self.ids, self.running = self.rows[stay], self.ids[stay], self.running[stay]
         self.mask = None if self.mask is None else self.mask[stay]
         self.seen = None if self.seen is None else self.seen[stay]
-        keep_sentences(self.edits, stay)
+        keep_sentences(self.transforms, stay)
         model.keep(stay)
         return logits[stay]
 
@@ -143,7 +143,7 @@ class ContrastiveSearch:
         logits = logits.float()
         if self.trace.logits is not None:
             self.trace.logits.append(logits)
-        scores = edited(logits.clone(), Text(self.ids, self.prompt_length), self.edits)
+        scores = apply_transforms(logits.clone(), Text(self.ids, self.prompt_length), self.transforms)
         if self.trace.scores is not None:
             self.trace.scores.append(scores)
         self._scores = scores

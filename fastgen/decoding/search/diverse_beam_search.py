@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastgen.decoding.logits.transforms import Ban, NGramBlock, Only, edited
+from fastgen.decoding.logits.transforms import Ban, NGramBlock, Only, apply_transforms
 from fastgen.decoding.search.beam_search import Stepper
 from fastgen.decoding.search.pooled_beam_search import Next, PooledBeams, next_of
 from fastgen.ops.selection.kbest import best_of_log_probs
@@ -34,10 +34,10 @@ class DiverseBeamSearch(PooledBeams):
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())
         log_probs = torch.log_softmax(logits, -1)
-        before, behind = self.edits[: self.edits_before], self.edits[self.edits_before :]
+        before, behind = self.transforms[: self.edits_before], self.transforms[self.edits_before :]
         if all(isinstance(edit, NGramBlock | Ban | Only) for edit in behind):  # what is banned stays banned
-            before, behind = self.edits, ()
-        log_probs = edited(log_probs, self.text, before).view(b, m, -1)
+            before, behind = self.transforms, ()
+        log_probs = apply_transforms(log_probs, self.text, before).view(b, m, -1)
         vocabulary = log_probs.shape[2]
         beams: list[list[Next]] = [[] for _ in range(b)]
         processed: list[Tensor] = []
@@ -47,7 +47,7 @@ class DiverseBeamSearch(PooledBeams):
             if behind:
                 of_all = log_probs.clone()
                 of_all[:, at] = of_group
-                of_group = edited(of_all.flatten(0, 1), self.text, behind).view(b, m, -1)[:, at]
+                of_group = apply_transforms(of_all.flatten(0, 1), self.text, behind).view(b, m, -1)[:, at]
             if self.trace.scores is not None:
                 processed.append(of_group)
             found = next_of(*best_of_log_probs(of_group, self.scores[:, at], self.candidates), vocabulary, at.start)

@@ -16,8 +16,8 @@ from torch import Tensor
 from fastgen.decoding.batching.batch_compaction import closed_up, who_leaves
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.kv_cache.room import room_for
-from fastgen.decoding.logits.transforms import Edit, Text
-from fastgen.ops.selection.kbest import SparseEdits, best_of_log_probs, kbest
+from fastgen.decoding.logits.transforms import LogitsTransform, Text
+from fastgen.ops.selection.kbest import LogitsUpdates, best_of_log_probs, kbest
 from fastgen.ops.tables import Table, extend_rows_
 
 
@@ -32,7 +32,7 @@ class Prediction(NamedTuple):
     logits: Tensor | None = None
 
 
-Made = tuple[Prediction, Tensor | None]
+StepOutput = tuple[Prediction, Tensor | None]
 """What a model's step returns: the prediction; attention over the source, (R, S) or (B, S), or None."""
 
 
@@ -44,7 +44,7 @@ class Stepper(Protocol):
         """What `reorder` changes, and nothing else."""
         ...
 
-    def step(self, ids: Tensor) -> Made:
+    def step(self, ids: Tensor) -> StepOutput:
         """Run the newest token of each text.
 
         ids: (R, L) int64; in the first step (B, 1), what all beams of a sentence begin with.
@@ -78,7 +78,7 @@ class Search(Protocol):
     """Whether it looks at nothing but one sentence's scores, so that sentences may leave late and change places."""
 
     @property
-    def edits(self) -> Sequence[Edit]:
+    def transforms(self) -> Sequence[LogitsTransform]:
         """What it does to log-probabilities before it chooses, where `phase` is not None."""
         ...
 
@@ -122,10 +122,10 @@ def best(log_probs: Tensor, scores: Tensor, beams: int) -> Candidates:
     return Candidates(values, index % vocabulary, index // vocabulary)
 
 
-def best_of_logits(logits: Tensor, scores: Tensor, beams: int, edits: SparseEdits) -> Candidates:
+def best_of_logits(logits: Tensor, scores: Tensor, beams: int, transforms: LogitsUpdates) -> Candidates:
     """What `best` finds in the log-softmax of logits (B, N, V), with NaN replaced by -inf and edited."""
     vocabulary = logits.shape[2]
-    found = kbest(logits, scores, count_of(logits, beams), edits, without_nan=True)
+    found = kbest(logits, scores, count_of(logits, beams), transforms, without_nan=True)
     return Candidates(found.values, found.indices % vocabulary, found.indices // vocabulary)
 
 
@@ -267,7 +267,7 @@ class FirstFinished:
         scores = self.scores.view(-1, self.beams, self.scores.shape[1])
         return scores[:, :beams, self.step - 1 if self.step else 0]
 
-    def advance(self, model: Stepper, made: Made) -> bool:
+    def advance(self, model: Stepper, made: StepOutput) -> bool:
         """Choose the next token of every beam; False when the search is over.
 
         made: what the model's step returns.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.batching.batch_compaction import closed_up, who_leaves
-from fastgen.decoding.logits.transforms import Edit, Text, keep_sentences
+from fastgen.decoding.logits.transforms import LogitsTransform, Text, keep_sentences
 from fastgen.decoding.search.beam_search import Stepper, Trace
 from fastgen.decoding.search.hypothesis_pools import Hypothesis, Pool, Ranking, best_of
 from fastgen.decoding.search.stopping import Stop
@@ -47,7 +47,7 @@ class PooledBeams:
     max_length: int
     ranking: Ranking
     stop: Stop
-    edits: Sequence[Edit]
+    transforms: Sequence[LogitsTransform]
     groups: int = 1
     may_drop: bool = True
     captured: bool = False
@@ -163,7 +163,7 @@ class PooledBeams:
             staying = closed_up(self.present, leaving)
             self.drop(staying)
             kept = torch.tensor(staying, device=self.ids.device, dtype=torch.int64)
-            keep_sentences(self.edits, kept, self.beams)
+            keep_sentences(self.transforms, kept, self.beams)
             model.keep(kept)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastgen.decoding.batching.batch_compaction import Wanted, closed_up, who_leaves
 from fastgen.decoding.batching.stable_prefix import OnTokens
-from fastgen.decoding.logits.transforms import Edit, Text, edited, keep_sentences
+from fastgen.decoding.logits.transforms import LogitsTransform, Text, apply_transforms, keep_sentences
 from fastgen.decoding.search.beam_search import Stepper, Trace
 from fastgen.decoding.search.stopping import Stop
 from fastgen.ops.selection.kbest import argmax
@@ -36,7 +36,7 @@ class Sampling:
 
     ids: Tensor
     stop: Stop
-    edits: Sequence[Edit]
+    transforms: Sequence[LogitsTransform]
     pad: Tensor | None
     sample: bool = False
     may_drop: bool = True
@@ -117,16 +117,16 @@ class Sampling:
         stay = torch.tensor(closed_up(len(self.ids), leaving), device=self.ids.device, dtype=torch.int64)
         self.rows = stay if self.rows is None else self.rows[stay]
         self.ids, self.running = self.ids[stay], self.running[stay]
-        keep_sentences(self.edits, stay)
+        keep_sentences(self.transforms, stay)
         model.keep(stay)
 
     def _choose(self, logits: Tensor, text: Text) -> Tensor:
         kept = self.trace.logits is not None
-        if self.edits or self.trace.wanted:  # the model's next step may overwrite its logits
+        if self.transforms or self.trace.wanted:  # the model's next step may overwrite its logits
             logits = logits.to(torch.float32, copy=True)
         if self.trace.logits is not None:
             self.trace.logits.append(logits)
-        scores = edited(logits, text, self.edits, kept)
+        scores = apply_transforms(logits, text, self.transforms, kept)
         if self.trace.scores is not None:
             self.trace.scores.append(scores)
         tokens = self._picked(scores, torch.multinomial)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastgen.decoding.batching.batch_compaction import closed_up, who_leaves
-from fastgen.decoding.logits.transforms import Edit, NGramBlock, Penalty, Text, edited
+from fastgen.decoding.logits.transforms import LogitsTransform, NGramBlock, Penalty, Text, apply_transforms
 from fastgen.decoding.search.stopping import Stop
 from fastgen.decoding.speculative.adaptive_drafting import Pace
 from fastgen.decoding.speculative.policies import Place, Policy
@@ -117,7 +117,7 @@ class Bild:
     small: Model
     prompt: Tensor
     stop: Stop
-    edits: Sequence[Edit]
+    transforms: Sequence[LogitsTransform]
     policy: Policy
     pad: int
     fallback: float
@@ -305,7 +305,7 @@ class Bild:
 
     def _edited(self, scores: Tensor, places: Sequence[Place]) -> Tensor:
         """Apply the edits to scores (N, V), those of texts of one length at a time."""
-        if not self.edits:
+        if not self.transforms:
             return scores
         by_length: dict[int, list[int]] = {}
         for row, (_, length) in enumerate(places):
@@ -318,7 +318,9 @@ class Bild:
             )
             ids = torch.cat([self.prompt[texts], written.view(len(rows), length).to(self.prompt.dtype)], 1)
             at = torch.tensor(rows, device=device, dtype=torch.int64)
-            scores[at] = edited(scores[at], Text(ids, prompt_length), [_of_texts(edit, texts) for edit in self.edits])
+            scores[at] = apply_transforms(
+                scores[at], Text(ids, prompt_length), [_of_texts(edit, texts) for edit in self.transforms]
+            )
         return scores
 
     def _write(self, text: _Text, kind: str, token: int) -> None:
@@ -337,7 +339,7 @@ class Bild:
             self.events[text.index].append((kind, place, token))
 
 
-def _of_texts(edit: Edit, texts: list[int]) -> Edit:
+def _of_texts(edit: LogitsTransform, texts: list[int]) -> LogitsTransform:
     """An edit that has something of every text, with that of these."""
     if isinstance(edit, NGramBlock) and edit.source is not None and len(edit.source) > 1:
         return replace(edit, source=edit.source[texts])

@@ -69,8 +69,8 @@ class _EncoderReader(Reader):
             raise NotFused(OTHERWISE)
         return encoder
 
-    def over_text(self, module: Any, names: Attention) -> SentenceAttention:
-        found = super().over_text(module, names)
+    def self_attention(self, module: Any, names: Attention) -> SentenceAttention:
+        found = super().self_attention(module, names)
         if found.query_norm is not None or found.softcap is not None or found.rotary is not None:
             raise NotFused("attention in a form of its own")
         return SentenceAttention(found.parts, found.heads, found.dims, found.scale, self.table)

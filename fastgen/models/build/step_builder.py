@@ -163,14 +163,14 @@ class Reader:
 
     def sublayers(self, index: int, layer: Any) -> list[_Part]:
         layout, found = self.layout, list[_Part]()
-        for names, over_text in ((layout.text, True), (layout.source, False)):
+        for names, self_attention in ((layout.text, True), (layout.source, False)):
             if names is None or ("." not in names.module and getattr(layer, names.module) is None):
                 continue  # fairseq's language models name what they have not
             module = at(layer, names.module)
             core = at(module, names.core)
             if getattr(core, "layer_idx", getattr(core, "layer_id", index)) not in (index, None):
                 raise NotFused("its layers number their keys and values in another order")
-            attend: Any = self.over_text(module, names) if over_text else self.over_source(module, names)
+            attend: Any = self.self_attention(module, names) if self_attention else self.cross_attention(module, names)
             out, own = self.product(at(module, names.out)), self.own_norm(layer, names.own_norm)
             found.append(_Part(index, attend, out, own, self.norm_before(layer, names.norm)))
         wide, gate = layout.wide, layout.gated
@@ -196,7 +196,7 @@ class Reader:
             return Times(factor)
         return None if path is None else self.norm(at(layer, path))
 
-    def over_text(self, module: Any, names: Attention) -> Any:
+    def self_attention(self, module: Any, names: Attention) -> Any:
         core = at(module, names.core)
         dims = getattr(core, self.layout.dims)
         parts = [at(module, name) for name in names.parts]
@@ -230,7 +230,7 @@ class Reader:
             self.product(module)
         return products(modules)
 
-    def over_source(self, module: Any, names: Attention) -> SourceAttention:
+    def cross_attention(self, module: Any, names: Attention) -> SourceAttention:
         dims, query = getattr(module, self.layout.dims), at(module, names.parts[0])
         makers = [at(module, name) for name in names.parts[1:]]
         self.read.update(makers)

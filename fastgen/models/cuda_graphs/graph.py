@@ -48,7 +48,7 @@ class NotCaptured(Exception):
     """A function cannot be captured; it has not run."""
 
 
-class Place:
+class CapturePool:
     """A pool of memory and a stream for the graphs of one function: of those only the newest is ever replayed.
 
     Functions that are replayed in turn must not share a pool: what one leaves in it for others to read may lie where
@@ -77,10 +77,14 @@ class Place:
             index = torch.cuda.current_device() if self.device.index is None else self.device.index
             cast(Any, torch._C)._cuda_endAllocateToPool(index, self.pool)
         with contextlib.suppress(Exception):
-            Place(self.device)  # until a capture ends well, the generator of random numbers refuses to draw outside one
+            CapturePool(
+                self.device
+            )  # until a capture ends well, the generator of random numbers refuses to draw outside one
 
 
-def capture(function: Callable[[], _T], device: torch.device, place: Place | None) -> tuple[Callable[[], object], _T]:
+def capture(
+    function: Callable[[], _T], device: torch.device, place: CapturePool | None
+) -> tuple[Callable[[], object], _T]:
     """Capture a function that has run before, with the same shapes; it does not run.
 
     Returns:
@@ -111,13 +115,13 @@ def capture(function: Callable[[], _T], device: torch.device, place: Place | Non
     return graph.replay, result
 
 
-class Lent:
+class BorrowedPool:
     """A place that is borrowed when it is first asked for, and given back with the last function that runs there."""
 
     def __init__(self) -> None:
-        self._lent: tuple[Any, Place] | None = None
+        self._lent: tuple[Any, CapturePool] | None = None
 
-    def place(self, device: torch.device) -> Place | None:
+    def place(self, device: torch.device) -> CapturePool | None:
         """The place; None on a CPU, which has no graphs."""
         if self._lent is None and device.type == "cuda":
             self._lent = _borrowed(device)
@@ -134,17 +138,17 @@ class Lent:
                 _free.setdefault(lent[0], []).append(lent[1])
 
 
-class Repeated:
+class CapturedFunction:
     """A function that is run again and again over the same memory: captured at its second run, then replayed.
 
     lent: where it is captured, with others that never run between a run of this one and the last look at its result.
     """
 
-    def __init__(self, lent: Lent | None = None) -> None:
+    def __init__(self, lent: BorrowedPool | None = None) -> None:
         self._inputs: tuple[object, ...] | None = None
         self._launch: Callable[[], object] | None = None
         self._result: Any = None
-        self._lent = Lent() if lent is None else lent
+        self._lent = BorrowedPool() if lent is None else lent
 
     def __call__(self, function: Callable[[], _T], device: torch.device, *inputs: object) -> _T:
         """Return the function's result, which the next run may write anew.
@@ -177,17 +181,19 @@ class Repeated:
 
 
 _lock = threading.RLock()  # as what is collected meanwhile may give its place back
-_free: dict[Any, list[Place]] = {}  # by device and the stream that graphs are launched on, which brings them in order
+_free: dict[
+    Any, list[CapturePool]
+] = {}  # by device and the stream that graphs are launched on, which brings them in order
 
 
-def _borrowed(device: torch.device) -> tuple[Any, Place]:
+def _borrowed(device: torch.device) -> tuple[Any, CapturePool]:
     """A place that nobody has, and where to give it back."""
     key = device, torch.cuda.current_stream(device).cuda_stream
     with _lock:
         places = _free.get(key)
         if places:
             return key, places.pop()
-    return key, Place(device)
+    return key, CapturePool(device)
 
 
 def release() -> None:
@@ -209,7 +215,7 @@ def draws_alike(device: torch.device) -> bool:
     """
     source = generator(device)
     before = source.get_state()
-    drawn, repeated = torch.empty(TRIED, device=device, dtype=torch.float32), Repeated()
+    drawn, repeated = torch.empty(TRIED, device=device, dtype=torch.float32), CapturedFunction()
     draw = functools.partial(_draw, drawn)
     try:
         alone = [draw().clone() for _ in range(3)]
@@ -240,7 +246,7 @@ def _same(new: object, old: object) -> bool:
     return new is old if isinstance(new, Tensor) or isinstance(old, Tensor) else new == old
 
 
-class Late:
+class DelayedRead:
     """Values on their way from a device, which goes on meanwhile; in memory that serves again and again."""
 
     def __init__(self, like: Tensor) -> None:

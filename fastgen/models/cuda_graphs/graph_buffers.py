@@ -90,7 +90,7 @@ class Reads:
 
 
 @dataclass(eq=False)
-class Ground:
+class GraphBuffers:
     """The memory that the steps of some sentences run over, and what is captured over it.
 
     Attributes:
@@ -108,10 +108,10 @@ class Ground:
     mask: Tensor | None
     source_mask: Tensor | None
     first: Tensor | None
-    repeated: graph.Repeated
+    repeated: graph.CapturedFunction
 
     @classmethod
-    def own(cls, reads: Reads, lent: graph.Lent) -> "Ground":
+    def own(cls, reads: Reads, lent: graph.BorrowedPool) -> "GraphBuffers":
         """What a call has, where it lies."""
         first, mask = reads.text[0], reads.prefix_mask
         slots = min(layer.room[0].shape[2] for layer in reads.text)
@@ -128,9 +128,11 @@ class Ground:
         numbers = torch.empty(5, dtype=torch.int64, device=first.room[0].device)
         tokens = numbers.new_empty(reads.sentences * first.beams)
         at = reads.first if isinstance(reads.first, Tensor) else None
-        return cls(reads.sentences, text, source, tokens, numbers, mask, reads.source_mask, at, graph.Repeated(lent))
+        return cls(
+            reads.sentences, text, source, tokens, numbers, mask, reads.source_mask, at, graph.CapturedFunction(lent)
+        )
 
-    def of_first(self, sentences: int, lent: graph.Lent) -> "Ground":
+    def of_first(self, sentences: int, lent: graph.BorrowedPool) -> "GraphBuffers":
         """The same of its first sentences."""
         n, beams = sentences, len(self.tokens) // self.sentences
         text, source = ([(keys[:n], values[:n]) for keys, values in of] for of in (self.text, self.source))
@@ -138,7 +140,9 @@ class Ground:
             None if each is None else each[:n] for each in (self.mask, self.source_mask, self.first)
         )
         tokens = self.tokens[: n * beams]
-        return Ground(n, text, source, tokens, self.numbers, mask, source_mask, first, graph.Repeated(lent))
+        return GraphBuffers(
+            n, text, source, tokens, self.numbers, mask, source_mask, first, graph.CapturedFunction(lent)
+        )
 
 
 @dataclass(frozen=True)
@@ -187,7 +191,7 @@ def rounded(count: int) -> int:
 
 
 @dataclass(eq=False)
-class Seat:
+class PooledBuffers:
     """A ground that calls take in turn.
 
     whole: all of it, once somebody has been here. grounds: of its first sentences, by how many they are, the newest
@@ -195,11 +199,11 @@ class Seat:
     """
 
     shape: Shape
-    of: "Seats"
+    of: "BufferPool"
     facts: object
-    lent: graph.Lent = field(default_factory=graph.Lent)
-    whole: Ground | None = None
-    grounds: dict[int, Ground] = field(default_factory=dict[int, Ground])
+    lent: graph.BorrowedPool = field(default_factory=graph.BorrowedPool)
+    whole: GraphBuffers | None = None
+    grounds: dict[int, GraphBuffers] = field(default_factory=dict[int, GraphBuffers])
 
     @property
     def nbytes(self) -> int:
@@ -209,7 +213,7 @@ class Seat:
         """Whether a call that sits here, and of which sentences may have left, can stay."""
         return reads.sentences <= self.shape.sentences and reads.text[0].room[0].shape[2] <= self.shape.slots
 
-    def take(self, reads: Reads) -> Ground:
+    def take(self, reads: Reads) -> GraphBuffers:
         """Move a call in: what it has is here from now on."""
         if self.whole is None:
             self.whole = self._ground(reads)
@@ -223,7 +227,7 @@ class Seat:
         _write(ground, reads)
         return ground
 
-    def _ground(self, reads: Reads) -> Ground:
+    def _ground(self, reads: Reads) -> GraphBuffers:
         """Memory for all sentences, of a call's shapes."""
         shape, keys, beams = self.shape, reads.text[0].room[0], reads.text[0].beams
         b = shape.sentences
@@ -233,15 +237,15 @@ class Seat:
         )
         numbers = torch.empty(5, dtype=torch.int64, device=keys.device)
         masked = reads.ancestry is not None or reads.prefix_mask is not None
-        return Ground(
+        return GraphBuffers(
             b, cast(Any, text), cast(Any, source), numbers.new_empty(b * beams), numbers,
             keys.new_empty(b, beams, shape.slots, dtype=torch.float32) if masked else None,
             keys.new_empty(b, 1, 1, shape.positions) if source else None,
-            numbers.new_empty(b) if isinstance(reads.first, Tensor) else None, graph.Repeated(self.lent),
+            numbers.new_empty(b) if isinstance(reads.first, Tensor) else None, graph.CapturedFunction(self.lent),
         )  # fmt: skip
 
 
-def _write(ground: Ground, reads: Reads) -> None:
+def _write(ground: GraphBuffers, reads: Reads) -> None:
     """Write a call's masks and positions to where they are read, and hide what is behind its source."""
     if ground.source_mask is not None:
         count = reads.source[0].prefix
@@ -266,13 +270,13 @@ def most_kept() -> int:
     return KEPT if limit is None else min(KEPT, limit)
 
 
-class Seats:
+class BufferPool:
     """The seats of one decoder, as its step is now."""
 
     def __init__(self) -> None:
         self.facts: object = None
         self.made: list[Tensor] = []
-        self.free: list[Seat] = []  # those that were left last at the end
+        self.free: list[PooledBuffers] = []  # those that were left last at the end
 
     def adopt(self, step: DecoderStep) -> None:
         """Have what a step has made where it was for the calls before, if it is the same step; else forget those.
@@ -290,16 +294,16 @@ class Seats:
                 kept.copy_(new)
                 vars(holder)[name] = kept
 
-    def pick(self, shape: Shape) -> Seat:
+    def pick(self, shape: Shape) -> PooledBuffers:
         """The smallest free seat that has room for a call, or a new one."""
         fitting = [seat for seat in self.free if seat.shape.has_room_for(shape)]
         if not fitting:
-            return Seat(shape, self, self.facts)
+            return PooledBuffers(shape, self, self.facts)
         seat = min(fitting, key=lambda each: each.shape.nbytes)
         self.free.remove(seat)
         return seat
 
-    def take_back(self, seat: Seat) -> None:
+    def take_back(self, seat: PooledBuffers) -> None:
         """Keep a seat for calls to come, and of the others as many as there is to be memory for."""
         if seat.facts is not self.facts:
             return
@@ -309,11 +313,11 @@ class Seats:
 
 
 _lock = threading.RLock()  # as what is collected meanwhile may give its seat back
-_all: "WeakKeyDictionary[nn.Module, dict[tuple[object, ...], Seats]]" = WeakKeyDictionary()
+_all: "WeakKeyDictionary[nn.Module, dict[tuple[object, ...], BufferPool]]" = WeakKeyDictionary()
 """By decoder, and by `_circumstances`."""
 
 
-def borrow(step: DecoderStep, reads: Reads) -> Seat | None:
+def borrow(step: DecoderStep, reads: Reads) -> PooledBuffers | None:
     """A seat for a call, to be given back; None where it is to have memory of its own."""
     if config.settings().graphs == "call":
         return None
@@ -325,7 +329,7 @@ def borrow(step: DecoderStep, reads: Reads) -> Seat | None:
         of_decoder = _all.setdefault(step.module, {})
         for gone in [each for each in of_decoder if each[0] != now[0]]:  # the model has been moved to another device
             del of_decoder[gone]
-        seats = of_decoder.setdefault(now, Seats())
+        seats = of_decoder.setdefault(now, BufferPool())
         try:
             seats.adopt(step)
         except Unknown:
@@ -333,7 +337,7 @@ def borrow(step: DecoderStep, reads: Reads) -> Seat | None:
         return seats.pick(shape)
 
 
-def give_back(seat: Seat) -> None:
+def give_back(seat: PooledBuffers) -> None:
     with _lock:
         seat.of.take_back(seat)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastgen.models.cuda_graphs import graph, graph_buffers
-from fastgen.models.cuda_graphs.graph_buffers import Ground, Layer, Reads, Seat
+from fastgen.models.cuda_graphs.graph_buffers import GraphBuffers, Layer, PooledBuffers, Reads
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.models.runtime.decode_step import Context, DecoderStep
 from fastgen.models.runtime.joint_step import joint_step
@@ -69,9 +69,9 @@ class Replay:
 
     def __init__(self, step: DecoderStep, text: Sequence[Layer], longest: int) -> None:
         self.step, self.text, self.longest = step, text, longest
-        self._alone, self._lent = JointReplay(), graph.Lent()
-        self._seat: Seat | None = None
-        self._ground: Ground | None = None
+        self._alone, self._lent = JointReplay(), graph.BorrowedPool()
+        self._seat: PooledBuffers | None = None
+        self._ground: GraphBuffers | None = None
         self._held: tuple[object, ...] = ()
 
     @property
@@ -125,25 +125,25 @@ class Replay:
         """What is captured here is not to serve anybody else."""
         self._seat = None
 
-    def _settle(self, reads: Reads) -> Ground:
+    def _settle(self, reads: Reads) -> GraphBuffers:
         """Where the steps to come run: in a seat, or where everything lies."""
         seat, before = self._seat, self._seat
         if seat is None or not seat.has_room_for(reads):
             seat = graph_buffers.borrow(self.step, reads)
         self._seat = seat
         try:
-            return Ground.own(reads, self._lent) if seat is None else seat.take(reads)
+            return GraphBuffers.own(reads, self._lent) if seat is None else seat.take(reads)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             graph_buffers.release()
             self._seat = None
-            return Ground.own(reads, self._lent)
+            return GraphBuffers.own(reads, self._lent)
         finally:
             if before is not None and before is not self._seat:
                 graph_buffers.give_back(before)
 
-    def _context(self, ground: Ground, beams: int, watched: int | None) -> Context:
+    def _context(self, ground: GraphBuffers, beams: int, watched: int | None) -> Context:
         start, seen, length, at, prefix = ground.numbers.split(1)
         position = at if ground.first is None else (ground.first + at).repeat_interleave(beams)
         mask = None if ground.mask is None else ground.mask[:, None].to(self.step.dtype)
@@ -168,7 +168,7 @@ class Opened:
     """
 
     replay: Replay
-    ground: Ground
+    ground: GraphBuffers
     context: Callable[[], Context]
 
 
@@ -181,7 +181,7 @@ class JointReplay:
 
     def __init__(self) -> None:
         self.refused: str | None = None
-        self._repeated = graph.Repeated()
+        self._repeated = graph.CapturedFunction()
 
     def __call__(self, decoders: Sequence[DecoderStep], texts: Sequence[Sequence[Opened]]) -> list[list[Result]]:
         """Return for each text what `Replay` does, of each of the decoders, for which its step is open in `texts`."""

@@ -47,7 +47,7 @@ class KeysAndValues(Protocol):
         """Have the slots of the newest token of every beam, which attention then writes; keys, values: as `append`."""
 
 
-class Surroundings(Protocol):
+class StepInputs(Protocol):
     """What a step reads beside the weights: a context, or several of them with their rows one behind the other."""
 
     @property
@@ -59,21 +59,21 @@ class Surroundings(Protocol):
         """Cosine and sine of the newest token's position, of the dtype and on the device of x."""
         ...
 
-    def over_text(
+    def self_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
         """Keep key and value (R, Hkv, D) of the newest token; return what query (R, H, D) finds there, (R, H * D)."""
         ...
 
-    def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
+    def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
         """Return what query (R, H, D) finds in the source, (R, H * D)."""
         ...
 
 
 @dataclass
 class Context:
-    """What a step reads beside the weights: `Surroundings` of the sentences of one call.
+    """What a step reads beside the weights: `StepInputs` of the sentences of one call.
 
     Attributes:
         sentences: B, of R = B * M rows.
@@ -149,11 +149,11 @@ class Context:
         """Cosine and sine of the newest token's position, made once for all layers; x: of their dtype and device."""
         return turned_once(self.rotations, rotary, self.position, x)
 
-    def over_text(
+    def self_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
         softcap: float | None, rotation: Rotation | None = None,
     ) -> Tensor:  # fmt: skip
-        """Arguments as `Surroundings` has them; rotation: of queries and keys that are not turned yet."""
+        """Arguments as `StepInputs` has them; rotation: of queries and keys that are not turned yet."""
         kept, newest = self.text[layer], None
         if rotation is not None:
             query = kept.append_turned(query, key, value, rotation)
@@ -167,7 +167,7 @@ class Context:
         mixed = beam_attention(query, kept.keys, kept.values, mask, scale, softcap, self.seen, newest)
         return mixed.reshape(rows, -1)
 
-    def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
+    def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
         kept, rows = self.source[layer], query.shape[0]
         given = query.view(self.sentences, -1, *query.shape[1:]), kept.keys, kept.values, self.source_mask, scale
         if self.watched != layer:
@@ -213,7 +213,7 @@ class TextAttention:
         """Of keys and values, as they are kept."""
         return self.heads if self.spread else (sum(part.outputs for part in self.parts) // self.dims - self.heads) // 2
 
-    def __call__(self, x: Tensor, layer: int, context: Surroundings) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
         made = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.parts]
         query, key, value = made if len(made) > 1 else self._split(made[0])
         if self.query_norm is not None and self.key_norm is not None:
@@ -221,11 +221,11 @@ class TextAttention:
         if self.rotary is not None:
             rotation = Rotation(*context.rotation(self.rotary, x), self.neighbours)
             if isinstance(context, Context) and not self.spread and runs_kernels(query):
-                return context.over_text(layer, query, key, value, self.bias, self.scale, self.softcap, rotation)
+                return context.self_attention(layer, query, key, value, self.bias, self.scale, self.softcap, rotation)
             query, key = rotated(query, rotation), rotated(key, rotation)
         if self.spread:
             key, value = (each.repeat_interleave(self.heads // each.shape[1], 1) for each in (key, value))
-        return context.over_text(layer, query, key, value, self.bias, self.scale, self.softcap)
+        return context.self_attention(layer, query, key, value, self.bias, self.scale, self.softcap)
 
     def _normed(self, x: Tensor, of_heads: NormLike) -> Tensor:
         return of_heads(x.flatten(1))[0].view_as(x) if self.whole_norms else of_heads(x)[0]
@@ -253,8 +253,8 @@ class SourceAttention:
     scale: float
     made_by: tuple[Product, Product] | None = None
 
-    def __call__(self, x: Tensor, layer: int, context: Surroundings) -> Tensor:
-        return context.over_source(layer, self.query.apply(x).view(-1, self.heads, self.dims), self.scale)
+    def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
+        return context.cross_attention(layer, self.query.apply(x).view(-1, self.heads, self.dims), self.scale)
 
 
 @dataclass(frozen=True)
@@ -393,11 +393,11 @@ class DecoderStep:
         biases = (s.mix.bias for s in self.sublayers if isinstance(s.mix, TextAttention))
         return any(bias is not None and bias.by_position for bias in biases)
 
-    def __call__(self, ids: Tensor, context: Surroundings) -> Tensor:
+    def __call__(self, ids: Tensor, context: StepInputs) -> Tensor:
         """Return the logits (R, V) of what follows ids (R,) int64, the newest token of each row."""
         return self.logits(self.hidden(ids, context))
 
-    def hidden(self, ids: Tensor, context: Surroundings) -> Tensor:
+    def hidden(self, ids: Tensor, context: StepInputs) -> Tensor:
         """Return what the head reads of ids (R,) int64, the newest token of each row: (R, C)."""
         stream = self.embedding(ids, context.position)
         x = stream if self.first is None else self.first(stream)[0]

@@ -90,7 +90,7 @@ class FirstToken(Context):
     def text_mask_with(self, bias: Bias | None) -> None:
         """None: one key has all the weight, whatever is added to its score."""
 
-    def over_text(
+    def self_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
         softcap: float | None, rotation: Rotation | None = None,
     ) -> Tensor:  # fmt: skip

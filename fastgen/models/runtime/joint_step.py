@@ -15,7 +15,7 @@ from fastgen.models.runtime.decode_step import Context, DecoderStep
 
 @dataclass
 class Joint:
-    """`Surroundings` of several calls, whose rows lie one behind the other.
+    """`StepInputs` of several calls, whose rows lie one behind the other.
 
     Attributes:
         parts: the context of each. rows: how many rows each has.
@@ -41,16 +41,16 @@ class Joint:
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
         return turned_once(self.rotations, rotary, self.position, x)
 
-    def over_text(
+    def self_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
         pieces = zip(self.parts, *(torch.split(x, self.rows) for x in (query, key, value)), strict=True)
-        return torch.cat([part.over_text(layer, q, k, v, bias, scale, softcap) for part, q, k, v in pieces])
+        return torch.cat([part.self_attention(layer, q, k, v, bias, scale, softcap) for part, q, k, v in pieces])
 
-    def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
+    def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
         pieces = zip(self.parts, torch.split(query, self.rows), strict=True)
-        return torch.cat([part.over_source(layer, q, scale) for part, q in pieces])
+        return torch.cat([part.cross_attention(layer, q, scale) for part, q in pieces])
 
 
 def joint_step(

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.norm import NormLike
 from fastgen.models.layers.positions import Bias, Rotary, turned_once
-from fastgen.models.runtime.decode_step import Context, DecoderStep, Surroundings
+from fastgen.models.runtime.decode_step import Context, DecoderStep, StepInputs
 from fastgen.ops.beam_attention import beam_attention
 
 
@@ -31,7 +31,7 @@ class MaskedStep(DecoderStep):
     tokens = 2
     mask: int = -1
 
-    def hidden(self, ids: Tensor, context: Surroundings) -> Tensor:
+    def hidden(self, ids: Tensor, context: StepInputs) -> Tensor:
         around = Asking(cast(Context, context))
         tokens = ids.view(around.context.sentences, -1)
         both = torch.stack([tokens, torch.full_like(tokens, self.mask)], 1)
@@ -58,7 +58,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Asking:
-    """`Surroundings` of tokens and masks, from those of the tokens."""
+    """`StepInputs` of tokens and masks, from those of the tokens."""
 
     context: Context
 
@@ -103,7 +103,7 @@ class Asking:
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
         return turned_once(self.context.rotations, rotary, self.position, x)
 
-    def over_text(
+    def self_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
@@ -125,5 +125,5 @@ class Asking:
         seen = None if self.context.seen is None else self.context.seen + self.context.text[0].beams
         return beam_attention(query, keys, values, mask, scale, softcap, seen).reshape(rows, -1)
 
-    def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
-        return self.context.over_source(layer, query, scale)
+    def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
+        return self.context.cross_attention(layer, query, scale)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgen.models.layers.positions import turned_once
-from fastgen.models.runtime.decode_step import Context, FeedForward, Sublayer, Surroundings, TextAttention
+from fastgen.models.runtime.decode_step import Context, FeedForward, StepInputs, Sublayer, TextAttention
 from fastgen.models.runtime.encoder import SentenceAttention, Sentences
 from fastgen.models.runtime.joint_step import Joint
 from fastgen.models.runtime.native_records import Records, Rows, are_written, is_readable
@@ -20,7 +20,7 @@ from fastgen.ops import native
 from fastgen.ops.dispatch import chosen, in_c, never, plain
 from fastgen.ops.native import step as c
 
-Together = Callable[[Tensor, Tensor, Surroundings], Tensor | None]
+Together = Callable[[Tensor, Tensor, StepInputs], Tensor | None]
 """Gives what the head reads (R, C) of what the first sublayer reads and the stream, which it may overwrite; or None."""
 
 BIASES = 2**20
@@ -121,7 +121,7 @@ class InC:
         self._placed: list[Reference] = []  # keys whose addresses it has
         self._attention = 0  # multiplications of the largest attention in a step
 
-    def __call__(self, x: Tensor, stream: Tensor, context: Surroundings) -> Tensor | None:
+    def __call__(self, x: Tensor, stream: Tensor, context: StepInputs) -> Tensor | None:
         parts, by = _parts(context), native.library()
         if parts is None or by is None:
             return None
@@ -273,7 +273,7 @@ class InC:
             self._checked[i] = weakref.ref(keys)
         return True
 
-    def _turn(self, context: Surroundings, x: Tensor, held: list[Tensor | None]) -> bool:
+    def _turn(self, context: StepInputs, x: Tensor, held: list[Tensor | None]) -> bool:
         """Note by what queries and keys are turned in this step, and add it to what has to stay until it has been.
 
         Return whether C can read it.
@@ -366,7 +366,7 @@ def _strides(x: Tensor) -> list[int]:
     return [step if size > 1 else 0 for step, size in zip(x.stride()[:-1], x.shape, strict=False)]
 
 
-def _parts(context: Surroundings) -> Sequence[Context] | None:
+def _parts(context: StepInputs) -> Sequence[Context] | None:
     """The contexts of all calls in a step; None for surroundings of another kind."""
     return [context] if isinstance(context, Context) else context.parts if type(context) is Joint else None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastgen.models.layers.linear import Product
-from fastgen.models.runtime.decode_step import Embedding, Surroundings, TextAttention
+from fastgen.models.runtime.decode_step import Embedding, StepInputs, TextAttention
 from fastgen.models.runtime.masked_step import Asking
 
 
@@ -44,7 +44,7 @@ class StreamAttention(TextAttention):
     nearness: Product = field(kw_only=True)
     buckets: Tensor = field(kw_only=True)
 
-    def __call__(self, x: Tensor, layer: int, context: Surroundings) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
         around = cast(Asking, context)
         query, key, value = (part.apply(x).view(-1, self.heads, self.dims) for part in self.parts)
         keys, values = around.append(layer, key, value)

@@ -46,7 +46,7 @@ class Written(KeysAndValues, Protocol):
 
 @dataclass
 class Ragged:
-    """`Surroundings` of spans of R texts: their tokens, one behind the other, are the N rows of the pass.
+    """`StepInputs` of spans of R texts: their tokens, one behind the other, are the N rows of the pass.
 
     Attributes:
         texts: R.
@@ -136,7 +136,7 @@ class Ragged:
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
         return turned_once(self.rotations, rotary, self.position, x)
 
-    def over_text(
+    def self_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
@@ -157,7 +157,7 @@ class Ragged:
         else:
             buffer.transpose(1, 2)[self.rows, self.slots] = new
 
-    def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
+    def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
         kept, mask = self.source[layer], self.source_mask
         mask = mask if mask is None or self.attended is None else mask[self.attended]
         return self._attend(query, kept.keys, kept.values, mask, scale, None)

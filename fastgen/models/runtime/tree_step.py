@@ -93,7 +93,7 @@ class Tree:
 
 @dataclass
 class _Pass:
-    """`Surroundings` of the newest nodes of a tree: rows are B * Q."""
+    """`StepInputs` of the newest nodes of a tree: rows are B * Q."""
 
     tree: Tree
     new: int
@@ -109,7 +109,7 @@ class _Pass:
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
         return turned_once(self.rotations, rotary, self.position, x)
 
-    def over_text(
+    def self_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
@@ -121,7 +121,7 @@ class _Pass:
         mixed = beam_attention(self._folded(query), keys[:, :, :end], values[:, :, :end], mask, scale, softcap)
         return mixed.flatten(2).flatten(0, 1)
 
-    def over_source(self, layer: int, query: Tensor, scale: float) -> Tensor:
+    def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
         kept = self.tree.source[layer]
         mixed = beam_attention(self._folded(query), kept.keys, kept.values, self.tree.source_mask, scale)
         return mixed.flatten(2).flatten(0, 1)

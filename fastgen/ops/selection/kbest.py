@@ -33,7 +33,7 @@ MOST_IN_C = 64
 """Winners up to which C ranks: it keeps them in a sorted list."""
 
 
-class Changes(NamedTuple):
+class SparseUpdate(NamedTuple):
     """Tokens whose log-probability p becomes p * factor + offset: a repetition penalty, a bias of some tokens.
 
     tokens: (R, N) int64, different ones in each row; those outside the vocabulary stand for none.
@@ -45,7 +45,7 @@ class Changes(NamedTuple):
     offsets: Tensor
 
 
-class SparseEdits(NamedTuple):
+class LogitsUpdates(NamedTuple):
     """What is done to the log-probabilities of few tokens of each of the R = B * M rows, in this order.
 
     changes: tokens that get another log-probability.
@@ -53,7 +53,7 @@ class SparseEdits(NamedTuple):
     forced: (R,) int64: the token that alone is left, with log-probability 0, or a negative number for none.
     """
 
-    changes: Changes | None = None
+    changes: SparseUpdate | None = None
     banned: Tensor | None = None
     forced: Tensor | None = None
 
@@ -66,14 +66,14 @@ class KBest(NamedTuple):
     normalisers: Tensor | None
 
 
-NO_EDITS = SparseEdits()
+NO_UPDATES = LogitsUpdates()
 
 
 def kbest_reference(
     logits: Tensor,
     scores: Tensor,
     k: int,
-    edits: SparseEdits = NO_EDITS,
+    updates: LogitsUpdates = NO_UPDATES,
     bias: Tensor | None = None,
     temperature: float = 1.0,
     normalisers: bool = False,
@@ -89,7 +89,7 @@ def kbest_reference(
         normalisers: return log(sum(exp((logits + bias) / temperature))) of every row too.
         without_nan: log-probabilities that are NaN become -inf before the edits.
     """
-    given = logits, scores.dtype, edits, bias, temperature, normalisers, without_nan
+    given = logits, scores.dtype, updates, bias, temperature, normalisers, without_nan
     log_probs, sums = _log_probs(*given, normalised=log_softmax_reference)
     return KBest(*best_of_log_probs_reference(log_probs, scores, k), sums)
 
@@ -97,7 +97,7 @@ def kbest_reference(
 def _log_probs(
     logits: Tensor,
     dtype: torch.dtype,
-    edits: SparseEdits,
+    updates: LogitsUpdates,
     bias: Tensor | None,
     temperature: float,
     normalisers: bool,
@@ -107,7 +107,7 @@ def _log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """The edited log-probabilities (B, M, V), and the normalisers (B, M) where they are asked for."""
     b, m, v = logits.shape
-    changes, banned, forced = edits
+    changes, banned, forced = updates
     rows = logits.flatten(0, 1).to(dtype)
     if bias is not None:
         rows = rows + bias.to(dtype)
@@ -133,7 +133,7 @@ def kbest(
     logits: Tensor,
     scores: Tensor,
     k: int,
-    edits: SparseEdits = NO_EDITS,
+    updates: LogitsUpdates = NO_UPDATES,
     bias: Tensor | None = None,
     temperature: float = 1.0,
     normalisers: bool = False,
@@ -156,7 +156,7 @@ def kbest(
     if logits.dim() != 3 or scores.shape != logits.shape[:2]:
         raise ValueError(f"logits {tuple(logits.shape)} must be (B, M, V) and scores {tuple(scores.shape)} (B, M)")
     b, m, v = logits.shape
-    changes, banned, forced = edits
+    changes, banned, forced = updates
     if not 1 <= k <= m * v:
         raise ValueError(f"k = {k} is not between 1 and beams x vocabulary = {m * v}")
     if temperature <= 0:
@@ -187,7 +187,7 @@ def kbest(
         found = native.k_best(by, logits, scores, k, normalised=False, banned=banned)
         if found is not None:
             return KBest(*found, None)
-    log_probs, sums = _log_probs(logits, scores.dtype, edits, bias, temperature, normalisers, without_nan, scratch)
+    log_probs, sums = _log_probs(logits, scores.dtype, updates, bias, temperature, normalisers, without_nan, scratch)
     return KBest(*_ranked(by, log_probs, scores, k), sums)
 
 

@@ -269,8 +269,8 @@ def test_many_sentences(name: str, every: int, monkeypatch: pytest.MonkeyPatch) 
     """More than a few: some leave while others go on, and change places; slots that no beam sees are given up."""
     monkeypatch.setattr(room, "COMPACT_EVERY", every)
     swept: list[int] = []
-    sweep = LayerKV.sweep
-    monkeypatch.setattr(LayerKV, "sweep", lambda layer, slots: (swept.append(1), sweep(layer, slots)))
+    compact = LayerKV.compact
+    monkeypatch.setattr(LayerKV, "compact", lambda layer, slots: (swept.append(1), compact(layer, slots)))
     options = {"beam_size": 3, "max_len_b": 40, "no_repeat_ngram_size": 3}
     _served([zoo.build(name, seed=1)], zoo.batch(60, 12), options)
     assert swept or every > 1 or name == "lm"

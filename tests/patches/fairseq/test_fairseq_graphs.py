@@ -17,7 +17,7 @@ from fairseq import utils
 from fairseq.search import BeamSearch
 from fairseq.sequence_generator import SequenceGenerator
 
-from fastgen.decoding.backends.captured_first_finished import ReplayedFirstFinished
+from fastgen.decoding.backends.captured_first_finished import CapturedFirstFinished
 from fastgen.decoding.kv_cache import room
 from fastgen.models.cuda_graphs import graph
 from fastgen.ops import dispatch
@@ -129,13 +129,13 @@ def test_no_longer_than_its_source(name: str, graphs: Graphs) -> None:
 @pytest.mark.parametrize("beams", [1, 3])
 def test_sentences_that_leave(beams: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that end early leave, late and some at a time; what runs on is captured anew."""
-    left, keep = list[int](), ReplayedFirstFinished._keep
+    left, keep = list[int](), CapturedFirstFinished._keep
 
     def noted(search: Any, model: Any, staying: list[int]) -> Tensor:
         left.append(search.present - len(staying))
         return keep(search, model, staying)
 
-    monkeypatch.setattr(ReplayedFirstFinished, "_keep", noted)
+    monkeypatch.setattr(CapturedFirstFinished, "_keep", noted)
     options = {"beam_size": beams, "max_len_b": 40, "no_repeat_ngram_size": 2}
     found = _served([zoo.build("transformer", seed=2)], zoo.batch(24, 9), options)
     lengths = {max(len(h["tokens"]) for h in hypotheses) for hypotheses in found}
@@ -306,7 +306,7 @@ def test_a_replayed_step_takes_no_memory(kernels: None, graphs: Graphs, monkeypa
     """From choice to choice, all there is to run lies in memory that is there."""
     made: list[Counter[str]] = []
 
-    advance, step = ReplayedFirstFinished.advance, Stepper.step
+    advance, step = CapturedFirstFinished.advance, Stepper.step
 
     def counted_advance(search: Any, model: Any, predicted: Any) -> bool:
         with (allocations := Allocations(graphs)):
@@ -320,7 +320,7 @@ def test_a_replayed_step_takes_no_memory(kernels: None, graphs: Graphs, monkeypa
         made.append(allocations.made)
         return predicted
 
-    monkeypatch.setattr(ReplayedFirstFinished, "advance", counted_advance)
+    monkeypatch.setattr(CapturedFirstFinished, "advance", counted_advance)
     monkeypatch.setattr(Stepper, "step", counted_step)
     options = {"beam_size": 2, "max_len_b": 16, "min_len": 16, "temperature": 0.9}
     zoo.call([zoo.build("bart", torch.float32)], zoo.batch(2, 7), options)

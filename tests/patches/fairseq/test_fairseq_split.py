@@ -34,7 +34,7 @@ def run_out(monkeypatch: pytest.MonkeyPatch, stage: str, most: int) -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "edits": {"no_repeat_ngram_size": 2, "min_len": 4, "unk_penalty": 1.5, "len_penalty": 0.6},
+    "transforms": {"no_repeat_ngram_size": 2, "min_len": 4, "unk_penalty": 1.5, "len_penalty": 0.6},
     "lengths": {"max_len_a": 0.5, "max_len_b": 3},
     "match_source_len": {"match_source_len": True},
 }

@@ -257,7 +257,7 @@ def _decode(
         small=small,
         prompt=start,
         stop=Stop(torch.tensor([end], dtype=torch.int64, device="cpu"), [lambda length: length >= longest + 2]),
-        edits=Beam(generator, None, longest, source.device).edits,
+        transforms=Beam(generator, None, longest, source.device).transforms,
         policy=policy,
         pad=generator.pad,
         fallback=options.fallback,

@@ -68,9 +68,9 @@ class Layers(Attending):
         if layer is None:
             return None
         if not module.encoder_decoder_attention:
-            return self.over_text(module, layer, query), None
+            return self.self_attention(module, layer, query), None
         weights = options.get("need_head_weights", False)  # those of other layers nobody looks at
-        return self.over_source(module, layer, query, key, options.get("key_padding_mask"), weights)
+        return self.cross_attention(module, layer, query, key, options.get("key_padding_mask"), weights)
 
     def begin_step(self, ancestry: Ancestry | None, dtype: torch.dtype) -> None:
         """The next token of every text comes; ancestry: None where it is one for all beams of a sentence."""
@@ -88,7 +88,7 @@ class Layers(Attending):
             self._text_mask = F.pad(self.ancestry.visible.to(self._dtype), (prefix, 0))[:, None]
         return self._text_mask
 
-    def over_text(self, module: Any, layer: LayerKV, query: Tensor) -> Tensor:
+    def self_attention(self, module: Any, layer: LayerKV, query: Tensor) -> Tensor:
         """Return (1, R, C) for query (1, R, C), whose token is the text's newest; (L, B, C) of a prompt likewise."""
         if query.shape[0] > 1:
             return self._over_prompt(module, layer, query)
@@ -113,7 +113,7 @@ class Layers(Attending):
         mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=module.scaling)
         return module.out_proj(mixed.permute(2, 0, 1, 3).reshape(query.shape))
 
-    def over_source(
+    def cross_attention(
         self, module: Any, layer: LayerKV, query: Tensor, source: Tensor | None, padding: Tensor | None, weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return (1, R, C) for query (1, R, C), and the weights (1, R, 1, S), the mean over the heads, where wanted.
@@ -145,11 +145,11 @@ class Layers(Attending):
             mask = torch.zeros(padding.shape, dtype=source.dtype, device=source.device)
             self.source_mask = mask.masked_fill_(padding.to(torch.bool), -torch.inf)[:, None, None]
 
-    def sweep(self, slots: Tensor) -> None:
-        """Give up the slots of the text that no beam sees, as `Ancestry.sweep` says."""
+    def compact(self, slots: Tensor) -> None:
+        """Give up the slots of the text that no beam sees, as `Ancestry.compact` says."""
         for module, layer in self.of.items():
             if not module.encoder_decoder_attention:
-                layer.sweep(slots)
+                layer.compact(slots)
 
     def keep(self, sentences: Tensor, in_order: bool) -> None:
         """Keep these sentences, as `decoding.search.first_finished.Stepper.keep` says."""

@@ -12,7 +12,7 @@ from fairseq.search import BeamSearch
 from torch import Tensor
 
 from fastgen.context import assigned
-from fastgen.decoding.backends.captured_first_finished import ReplayedFirstFinished
+from fastgen.decoding.backends.captured_first_finished import CapturedFirstFinished
 from fastgen.decoding.backends.captured_selection import not_captured
 from fastgen.decoding.loop import decode
 from fastgen.decoding.plan import Plan, Unsupported
@@ -38,7 +38,7 @@ engine.on_release(graph.release)
 
 
 @dataclass
-class Begun:
+class SuspendedDecode:
     """A generator's search that has begun, or is over."""
 
     generator: Any
@@ -84,7 +84,7 @@ def generate(
         engine.fallback(PATCH, unsupported.reason, of_generator(self))
         return original(self, sample, prefix_tokens, constraints, bos_token)
 
-    def decoded(part: Any, prefix: Tensor | None) -> Begun:
+    def decoded(part: Any, prefix: Tensor | None) -> SuspendedDecode:
         of_part = replace(plan, sentences=len(part["net_input"]["src_tokens"]))
         with engine.running(of_part), routes(self):
             lengths = source_lengths(original, self, part["net_input"])
@@ -117,7 +117,7 @@ def begin(
     constraints: Tensor | None = None,
     bos_token: int | None = None,
     pauses: bool = False,
-) -> tuple[Begun, bool]:
+) -> tuple[SuspendedDecode, bool]:
     """Encode a batch and search; return the search, and whether it is over.
 
     Args:
@@ -142,7 +142,7 @@ def begin(
     generator.search.init_constraints(constraints, m)
     plain, captured = type(generator.search) is BeamSearch, graph.wanted(source)
     reason = _reason_not_to_capture(generator, stepper) if captured else None
-    search = (ReplayedFirstFinished if captured and reason is None else FirstFinished)(
+    search = (CapturedFirstFinished if captured and reason is None else FirstFinished)(
         sentences=b,
         beams=m,
         start=generator.eos if bos_token is None else bos_token,
@@ -163,7 +163,7 @@ def begin(
     made = stepper.step(search.text.ids[::m]) if first is None else (Prediction(lambda: first), None)
     over = decode(search, stepper, made, lambda: pauses and stepper.joinable)
     left_off = encoded.left_off if reason is None else (*encoded.left_off, not_captured(reason))
-    return Begun(generator, plan, search, stepper, left_off), over
+    return SuspendedDecode(generator, plan, search, stepper, left_off), over
 
 
 def _reason_not_to_capture(generator: Any, stepper: Stepper) -> str | None:

@@ -23,14 +23,14 @@ from fairseq.tasks import FairseqTask
 
 from fastgen.decoding.batching.continuous_batching import Cohort, Occupancy, advance, left_empty, reason_not_to_refill
 from fastgen.decoding.plan import Unsupported
-from fastgen.decoding.search.first_finished import Made
+from fastgen.decoding.search.first_finished import StepOutput
 from fastgen.models.cuda_graphs.replay import JointReplay
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.patches.engine import engine
 from fastgen.patches.engine.out_of_memory import NO_MEMORY, make_room
 from fastgen.patches.fairseq.bild.bild import asked
 from fastgen.patches.fairseq.generator.decide import decide
-from fastgen.patches.fairseq.generator.generate import Begun, answered, begin, models_of, routes
+from fastgen.patches.fairseq.generator.generate import SuspendedDecode, answered, begin, models_of, routes
 from fastgen.patches.fairseq.generator.lengths import source_lengths
 from fastgen.patches.fairseq.generator.split import Found
 
@@ -67,9 +67,9 @@ class _Batch:
 
 
 @dataclass(eq=False)
-class _Running(Cohort[Made]):
+class _Running(Cohort[StepOutput]):
     batch: _Batch = field(kw_only=True)
-    begun: Begun = field(kw_only=True)
+    begun: SuspendedDecode = field(kw_only=True)
 
 
 class Translations:

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from fastgen.decoding.logits.transforms import (
     Ban,
-    Edit,
+    LogitsTransform,
     NGramBlock,
     Only,
-    Shift,
     Text,
-    edited,
+    TokenBias,
+    apply_transforms,
     only_ban,
     phases,
     sparse,
@@ -37,12 +37,14 @@ class Beam:
         blocker = generator.repeat_ngram_blocker
         self.ngram = 0 if blocker is None else int(blocker.no_repeat_ngram_size)
         # fairseq's options, in its order; those of the free tokens not while there is a prefix.
-        self.first: list[Edit] = [Ban(torch.tensor([generator.pad], device=device, dtype=torch.int64), lambda _: True)]
+        self.first: list[LogitsTransform] = [
+            Ban(torch.tensor([generator.pad], device=device, dtype=torch.int64), lambda _: True)
+        ]
         if generator.unk_penalty:
             offset = torch.tensor([-generator.unk_penalty], dtype=torch.float32, device=device)
-            self.first.append(Shift(torch.tensor([generator.unk], device=device, dtype=torch.int64), offset))
+            self.first.append(TokenBias(torch.tensor([generator.unk], device=device, dtype=torch.int64), offset))
         self.first.append(Only(generator.eos, lambda length: length > longest))
-        self.free: list[Edit] = [
+        self.free: list[LogitsTransform] = [
             Ban(
                 torch.tensor([generator.eos], device=device, dtype=torch.int64),
                 lambda length: length <= generator.min_len,
@@ -54,27 +56,29 @@ class Beam:
                     _in_vocabulary(generator.token_indices_to_suppress, generator.vocab_size).to(device), lambda _: True
                 )
             )
-        self.last: list[Edit] = [NGramBlock(self.ngram)] if self.ngram > 1 else []  # fairseq never finds single tokens
+        self.last: list[LogitsTransform] = (
+            [NGramBlock(self.ngram)] if self.ngram > 1 else []
+        )  # fairseq never finds single tokens
 
     def __call__(self, prediction: Prediction, state: FirstFinished) -> Candidates:
         count, logits = len(state.running), prediction.logits
         if logits is not None and not self._in_prefix(state.step):
             rows, text = logits.view(count, -1, logits.shape[1]), _text(state, logits)
-            if fused(rows, count_of(rows, state.beams), only_ban(self.edits, text)):
+            if fused(rows, count_of(rows, state.beams), only_ban(self.transforms, text)):
                 return self.of_logits(rows, text, state.running_scores(rows.shape[1]), state.beams)
-        log_probs = self.edited(prediction.log_probs(), state)
+        log_probs = self.apply_transforms(prediction.log_probs(), state)
         if state.step == 0 and log_probs.shape[0] != count:
             log_probs = log_probs[:: state.beams]  # all beams are the same yet
         rows = log_probs.view(count, -1, log_probs.shape[1])
         return best(rows, state.running_scores(rows.shape[1]), state.beams)
 
     def of_logits(self, logits: Tensor, text: Text, scores: Tensor, beams: int) -> Candidates:
-        edits = sparse(self.edits, text, logits.shape[2])
-        assert edits is not None  # all are of few tokens, and one of them changes scores
-        return best_of_logits(logits, scores, beams, edits)
+        transforms = sparse(self.transforms, text, logits.shape[2])
+        assert transforms is not None  # all are of few tokens, and one of them changes scores
+        return best_of_logits(logits, scores, beams, transforms)
 
     def phase(self, step: int) -> tuple[int, ...] | None:
-        return None if self._in_prefix(step) else phases(self.edits, step + 1)
+        return None if self._in_prefix(step) else phases(self.transforms, step + 1)
 
     def forced(self, tokens: Tensor, longest: int) -> int:
         """How many of tokens (B, P + 1) behind the first all sentences have, with nothing for an option to decide."""
@@ -90,14 +94,14 @@ class Beam:
         return count
 
     @property
-    def edits(self) -> list[Edit]:
+    def transforms(self) -> list[LogitsTransform]:
         """What is done to the log-probabilities of tokens that no prefix gives, in fairseq's order."""
         return [*self.first, *self.free, *self.last]
 
-    def edited(self, log_probs: Tensor, state: FirstFinished) -> Tensor:
+    def apply_transforms(self, log_probs: Tensor, state: FirstFinished) -> Tensor:
         """Apply the generator's options, in fairseq's order; in place, or at R rows where prefixes want them."""
         without_nan(log_probs)
-        log_probs = edited(log_probs, _text(state, log_probs), self.first)
+        log_probs = apply_transforms(log_probs, _text(state, log_probs), self.first)
         if self._in_prefix(state.step):
             if log_probs.shape[0] != state.tokens.shape[0]:
                 log_probs = log_probs.repeat_interleave(state.beams, 0)
@@ -105,8 +109,8 @@ class Beam:
                 state.step, log_probs, state.scores, state.tokens, self.prefix_tokens, state.beams
             )
         else:
-            log_probs = edited(log_probs, _text(state, log_probs), self.free)
-        return edited(log_probs, _text(state, log_probs), self.last)
+            log_probs = apply_transforms(log_probs, _text(state, log_probs), self.free)
+        return apply_transforms(log_probs, _text(state, log_probs), self.last)
 
     def _in_prefix(self, step: int) -> bool:
         """Whether a prefix may say what the next token is."""
@@ -141,7 +145,7 @@ class Toolkits(Beam):
 
     def __call__(self, prediction: Prediction, state: FirstFinished) -> Candidates:
         generator, count = self.generator, len(state.running)
-        log_probs = self.edited(prediction.log_probs(), state)
+        log_probs = self.apply_transforms(prediction.log_probs(), state)
         if log_probs.shape[0] == count:
             log_probs = log_probs.repeat_interleave(state.beams, 0)
         if generator.should_set_src_lengths:

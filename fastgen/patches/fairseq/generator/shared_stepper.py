@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.kv_cache.layer_kv import note_steps, room_for_steps
-from fastgen.decoding.search.first_finished import Made, Prediction
+from fastgen.decoding.search.first_finished import Prediction, StepOutput
 from fastgen.models.build.equivalence_check import by_modules, trial, verdict
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.cuda_graphs.replay import Opened, Result
@@ -43,7 +43,7 @@ class Member:
         self.fused: FusedDecoder | None = None
         self.left_off: str | None = None
 
-    def step(self, tokens: Tensor, ancestry: Ancestry | None) -> Made:
+    def step(self, tokens: Tensor, ancestry: Ancestry | None) -> StepOutput:
         """Return the prediction for R rows, and attention over the source (R, S) or None."""
         self.layers.begin_step(ancestry, self.dtype)
         if ancestry is not None and self.fused is None and self.left_off is None:
@@ -74,7 +74,7 @@ class Member:
         self.layers.begin_step(ancestry, self.dtype)
         return self.fused.open(tokens, ancestry)
 
-    def end_step(self, logits: Tensor, weights: Tensor | None) -> Made:
+    def end_step(self, logits: Tensor, weights: Tensor | None) -> StepOutput:
         """Return what `step` does of logits (R, V) and attention over the source (R, S) or None."""
         return self.predicted(logits), None if weights is None else weights.to(logits.dtype)
 
@@ -185,7 +185,7 @@ class Stepper:
         """
         fused = self.members[0].fused
         assert fused is not None
-        self._sweep()
+        self._compact()
         return fused.prepared(room_for_steps(fused.text, self.ancestry, most), self.ancestry, weights)
 
     def end_steps(self, run: int, began: Sequence[float], is_open: bool) -> None:
@@ -195,11 +195,11 @@ class Stepper:
         self._began += [(self.ancestry.beams * fused.layers.sentences, second) for second in began]
         note_steps(fused.text, self.ancestry, run, is_open)
 
-    def predicted(self, logits: Tensor) -> Made:
+    def predicted(self, logits: Tensor) -> StepOutput:
         """Return what `step` does of the logits (R, V) of a step in C, whose attention is where it belongs."""
         return self.members[0].predicted(logits), None
 
-    def step(self, ids: Tensor) -> Made:
+    def step(self, ids: Tensor) -> StepOutput:
         """Run the newest token of ids (R, L), in the first step (B, 1)."""
         self._began.append((ids.shape[0], time.perf_counter()))
         ancestry = None if self._first else self._opened()
@@ -229,16 +229,16 @@ class Stepper:
         ancestry = self._opened()
         return [member.open_step(ids, ancestry) for member in self._all]
 
-    def end_step(self, results: Sequence[Result]) -> Made:
+    def end_step(self, results: Sequence[Result]) -> StepOutput:
         """Return what `step` does of what each model has made."""
         return self._mixed([member.end_step(*made) for member, made in zip(self._all, results, strict=True)])
 
     def _opened(self) -> Ancestry:
-        self._sweep()
+        self._compact()
         self.ancestry.begin_step()
         return self.ancestry
 
-    def _mixed(self, made: list[Made]) -> Made:
+    def _mixed(self, made: list[StepOutput]) -> StepOutput:
         """The ensemble's prediction and attention, of those of all models."""
         steps = made[: len(self.members)]
         prediction, attention = steps[0]
@@ -254,11 +254,11 @@ class Stepper:
             prediction = Prediction(lambda: total)
         return prediction, attention
 
-    def _sweep(self) -> None:
-        slots = self.ancestry.sweep()
+    def _compact(self) -> None:
+        slots = self.ancestry.compact()
         if slots is not None:
             for member in self._all:
-                member.layers.sweep(slots)
+                member.layers.compact(slots)
 
     @property
     def prefills(self) -> bool:

@@ -34,7 +34,7 @@ from fastgen.patches.transformers.cache.user_cache import IS_GIVEN
 from fastgen.patches.transformers.generate.decide import check_model, decide
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
 from fastgen.patches.transformers.generate.generation_call import requesting
-from fastgen.patches.transformers.generate.logits_processors import edits_of, kind_of, known, rowwise, stop_of
+from fastgen.patches.transformers.generate.logits_processors import kind_of, known, rowwise, stop_of, transforms_of
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.report import note_served
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
@@ -50,7 +50,7 @@ _OF_ONE_TEXT = (lp.EncoderRepetitionPenaltyLogitsProcessor, lp.PrefixConstrained
 
 
 @dataclass
-class Asked:
+class DraftingRequest:
     """A call of `generate` that asks for it.
 
     inputs: what its model gets, by name, once it is called.
@@ -98,7 +98,7 @@ class BildEncoderDecoderOutput(gu.GenerateEncoderDecoderOutput):
     bild: dict[str, Tensor] | None = None
 
 
-def decode(call: Call, asked: Asked) -> Any:
+def decode(call: Call, asked: DraftingRequest) -> Any:
     """The decoding loop of a call; returns what `generate` returns.
 
     Raises:
@@ -118,7 +118,9 @@ def decode(call: Call, asked: Asked) -> Any:
         small=small,
         prompt=call.input_ids,
         stop=stop_of(call.stopping_criteria),
-        edits=edits_of(call.logits_processor, lambda: call.model.config.get_text_config(decoder=True).vocab_size),
+        transforms=transforms_of(
+            call.logits_processor, lambda: call.model.config.get_text_config(decoder=True).vocab_size
+        ),
         policy=policy,
         pad=0 if pad is None else int(pad),
         fallback=options.fallback,
@@ -163,7 +165,7 @@ def returned(call: Call, as_dict: bool, sequences: Tensor, counts: dict[str, Ten
     return kind(sequences=cast(Any, sequences), bild=counts)
 
 
-def check(call: Call, asked: Asked) -> None:
+def check(call: Call, asked: DraftingRequest) -> None:
     """Raise ValueError where a call, or its small model, has what cannot be had here, as far as it is visible."""
     if not asked.options.beams:
         _check_call(call)
@@ -172,7 +174,7 @@ def check(call: Call, asked: Asked) -> None:
         _check_small(asked.options.small)
 
 
-def drafted(call: Call, asked: Asked) -> DraftedStepper:
+def drafted(call: Call, asked: DraftingRequest) -> DraftedStepper:
     """The model of a beam search whose steps the small one drafts.
 
     Raises:
@@ -318,7 +320,7 @@ class _Later:
         self._made.keep(rows)
 
 
-def _small(call: Call, asked: Asked) -> _Whole:
+def _small(call: Call, asked: DraftingRequest) -> _Whole:
     """The small model of a call, with the call's inputs."""
     model, config, inputs = asked.options.small, call.config, inputs_of_small(asked)
     with requesting(model, captures_call_only=True):
@@ -345,7 +347,7 @@ def settings_of_small(config: Any) -> GenerationConfig:
     )  # fmt: skip
 
 
-def inputs_of_small(asked: Asked) -> Mapping[str, Any]:
+def inputs_of_small(asked: DraftingRequest) -> Mapping[str, Any]:
     """What the small model's `generate` gets: the call's inputs.
 
     Raises:

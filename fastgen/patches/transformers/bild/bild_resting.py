@@ -13,7 +13,7 @@ from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.report import CallReport
 
 
-def rests(call: Call, asked: bild.Asked) -> bool:
+def rests(call: Call, asked: bild.DraftingRequest) -> bool:
     """Whether a call is better the large model's own, as no round of it would draft, and its output is the same."""
     pace = bild.pace_for(call, asked.options)
     alike = not (call.config.do_sample or asked.options.paper_compat or call.scored or call.wanted is not None)
@@ -31,7 +31,7 @@ def resting(call: Call) -> Call:
 
 
 def of_large_alone(
-    call: Call, asked: bild.Asked, as_dict: bool, sequences: Tensor, report: CallReport, seconds: float
+    call: Call, asked: bild.DraftingRequest, as_dict: bool, sequences: Tensor, report: CallReport, seconds: float
 ) -> Any:
     """What `generate` returns of a call that rested, as a dict or as tokens; what it took is noted."""
     asked.decoded, pace = True, bild.pace_for(call, asked.options)

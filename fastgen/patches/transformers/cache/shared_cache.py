@@ -188,20 +188,20 @@ class SharedCache:
 
     def begin_step(self) -> None:
         if self.ancestry is not None:
-            self._sweep(self.ancestry)
+            self._compact(self.ancestry)
             self.ancestry.begin_step()
 
-    def _sweep(self, ancestry: Ancestry) -> None:
-        slots = ancestry.sweep()
+    def _compact(self, ancestry: Ancestry) -> None:
+        slots = ancestry.compact()
         if slots is not None:
             self._peak = self.peak_nbytes
             for layer in self.text:
-                layer.sweep(slots)
+                layer.compact(slots)
 
     def begin_steps(self, most: int) -> int:
         """Have room for at most so many tokens of every beam, the first one's slots open; return for how many."""
         if self.ancestry is not None:
-            self._sweep(self.ancestry)
+            self._compact(self.ancestry)
         return room_for_steps(self.text, self.ancestry, most)
 
     def end_steps(self, steps: int, is_open: bool) -> None:

@@ -95,7 +95,7 @@ class CapturedModules:
         self.refused: str | None = None
         self._kinds = _kinds(model)
         self._proven = _outcomes.get(model) == (self._kinds, None)
-        self._repeated = graph.Repeated()
+        self._repeated = graph.CapturedFunction()
         self._setting: _Setting | None = None
 
     def able(self, rows: int) -> bool:

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers.generation import utils as gu
 
 from fastgen.context import assigned
-from fastgen.decoding.backends.captured_beam_search import ReplayedBeamSearch
-from fastgen.decoding.backends.captured_sampling import ReplayedSampling
+from fastgen.decoding.backends.captured_beam_search import CapturedBeamSearch
+from fastgen.decoding.backends.captured_sampling import CapturedSampling
 from fastgen.decoding.backends.captured_selection import not_captured
 from fastgen.decoding.batching.stable_prefix import Certain
-from fastgen.decoding.logits.transforms import Edit, capturable
+from fastgen.decoding.logits.transforms import LogitsTransform, capturable
 from fastgen.decoding.loop import decode
 from fastgen.decoding.plan import Unsupported
 from fastgen.decoding.search.beam_search import BeamSearch
@@ -38,7 +38,7 @@ from fastgen.patches.transformers.encoders import unpadded_encoder
 from fastgen.patches.transformers.generate import legacy_loops, legacy_search, sequence_scores
 from fastgen.patches.transformers.generate.decide import decide, method_named
 from fastgen.patches.transformers.generate.generation_call import GenerationCall, call_of, requesting
-from fastgen.patches.transformers.generate.logits_processors import bounded, edits_of, fill_of, stop_of
+from fastgen.patches.transformers.generate.logits_processors import bounded, fill_of, stop_of, transforms_of
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.module_stepper import Stepper
 from fastgen.patches.transformers.generate.outputs import Decoding, fields, vocabulary
@@ -46,7 +46,7 @@ from fastgen.patches.transformers.generate.resolve_setting import rows_at_most, 
 from fastgen.patches.transformers.generate.sequence_scores import Scored
 from fastgen.patches.transformers.introspection import parity
 from fastgen.patches.transformers.streaming import beam_streamer, split, suspend
-from fastgen.patches.transformers.streaming.suspend import Begun
+from fastgen.patches.transformers.streaming.suspend import SuspendedDecode
 
 _Original = Callable[..., Any]
 
@@ -82,7 +82,7 @@ def _as_asked(options: Options | None, original: _Original, self: Any, *args: An
     if options is None:
         with requesting(self, drafting=None):  # another call, be it of the same model
             return _accelerated(original, self, *args, **kwargs)
-    asked = bild.Asked(self, options)
+    asked = bild.DraftingRequest(self, options)
     with requesting(self, drafting=asked):
         output = _accelerated(asked.noting(original), self, *args, **kwargs)
     if not asked.decoded:
@@ -183,7 +183,7 @@ def sample(
 def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) -> Any:
     """Decide, then decode here or leave the call to the toolkit; the reason is counted.
 
-    Returns what `generate` returns; where it was asked to pause and can, the `Begun` loop.
+    Returns what `generate` returns; where it was asked to pause and can, the `SuspendedDecode` loop.
     """
     method = legacy_search.method_of(call.config)
     request = call_of(call.model)
@@ -234,14 +234,14 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
             decoding = (_beam_search if loop == "beam" else _sample)(call, model)
         with decoding.around():
             over = decode(decoding.search, model, model.prefill(), lambda: pauses and model.joinable)
-    begun = Begun(name, model, decoding.search, decoding.output, () if reason is None else (reason,))
+    begun = SuspendedDecode(name, model, decoding.search, decoding.output, () if reason is None else (reason,))
     if asked is not None:
         found, seconds = begun.finish(), time.perf_counter() - began
         return bild_resting.of_large_alone(call, asked, returned, found, model.report(), seconds)
     return begun.finish() if over else begun
 
 
-def _drafted_beams(call: Call, asked: bild.Asked) -> Any:
+def _drafted_beams(call: Call, asked: bild.DraftingRequest) -> Any:
     """A beam search whose steps a small model drafts."""
     model = bild.drafted(call, asked)
     assistant = asked.options.small
@@ -256,7 +256,7 @@ def _drafted_beams(call: Call, asked: bild.Asked) -> Any:
     engine.decoded_together(
         {"beam_steps": passes.steps, "large_calls": passes.large_calls, "small_calls": passes.small_calls}
     )
-    return Begun("transformers.beam_search", model, decoding.search, decoding.output).finish()
+    return SuspendedDecode("transformers.beam_search", model, decoding.search, decoding.output).finish()
 
 
 def _beam_search(call: Call, model: Stepper) -> Decoding:
@@ -272,12 +272,12 @@ def _beam_search(call: Call, model: Stepper) -> Decoding:
         early_stopping=config.early_stopping,
     )
     stop = stop_of(call.stopping_criteria)
-    edits = edits_of(call.logits_processor, lambda: vocabulary(call.model))
-    search = (ReplayedBeamSearch if _replayed(call, model, edits, stop) else BeamSearch)(
+    transforms = transforms_of(call.logits_processor, lambda: vocabulary(call.model))
+    search = (CapturedBeamSearch if _replayed(call, model, transforms, stop) else BeamSearch)(
         prompt=call.input_ids[::m],
         rule=rule,
         stop=stop,
-        edits=edits,
+        transforms=transforms,
         fill=fill_of("beam", config),
         sample=config.do_sample,
         rank_drawn=compat.INSTALLED.ranks_drawn_beams,
@@ -291,7 +291,7 @@ def _beam_search(call: Call, model: Stepper) -> Decoding:
     return Decoding(search, lambda: _of_beams(call, model, search, certain))
 
 
-def _replayed(call: Call, model: Stepper, edits: Sequence[Edit], stop: Stop) -> bool:
+def _replayed(call: Call, model: Stepper, transforms: Sequence[LogitsTransform], stop: Stop) -> bool:
     """Whether the choices of a search are captured as its steps are; if not, the plan says why."""
     if not model.plan.graphs:
         return False
@@ -306,7 +306,7 @@ def _replayed(call: Call, model: Stepper, edits: Sequence[Edit], stop: Stop) -> 
         reason = IS_GIVEN  # which is to hold the keys and values of the last step
     elif stop.others:
         reason = "a stopping criterion looks at all tokens"
-    elif not capturable(edits):
+    elif not capturable(transforms):
         reason = "a logits processor may look at the text, or wait for the device"
     elif call.config.do_sample and not graph.draws_alike(call.input_ids.device):
         reason = "a graph draws other random numbers"
@@ -321,7 +321,7 @@ def _note(model: Stepper, left_off: str | None) -> None:
 
 def _of_beams(call: Call, model: Stepper, search: BeamSearch, certain: Certain | None) -> Any:
     config, best = call.config, search.outcome
-    if isinstance(search, ReplayedBeamSearch):
+    if isinstance(search, CapturedBeamSearch):
         _note(model, search.choices.refused)
     kept = config.num_return_sequences
     sequences, beams = best.ids[:, :kept].flatten(0, 1), best.beams[:, :kept].flatten(0, 1)
@@ -354,12 +354,12 @@ def _sample(call: Call, model: Stepper) -> Decoding:
     pad = compat.pad_token(config)
     compat.warn_of_compilation(call.model, config, call.model_kwargs)
     stop = stop_of(call.stopping_criteria)
-    edits = edits_of(call.logits_processor, lambda: vocabulary(call.model))
-    replayed = _replayed(call, model, edits, stop)
-    sampling = (functools.partial(ReplayedSampling, longest=config.max_length) if replayed else Sampling)(
+    transforms = transforms_of(call.logits_processor, lambda: vocabulary(call.model))
+    replayed = _replayed(call, model, transforms, stop)
+    sampling = (functools.partial(CapturedSampling, longest=config.max_length) if replayed else Sampling)(
         ids=call.input_ids,
         stop=stop,
-        edits=edits,
+        transforms=transforms,
         pad=pad.to(call.input_ids.device) if pads else None,
         sample=config.do_sample,
         may_drop=model.plan.drop and pads,
@@ -373,7 +373,7 @@ def _sample(call: Call, model: Stepper) -> Decoding:
 
 
 def _of_samples(call: Call, model: Stepper, sampling: Sampling) -> Any:
-    if isinstance(sampling, ReplayedSampling):
+    if isinstance(sampling, CapturedSampling):
         _note(model, sampling.choices.refused)
     if call.streamer is not None:
         call.streamer.end()

@@ -10,7 +10,7 @@ from fastgen.decoding.batching.batch_compaction import Wanted
 from fastgen.decoding.batching.stable_prefix import OnTokens
 
 if TYPE_CHECKING:
-    from fastgen.patches.transformers.bild.bild import Asked
+    from fastgen.patches.transformers.bild.bild import DraftingRequest
     from fastgen.patches.transformers.streaming.suspend import Request
 
 
@@ -34,7 +34,7 @@ class GenerationCall:
     wanted: Wanted | None = None
     on_tokens: OnTokens | None = None
     suspension: "Request | None" = None
-    drafting: "Asked | None" = None
+    drafting: "DraftingRequest | None" = None
     captures_call_only: bool = False
     resolves_legacy_modes: bool = False
     skips_padding: bool = False

@@ -25,7 +25,7 @@ from fastgen.patches.transformers.cache.shared_cache import parts_of
 from fastgen.patches.transformers.cache.user_cache import IS_GIVEN
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.legacy_search import Method
-from fastgen.patches.transformers.generate.logits_processors import edits_of, stop_of
+from fastgen.patches.transformers.generate.logits_processors import stop_of, transforms_of
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.module_stepper import Stepper
 from fastgen.patches.transformers.generate.outputs import Decoding, fields, vocabulary
@@ -82,11 +82,11 @@ def _diverse(call: Call, model: Stepper) -> DiverseBeamSearch:
     config = call.config
     # Where transformers 4 had the penalty in the row of its processors.
     before = (config.guidance_scale not in (None, 1)) + (config.sequence_bias is not None)
-    first = edits_of(call.logits_processor[:before], lambda: vocabulary(call.model))
-    then = edits_of(call.logits_processor[before:], lambda: vocabulary(call.model))
+    first = transforms_of(call.logits_processor[:before], lambda: vocabulary(call.model))
+    then = transforms_of(call.logits_processor[before:], lambda: vocabulary(call.model))
     return DiverseBeamSearch(
         **_common(call, model),
-        edits=[*first, *then],
+        transforms=[*first, *then],
         groups=config.num_beam_groups,
         penalty=config.diversity_penalty,
         edits_before=len(first),
@@ -98,7 +98,7 @@ def _constrained(call: Call, model: Stepper) -> ConstrainedBeamSearch:
     check_tokens(constraints, vocabulary(call.model))
     return ConstrainedBeamSearch(
         **_common(call, model),
-        edits=edits_of(call.logits_processor, lambda: vocabulary(call.model)),
+        transforms=transforms_of(call.logits_processor, lambda: vocabulary(call.model)),
         constraints=constraints,
         returned=call.config.num_return_sequences,
     )
@@ -114,7 +114,7 @@ def _contrastive(call: Call, model: Stepper) -> ContrastiveSearch:
         candidates=config.top_k,
         penalty=config.penalty_alpha,
         stop=stop_of(call.stopping_criteria),
-        edits=edits_of(call.logits_processor, lambda: vocabulary(call.model)),
+        transforms=transforms_of(call.logits_processor, lambda: vocabulary(call.model)),
         pad=pad.to(call.input_ids.device) if pads and pad is not None else None,
         may_drop=model.plan.drop and pads,
         trace=call.trace,

@@ -12,7 +12,17 @@ from torch import Tensor
 from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria as sc
 
-from fastgen.decoding.logits.transforms import Ban, Call, Edit, Force, NGramBlock, Penalty, SequenceShift, Shift, TopP
+from fastgen.decoding.logits.transforms import (
+    Ban,
+    Call,
+    Force,
+    LogitsTransform,
+    NGramBlock,
+    Penalty,
+    SequenceShift,
+    TokenBias,
+    TopP,
+)
 from fastgen.decoding.search.stopping import Stop
 from fastgen.models.build.introspection import is_toolkits
 from fastgen.patches.transformers import compat
@@ -43,7 +53,7 @@ def kind_of(thing: Any) -> Any:
     return kind if is_toolkits(kind.__call__) else None
 
 
-def edits_of(processors: Sequence[Any], vocabulary: Callable[[], int]) -> list[Edit]:
+def transforms_of(processors: Sequence[Any], vocabulary: Callable[[], int]) -> list[LogitsTransform]:
     """Translate the processors, in order; those without an edit of their own are called as they are.
 
     vocabulary: says how many tokens there are, if one asks.
@@ -61,14 +71,14 @@ def has_rows(processor: Any) -> bool:
     return isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
 
 
-def _edits(processor: Any, vocabulary: Callable[[], int]) -> list[Edit]:
+def _edits(processor: Any, vocabulary: Callable[[], int]) -> list[LogitsTransform]:
     kind = kind_of(processor)
     if kind in (lp.NoBadWordsLogitsProcessor, lp.SequenceBiasLogitsProcessor):
         return _biases(processor, vocabulary())
     return [_edit(processor, kind, vocabulary)]
 
 
-def _edit(processor: Any, kind: Any, vocabulary: Callable[[], int]) -> Edit:
+def _edit(processor: Any, kind: Any, vocabulary: Callable[[], int]) -> LogitsTransform:
     if kind is lp.NoRepeatNGramLogitsProcessor:
         return NGramBlock(processor.ngram_size)
     if kind is lp.EncoderNoRepeatNGramLogitsProcessor:
@@ -107,7 +117,7 @@ def _called(processor: Any) -> Callable[[Tensor, Tensor], Tensor]:
     return cast(Any, lp.LogitsProcessorList([processor]))
 
 
-def _biases(processor: Any, vocabulary: int) -> list[Edit]:
+def _biases(processor: Any, vocabulary: int) -> list[LogitsTransform]:
     """A bias of sequences of tokens; bans where it is -inf."""
     biases: dict[tuple[int, ...], float] = processor.sequence_bias
     if any(not sequence or max(sequence) >= vocabulary for sequence in biases):
@@ -116,19 +126,19 @@ def _biases(processor: Any, vocabulary: int) -> list[Edit]:
         if any(len(sequence) > 1 for sequence in biases):
             return [SequenceShift(biases, 0 if INSTALLED.bias_reaches_start else 1)]
         tokens = torch.tensor([sequence[0] for sequence in biases], dtype=torch.int64, device="cpu")
-        return [Shift(tokens, torch.tensor(list(biases.values()), dtype=torch.float32, device="cpu"))]
+        return [TokenBias(tokens, torch.tensor(list(biases.values()), dtype=torch.float32, device="cpu"))]
     by_length: dict[int, list[tuple[int, ...]]] = {}
     for sequence in biases:
         by_length.setdefault(len(sequence), []).append(sequence)
-    edits: list[Edit] = []
+    transforms: list[LogitsTransform] = []
     for n, sequences in by_length.items():
         words = torch.tensor(sequences, dtype=torch.int64, device="cpu")
         if n == 1:
-            edits.append(Ban(words[:, 0], lambda _: True))
+            transforms.append(Ban(words[:, 0], lambda _: True))
         else:
             shortest = n - 1 if INSTALLED.bias_reaches_start else n
-            edits.append(NGramBlock(n, torch.nn.functional.pad(words, (0, 1), value=-1).view(1, -1), shortest))
-    return edits
+            transforms.append(NGramBlock(n, torch.nn.functional.pad(words, (0, 1), value=-1).view(1, -1), shortest))
+    return transforms
 
 
 def _source_of(processor: Any, vocabulary: int) -> Tensor | None:

@@ -148,16 +148,16 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
     return Explanation(type(bare).__name__, plan, None, ours, stock, linears, notes)
 
 
-def _asked(bare: Any, kwargs: dict[str, Any]) -> bild.Asked | None:
+def _asked(bare: Any, kwargs: dict[str, Any]) -> bild.DraftingRequest | None:
     """What a call says of big-little decoding, which is taken out of its arguments; None where it is another call."""
     if (options := bild_call.options_of(bare, kwargs)) is None:
         return None
-    asked = bild.Asked(bare, options)
+    asked = bild.DraftingRequest(bare, options)
     asked.note_inputs(kwargs, kwargs.get("generation_config"))
     return asked
 
 
-def _of_two_models(bare: Any, asked: bild.Asked, linears: Linears, kwargs: dict[str, Any]) -> Explanation:
+def _of_two_models(bare: Any, asked: bild.DraftingRequest, linears: Linears, kwargs: dict[str, Any]) -> Explanation:
     """What big-little decoding would run; it raises what the call would."""
     try:
         prepared, small = prepare(bare, bare, kwargs), asked.options.small

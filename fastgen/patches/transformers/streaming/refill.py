@@ -25,7 +25,7 @@ from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.generate.generation_call import requesting
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from fastgen.patches.transformers.introspection import parity
-from fastgen.patches.transformers.streaming.suspend import Begun, Request
+from fastgen.patches.transformers.streaming.suspend import Request, SuspendedDecode
 
 _logger = logging.getLogger("fastgen")
 
@@ -47,7 +47,7 @@ class Batch:
 @dataclass(eq=False)
 class _Running(Cohort[Tensor]):
     batch: Batch = field(kw_only=True)
-    begun: Begun = field(kw_only=True)
+    begun: SuspendedDecode = field(kw_only=True)
 
 
 class Refill:
@@ -118,7 +118,7 @@ class Refill:
     def _start(self, batch: Batch, running: list[_Running], done: list[tuple[Batch, Any]]) -> None:
         """Begin a batch; where it does not pause, it is done."""
         found = self._call(batch, self.refused)
-        if isinstance(found, Begun):
+        if isinstance(found, SuspendedDecode):
             assert isinstance(found.model, SharedStepper)
             sizes = len(batch.places), batch.width
             running.append(_Running(found.search, found.model, *sizes, batch=batch, begun=found))

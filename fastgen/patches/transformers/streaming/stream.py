@@ -19,7 +19,7 @@ from fastgen.patches.transformers.generate.generation_call import requesting
 from fastgen.patches.transformers.generate.resolve_setting import said
 from fastgen.patches.transformers.generate.sequence_scores import Scored
 from fastgen.patches.transformers.streaming.refill import Batch, Refill, who_stands_between
-from fastgen.patches.transformers.streaming.suspend import Begun
+from fastgen.patches.transformers.streaming.suspend import SuspendedDecode
 
 MAX_TOKENS = 4096
 """Tokens of a batch, padding counted, unless the caller says otherwise."""
@@ -210,7 +210,7 @@ class _Stream:
             if who_stands_between(self.model, self.config, kwargs) is None:
                 with requesting(self.model, scored=True):
                     found = self.model.generate(**inputs, **kwargs)
-                if isinstance(found, Scored | Begun):
+                if isinstance(found, Scored | SuspendedDecode):
                     return found
             self.by_transformers = True
         return sequence_scores.by_transformers(self.model, inputs, kwargs, self.ends)

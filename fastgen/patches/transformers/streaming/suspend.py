@@ -31,7 +31,7 @@ class Request:
 
 
 @dataclass
-class Begun:
+class SuspendedDecode:
     """A loop that has begun, or is over.
 
     Attributes:

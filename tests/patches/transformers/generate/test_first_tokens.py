@@ -24,7 +24,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 12},
     "beams": {"num_beams": 4, "max_new_tokens": 12},
     "early": {"num_beams": 3, "max_new_tokens": 20, "early_stopping": True, "eos_token_id": list(range(2, 30))},
-    "edits": {"num_beams": 3, "max_new_tokens": 12, "no_repeat_ngram_size": 2, "min_length": 4, "suppress_tokens": [9]},
+    "transforms": {
+        "num_beams": 3,
+        "max_new_tokens": 12,
+        "no_repeat_ngram_size": 2,
+        "min_length": 4,
+        "suppress_tokens": [9],
+    },
     "hypotheses": {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 9, "length_penalty": 0.4},
     "two tokens": {"num_beams": 2, "max_length": 3, "forced_eos_token_id": 2},
 }
@@ -159,11 +165,11 @@ def test_halves_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(DecoderStep, "__call__", short)
     inputs = zoo.batch(model, len(LANGUAGES), 6)
-    _assert_together(model, inputs, METHODS["edits"])
+    _assert_together(model, inputs, METHODS["transforms"])
     settings = copy.deepcopy(model.generation_config)
     settings.forced_bos_token_id = LANGUAGES
     with pytest.raises(torch.OutOfMemoryError):  # a list that is not an argument is not cut
-        model.generate(**inputs, **METHODS["edits"], generation_config=settings)
+        model.generate(**inputs, **METHODS["transforms"], generation_config=settings)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def _order_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _no_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "edits_of", lambda *_: [])
+    monkeypatch.setattr(generate, "transforms_of", lambda *_: [])
 
 
 def _another_seed(monkeypatch: pytest.MonkeyPatch) -> None:

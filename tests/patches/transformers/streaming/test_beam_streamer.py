@@ -127,7 +127,7 @@ def test_what_is_certain_is_heard_at_once(family: str, monkeypatch: pytest.Monke
 
 def test_a_device_that_works_ahead_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is certain behind a step is then heard behind the next."""
-    monkeypatch.setattr(graph.Late, "ready", property(lambda self: False))
+    monkeypatch.setattr(graph.DelayedRead, "ready", property(lambda self: False))
     model, heard = zoo.build("gpt2"), Heard()
     recorder = Recorder(heard, monkeypatch)
     found = model.generate(**zoo.batch(model, 1, 6), num_beams=3, max_new_tokens=24, streamer=heard)

@@ -101,7 +101,7 @@ def test_what_is_certain_is_what_a_text_alone_has(steps: list[Told]) -> None:
 
 
 def test_a_device_that_works_ahead_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph.Late, "ready", property(lambda self: False))
+    monkeypatch.setattr(graph.DelayedRead, "ready", property(lambda self: False))
     for method in ("beams", "early"):
         model = zoo.build("bart")
         told, found = _told(model, OPTIONS[method])
