@@ -41,11 +41,8 @@ def run_setting(case: Case, session: Session) -> dict[str, Any]:
             )
 
     same = Agreements(model, [{"input_ids": ids[None].to(session.device)} for ids in sentences], options)
-    hits = Hits()
-    outcome = compare(
-        *(partial(streamed, value) for value in values), session.rounds or case.rounds, same,
-        synchronize=session.synchronize,
-    )  # fmt: skip
+    hits, (before, now) = Hits(), (partial(streamed, value) for value in values)
+    outcome = compare(before, now, session.rounds or case.rounds, same, synchronize=session.synchronize)
     lengths = sorted(len(ids) - 1 for (ids,) in same.other)
     return outcome.to_dict() | hits.since() | {"sentences": len(sentences), "lengths": lengths}
 

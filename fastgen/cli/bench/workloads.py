@@ -94,7 +94,7 @@ def translation(folder: Path, sentences: int) -> tuple[Workload, Text]:
 def bart(tokens: int, small: bool) -> Workload:
     """A model of BART-large's shape with random weights, 4 sources of 512 tokens; `small` is a toy of the same kind."""
     sizes = {"layers": 2, "ffn_dim": 128, "attention_heads": 4}
-    toy = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()}
+    toy: dict[str, Any] = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()}
     config = BartConfig(**toy, d_model=64, vocab_size=500) if small else BartConfig()
     torch.manual_seed(1)
     model = BartForConditionalGeneration(config).eval()
