@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from fastgen.corpus.formats.records import Record
 from fastgen.corpus.run import job as jobs
 from fastgen.corpus.run import journal
@@ -86,7 +88,7 @@ def job_of(model: Path, text: Path, output: Path | None, **more: Any) -> Job:
     fields = {name: more.pop(name) for name in list(more) if name in Job.__dataclass_fields__}
     named = {name: more.pop(name) for name in list(more) if name in Options.__dataclass_fields__}
     generation = {"max_new_tokens": NEW, "num_beams": 2, **more}
-    options = Options(model, generation, device="cpu", append_eos=True, **{"batch_tokens": 64} | named)
+    options = Options(model, generation, append_eos=True, **{"batch_tokens": 64, "device": "cpu"} | named)
     return Job(options, fields.pop("source", Lines(text)), fields.pop("sink", Texts()), output, **fields)
 
 
@@ -106,6 +108,7 @@ def kill(job: Job, kills: int) -> None:
 
     Each begins as a fork of this process, which has imported all and started nothing.
     """
+    transformers.utils.logging.disable_progress_bar()  # its lock is shared, and who is killed may hold it
     TextGenerator(job.options)  # imports
     draw, killed = random.Random(0), 0
     while True:

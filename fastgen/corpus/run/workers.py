@@ -77,8 +77,8 @@ class _Run:
         try:
             self._start()
             while self.processes and not (self.errors and self._is_done()):
-                for connection in wait(list(self.processes)):
-                    assert isinstance(connection, Connection)
+                heard = wait(list(self.processes))
+                for connection in [one for one in self.processes if one in heard]:
                     self._hear(connection, self.processes[connection])
                 while self.sent and self.sent[0] in self.made:
                     self.append(*self.made.pop(self.sent.popleft()))
