@@ -19,7 +19,8 @@ class _Finder:
                 import fastgen  # noqa: F401
             except Exception as error:  # the user's program goes on without it
                 print(
-                    f"fastgen: not active, since importing it failed: {type(error).__name__}: {error}", file=sys.stderr
+                    f"fastgen: not active, since importing it failed: {type(error).__name__}: {error}",
+                    file=sys.stderr,
                 )
 
 

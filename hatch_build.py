@@ -14,7 +14,9 @@ LIBRARIES = "fastgen/ops/native/lib"
 class NativeOperations(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         # By its path: importing the package would ask for torch, which is not here yet.
-        spec = importlib.util.spec_from_file_location("build", Path(self.root, "fastgen/ops/native/build.py"))
+        spec = importlib.util.spec_from_file_location(
+            "build", Path(self.root, "fastgen/ops/native/build.py")
+        )
         assert spec is not None
         assert spec.loader is not None
         native = importlib.util.module_from_spec(spec)
@@ -31,7 +33,9 @@ class NativeOperations(BuildHookInterface[Any]):
             self.app.display_warning(f"fastgen is built without its operations in C: {reason}")
             return
         build_data["pure_python"] = False
-        build_data["tag"] = "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(
+            ".", "_"
+        )
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if version != "editable":

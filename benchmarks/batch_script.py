@@ -22,10 +22,20 @@ if args.threads:
     torch.set_num_threads(args.threads)
 tokenizer = AutoTokenizer.from_pretrained(args.model)
 model = AutoModelForSeq2SeqLM.from_pretrained(args.model, dtype=torch.float32).eval()
-with open(args.input, encoding="utf-8") as source, open(args.output, "w", encoding="utf-8") as target:
+with (
+    open(args.input, encoding="utf-8") as source,
+    open(args.output, "w", encoding="utf-8") as target,
+):
     lines = [line.rstrip("\n") for line in source]
     for start in range(0, len(lines), args.batch_size):
-        batch = tokenizer(lines[start : start + args.batch_size], padding=True, truncation=True, return_tensors="pt")
-        found = model.generate(**batch, num_beams=args.num_beams, max_new_tokens=args.max_new_tokens)
+        batch = tokenizer(
+            lines[start : start + args.batch_size],
+            padding=True,
+            truncation=True,
+            return_tensors="pt",
+        )
+        found = model.generate(
+            **batch, num_beams=args.num_beams, max_new_tokens=args.max_new_tokens
+        )
         for text in tokenizer.batch_decode(found, skip_special_tokens=True):
             print(text.strip().replace("\n", " "), file=target)

@@ -35,7 +35,12 @@ from fastgen.patches.transformers.bild import bild
 FALLBACKS, ROLLBACKS, MAX_DRAFT = (0.2, 0.4, 0.6, 0.8), (1.0, 2.0, 4.0), 10
 FIXED_DRAFTS = (2, 4, 8)
 PASS_WIDTHS, COST_SOURCES = (1, 2, 3, 4, 5, 7, 9, 11), 50
-LARGE, SMALL, STOCK, ASSISTED = "large alone", "small alone", "transformers, large alone", "transformers, assisted"
+LARGE, SMALL, STOCK, ASSISTED = (
+    "large alone",
+    "small alone",
+    "transformers, large alone",
+    "transformers, assisted",
+)
 ADAPTIVE = "adaptive, lossless"
 
 
@@ -55,9 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, folder in (("unaligned", args.small), ("aligned", args.aligned))
     }
     if not large.config.is_encoder_decoder:
-        raise SystemExit(f"{args.large} is no encoder-decoder, whose encoders' time this benchmark tells apart")
+        raise SystemExit(
+            f"{args.large} is no encoder-decoder, whose encoders' time this benchmark tells apart"
+        )
     tokenizer = models.load_tokenizer(args.large)
-    lines, references = (pair.read_lines(file)[: args.sentences] for file in (args.input, args.reference))
+    lines, references = (
+        pair.read_lines(file)[: args.sentences] for file in (args.input, args.reference)
+    )
     sources = pair.encode(tokenizer, lines, args.append_eos, None)
     result: dict[str, Any] = {"cells": {}, "sentences": len(sources)}
     for size in args.batch:
@@ -74,16 +83,29 @@ def _arguments() -> argparse.ArgumentParser:
     parser = parser_of("benchmarks.bild", __doc__)
     parser.add_argument("large", type=Path, metavar="LARGE")
     parser.add_argument("small", type=Path, metavar="SMALL", help="folders of the pair")
-    parser.add_argument("--aligned", type=Path, required=True, metavar="FOLDER", help="the aligned small model")
-    parser.add_argument("--train", type=Path, metavar="FILE", help="sources to align it on, where it is not there yet")
+    parser.add_argument(
+        "--aligned", type=Path, required=True, metavar="FOLDER", help="the aligned small model"
+    )
+    parser.add_argument(
+        "--train",
+        type=Path,
+        metavar="FILE",
+        help="sources to align it on, where it is not there yet",
+    )
     parser.add_argument("--align-options", default="--epochs 5 --learning-rate 3e-4", metavar="TEXT",
                         help="further options of `fastgen bild align` (default: %(default)s)")  # fmt: skip
     parser.add_argument("--input", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--reference", type=Path, required=True, metavar="FILE", help="validation text")
+    parser.add_argument(
+        "--reference", type=Path, required=True, metavar="FILE", help="validation text"
+    )
     parser.add_argument("--append-eos", action="store_true", help="as of `fastgen bild align`")
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N")
-    parser.add_argument("--sentences", type=positive, default=300, metavar="N", help="first lines (default: 300)")
-    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 32], metavar="N", help="default: 1 8 32")
+    parser.add_argument(
+        "--sentences", type=positive, default=300, metavar="N", help="first lines (default: 300)"
+    )
+    parser.add_argument(
+        "--batch", type=positive, nargs="+", default=[1, 8, 32], metavar="N", help="default: 1 8 32"
+    )
     option(parser, "rounds", default=3, help="default: 3")
     parser.add_argument("--fallback", type=float, nargs="+", default=list(FALLBACKS), metavar="X")
     parser.add_argument("--rollback", type=float, nargs="+", default=list(ROLLBACKS), metavar="X")
@@ -97,9 +119,26 @@ def _arguments() -> argparse.ArgumentParser:
 
 def _align(args: argparse.Namespace) -> None:
     if args.train is None:
-        raise SystemExit(f"--aligned {args.aligned}: there is no such folder, and no --train to make it from")
-    words = ["bild", "align", args.large, args.small, "--input", args.train, "--output", args.aligned]
-    words += ["--device", args.device, "--max-new-tokens", args.max_new_tokens, *args.align_options.split()]
+        raise SystemExit(
+            f"--aligned {args.aligned}: there is no such folder, and no --train to make it from"
+        )
+    words = [
+        "bild",
+        "align",
+        args.large,
+        args.small,
+        "--input",
+        args.train,
+        "--output",
+        args.aligned,
+    ]
+    words += [
+        "--device",
+        args.device,
+        "--max-new-tokens",
+        args.max_new_tokens,
+        *args.align_options.split(),
+    ]
     words += ["--append-eos"] * args.append_eos
     with torch.enable_grad():
         if command([str(word) for word in words]):
@@ -108,7 +147,9 @@ def _align(args: argparse.Namespace) -> None:
 
 def _points(args: argparse.Namespace) -> dict[str, Point]:
     """By kind and thresholds: the sweep, lossless, drafts of a fixed length, and drafts where they pay by the clock."""
-    by_thresholds = [Point(f, r, MAX_DRAFT) for f, r in itertools.product(args.fallback, args.rollback)]
+    by_thresholds = [
+        Point(f, r, MAX_DRAFT) for f, r in itertools.product(args.fallback, args.rollback)
+    ]
     lossless = [Point(fallback, None, MAX_DRAFT) for fallback in args.fallback]
     found = {str(point): point for point in (*by_thresholds, *lossless)}
     found[ADAPTIVE] = lossless[len(lossless) // 2]
@@ -144,15 +185,26 @@ def _of_batch_size(
     cells: dict[str, Any] = {}
     for name, each in found.items():
         point = kinds[name]["point"]
-        exact = name == LARGE or name.startswith(ASSISTED) or (point is not None and point["rollback"] is None)
+        exact = (
+            name == LARGE
+            or name.startswith(ASSISTED)
+            or (point is not None and point["rollback"] is None)
+        )
         verdict = agreements(found[STOCK].outputs, each.outputs) if exact else None
         equal = None if verdict is None else verdict.equal
-        cell = kinds[name] | {"batch": size, "equal": equal, **quality[name], **each.over(found[LARGE])}
+        cell = kinds[name] | {
+            "batch": size,
+            "equal": equal,
+            **quality[name],
+            **each.over(found[LARGE]),
+        }
         cell["over_transformers"] = each.over(found[STOCK])["ratio"]
         if verdict is not None:
             cell |= {"near_ties": verdict.near_ties, "note": verdict.note}
         if equal is False:
-            cell |= dict.fromkeys(("ratio", "low", "high", "over_transformers"))  # no speed on a mismatch
+            cell |= dict.fromkeys(
+                ("ratio", "low", "high", "over_transformers")
+            )  # no speed on a mismatch
         cells[f"batch {size}, {name}"] = cell
     return cells
 
@@ -164,7 +216,9 @@ def _arm(model: Any, options: dict[str, Any]) -> Arm:
     return generate
 
 
-def _quality(texts: dict[str, list[str]], references: list[str], tiny: bool) -> dict[str, dict[str, Any]]:
+def _quality(
+    texts: dict[str, list[str]], references: list[str], tiny: bool
+) -> dict[str, dict[str, Any]]:
     """BLEU of each way, its 95% interval, and how likely so much of a difference to the large model is by chance.
 
     Source: Koehn 2004, paired bootstrap; by sacrebleu.
@@ -174,7 +228,9 @@ def _quality(texts: dict[str, list[str]], references: list[str], tiny: bool) -> 
 
     names = [LARGE, *(name for name in texts if name != LARGE)]
     metric = BLEU(references=[references])
-    test = PairedTest([(name, texts[name]) for name in names], {"BLEU": metric}, None, "bs", 20 if tiny else 1000)
+    test = PairedTest(
+        [(name, texts[name]) for name in names], {"BLEU": metric}, None, "bs", 20 if tiny else 1000
+    )
     _, scores = test()
     return {
         name: {
@@ -186,7 +242,9 @@ def _quality(texts: dict[str, list[str]], references: list[str], tiny: bool) -> 
     }
 
 
-def _costs(large: Any, smalls: dict[str, Any], sources: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
+def _costs(
+    large: Any, smalls: dict[str, Any], sources: list[list[int]], args: argparse.Namespace
+) -> dict[str, Any]:
     """Seconds at batch 1: a step of the large model alone, a pass of it over k tokens, one of the small one, encoders.
 
     A step among steps is not a pass over one token among other passes, whose weights the caches hold as well.
@@ -194,23 +252,41 @@ def _costs(large: Any, smalls: dict[str, Any], sources: list[list[int]], args: a
     greedy = pair.greedy(large, args.max_new_tokens)
     batches = sweep.batches_of(sources, 1, large)
     small = smalls["unaligned"]
-    encoders = {name: _encoder_seconds(model, batches) for name, model in (("large", large), ("small", small))}
+    encoders = {
+        name: _encoder_seconds(model, batches)
+        for name, model in (("large", large), ("small", small))
+    }
     passes: dict[tuple[bool, int], list[float]] = {}
     steps: list[float] = []
-    points = [Point(0.0, None, width - 1) if width > 1 else Point(1.0, None, 1) for width in PASS_WIDTHS]
+    points = [
+        Point(0.0, None, width - 1) if width > 1 else Point(1.0, None, 1) for width in PASS_WIDTHS
+    ]
     with _watched_passes(large, passes, steps):
         for batch in batches[:: max(1, len(batches) // COST_SOURCES)]:
             _arm(large, greedy)(batch)
             for point in points:
-                options = greedy | point.options | {"assistant_model": small, "adaptive_draft": False}
+                options = (
+                    greedy | point.options | {"assistant_model": small, "adaptive_draft": False}
+                )
                 _arm(large, options)(batch)
-    table = {tokens: statistics.median(times) for (is_large, tokens), times in sorted(passes.items()) if is_large}
+    table = {
+        tokens: statistics.median(times)
+        for (is_large, tokens), times in sorted(passes.items())
+        if is_large
+    }
     of_small = statistics.median(passes[False, 1])
-    return {"large_step": statistics.median(steps), "large_pass": table, "small_pass": of_small, "encoder": encoders}
+    return {
+        "large_step": statistics.median(steps),
+        "large_pass": table,
+        "small_pass": of_small,
+        "encoder": encoders,
+    }
 
 
 @contextmanager
-def _watched_passes(large: Any, passes: dict[tuple[bool, int], list[float]], steps: list[float]) -> Iterator[None]:
+def _watched_passes(
+    large: Any, passes: dict[tuple[bool, int], list[float]], steps: list[float]
+) -> Iterator[None]:
     """Within it, the seconds of every pass of both models are noted, by whose it is and over how many tokens.
 
     steps: of the large model where it runs alone.
@@ -226,7 +302,9 @@ def _watched_passes(large: Any, passes: dict[tuple[bool, int], list[float]], ste
 
     def extend(self: Any, spans: Any) -> Any:
         logits, seconds = timed(lambda: extends(self, spans))
-        passes.setdefault((self.stepper.model is large, sum(len(span.tokens) for span in spans)), []).append(seconds)
+        passes.setdefault(
+            (self.stepper.model is large, sum(len(span.tokens) for span in spans)), []
+        ).append(seconds)
         return logits
 
     def step(self: Any, ids: Any) -> Any:
@@ -234,7 +312,10 @@ def _watched_passes(large: Any, passes: dict[tuple[bool, int], list[float]], ste
         steps.append(seconds)
         return logits
 
-    with mock.patch.object(bild._Whole, "extend", extend), mock.patch.object(bild.FusedDecoder, "__call__", step):
+    with (
+        mock.patch.object(bild._Whole, "extend", extend),
+        mock.patch.object(bild.FusedDecoder, "__call__", step),
+    ):
         yield
 
 
@@ -244,7 +325,9 @@ def _encoder_seconds(model: Any, batches: Sequence[Batch]) -> float:
     times: list[float] = []
     hooks: list[Callable[..., Any]] = [
         model.get_encoder().register_forward_pre_hook(lambda *_: began.append(time.perf_counter())),
-        model.get_encoder().register_forward_hook(lambda *_: times.append(time.perf_counter() - began.pop())),
+        model.get_encoder().register_forward_hook(
+            lambda *_: times.append(time.perf_counter() - began.pop())
+        ),
     ]
     for batch in batches:
         model.generate(**batch.inputs, num_beams=1, do_sample=False, max_new_tokens=1)
@@ -285,7 +368,9 @@ def _lines(cells: dict[str, Any], size: int) -> list[str]:
         if cell["ratio"] is None:
             found.append(f"{name:<62}outputs differ, no speed given: {cell['note']}")
             continue
-        reached = f"  {cell['efficiency']:.0%} of ideal {cell['ideal']:.2f}x" if "ideal" in cell else ""
+        reached = (
+            f"  {cell['efficiency']:.0%} of ideal {cell['ideal']:.2f}x" if "ideal" in cell else ""
+        )
         bleu = f"BLEU {cell['bleu']:.2f} (p {cell['p_value']:.3f})"
         found.append(f"{name:<62}{cell['ratio']:6.2f}x  {bleu}{reached}")
     return found

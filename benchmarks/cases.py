@@ -40,7 +40,11 @@ class Shape:
         import transformers
 
         config = getattr(transformers, self.config)(**self.values)
-        auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+        auto = (
+            transformers.AutoModelForSeq2SeqLM
+            if config.is_encoder_decoder
+            else transformers.AutoModelForCausalLM
+        )
         torch.manual_seed(0)
         model = auto.from_config(config, dtype=torch.float32)
         self.weights.fill(model, model.get_decoder() if config.is_encoder_decoder else model)
@@ -74,13 +78,17 @@ class FairseqShape:
         dictionary = Dictionary()
         for i in range(self.words):
             dictionary.add_symbol(str(i))
-        args = Namespace(**self.values, max_source_positions=1024, max_target_positions=1024, dropout=0.0)
+        args = Namespace(
+            **self.values, max_source_positions=1024, max_target_positions=1024, dropout=0.0
+        )
         ARCH_CONFIG_REGISTRY[self.architecture](args)
         task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
         torch.manual_seed(0)
         model = ARCH_MODEL_REGISTRY[self.architecture].build_model(args, task)
         self.weights.fill(model, model.decoder)
-        torch.nn.Module.load_state_dict(model, model.state_dict())  # as checkpoints are: then its fused layers run
+        torch.nn.Module.load_state_dict(
+            model, model.state_dict()
+        )  # as checkpoints are: then its fused layers run
         model.dictionary = dictionary
         model = model.to(device=device, dtype=dtype).eval()
         model.make_generation_fast_()
@@ -147,7 +155,9 @@ class Case:
         """Return random seeded sources without padding or special tokens (which are at the vocabulary's ends)."""
         ends = min(200, model.config.vocab_size // 8)
         generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(ends, model.config.vocab_size - ends, (self.batch, self.source), generator=generator)
+        ids = torch.randint(
+            ends, model.config.vocab_size - ends, (self.batch, self.source), generator=generator
+        )
         ids = ids.to(model.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -157,9 +167,15 @@ class Case:
         for model, batch, beams, source, new in itertools.product(
             self.models, self.grid["batch"], self.grid["beams"], self.grid["source"], lengths
         ):
-            key = f"{model}/batch{batch}/beams{beams}/source{source}" + f"/new{new}" * ("new_tokens" in self.grid)
+            key = f"{model}/batch{batch}/beams{beams}/source{source}" + f"/new{new}" * (
+                "new_tokens" in self.grid
+            )
             shape = SHAPES[model]
-            yield key, shape, replace(self, shape=shape, batch=batch, beams=beams, source=source, new_tokens=new)
+            yield (
+                key,
+                shape,
+                replace(self, shape=shape, batch=batch, beams=beams, source=source, new_tokens=new),
+            )
 
     def tiny(self) -> Case:
         """Return the case at a size for tests."""
@@ -170,7 +186,9 @@ class Case:
             source=min(self.source, 12),
             new_tokens=min(self.new_tokens, 6),
             grid={
-                name: tuple(sorted({min(v, {"source": 12, "new_tokens": 9}.get(name, 2)) for v in g}))
+                name: tuple(
+                    sorted({min(v, {"source": 12, "new_tokens": 9}.get(name, 2)) for v in g})
+                )
                 for name, g in self.grid.items()
             },
             options={k: [[60]] if k == "bad_words_ids" else v for k, v in self.options.items()},
@@ -190,7 +208,9 @@ def _bart_like(layers: int, width: int, heads: int, ffn: int) -> dict[str, Any]:
 
 def _fairseq(layers: int, width: int, heads: int, ffn: int) -> dict[str, Any]:
     sizes = {"layers": layers, "attention_heads": heads, "ffn_embed_dim": ffn, "embed_dim": width}
-    return {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()}
+    return {
+        f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()
+    }
 
 
 # forced_eos_token_id=None and forced_bos_token_id=None: all tokens are the model's own choice.
@@ -204,7 +224,15 @@ SHAPES = {
     "gpt2": Shape(
         "GPT2Config",
         {"pad_token_id": 50256},  # the defaults are the 124M model's
-        _tiny(n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=60, eos_token_id=60, pad_token_id=60),
+        _tiny(
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=64,
+            bos_token_id=60,
+            eos_token_id=60,
+            pad_token_id=60,
+        ),
         Weights(gain=2.8, embedding=0.1),
     ),
     "t5_base": Shape(
@@ -321,7 +349,9 @@ CASES = {
             source=32,
             beams=4,
             new_tokens=32,
-            options={"bad_words_ids": [[58100]]},  # padding, as in the published models' generation config
+            options={
+                "bad_words_ids": [[58100]]
+            },  # padding, as in the published models' generation config
             target=3.0,
             peer_target=1.2,
         ),
@@ -506,7 +536,12 @@ CASES = {
             new_tokens=140,
             options={"no_repeat_ngram_size": 3},
             floor_target=2.5,
-            grid={"new_tokens": (140,), "batch": (1, 8, 32), "beams": (1, 4), "source": (256, 1024)},
+            grid={
+                "new_tokens": (140,),
+                "batch": (1, 8, 32),
+                "beams": (1, 4),
+                "source": (256, 1024),
+            },
             gpu=True,
         ),
         Case(

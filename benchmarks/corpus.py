@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         if args.processes > 1:
             arms[ONE] = lambda: runs.command(ONE, "--threads", "1")
-            arms[SEVERAL] = lambda: runs.command(SEVERAL, "--threads", "1", "--processes", str(args.processes))
+            arms[SEVERAL] = lambda: runs.command(
+                SEVERAL, "--threads", "1", "--processes", str(args.processes)
+            )
         times, difference = interleave(list(arms.values()), args.rounds, runs.check, warmup=0)
         result: dict[str, Any] = {
             "equal": difference is None, "note": difference or "", "near_ties": runs.near_ties, "lines": runs.count,
@@ -46,8 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     pairs = [(SCRIPT, COMMAND), (ONE, SEVERAL)][: 1 + (args.processes > 1)]
     for baseline, candidate in pairs if times else ():
         ratio = paired_ratio(result["seconds"][baseline], result["seconds"][candidate])
-        result[f"{candidate} over {baseline}"] = dict(zip(("ratio", "low", "high"), ratio, strict=True))
-    print(json.dumps({name: value for name, value in result.items() if name != "summaries"}, indent=1))
+        result[f"{candidate} over {baseline}"] = dict(
+            zip(("ratio", "low", "high"), ratio, strict=True)
+        )
+    print(
+        json.dumps({name: value for name, value in result.items() if name != "summaries"}, indent=1)
+    )
     write_result(args, "corpus", result)
     return 0 if result["equal"] else 1
 
@@ -62,20 +68,41 @@ class _Runs:
         self.count = len(self.lines)
         self.input = folder / "input.txt"
         self.input.write_text("".join(f"{line}\n" for line in self.lines), "utf-8")
-        self._options = ["--num-beams", str(args.num_beams), "--max-new-tokens", str(args.max_new_tokens)]
+        self._options = [
+            "--num-beams",
+            str(args.num_beams),
+            "--max-new-tokens",
+            str(args.max_new_tokens),
+        ]
         self._runs = itertools.count()
 
     def script(self) -> list[str]:
         output = self.folder / f"{next(self._runs)}.txt"
         files = [str(self.args.model), str(self.input), str(output)]
         threads = ["--threads", str(self.args.threads)]
-        _run([sys.executable, str(ROOT / "benchmarks/batch_script.py"), *files, *self._options, *threads])
+        _run(
+            [
+                sys.executable,
+                str(ROOT / "benchmarks/batch_script.py"),
+                *files,
+                *self._options,
+                *threads,
+            ]
+        )
         return output.read_text("utf-8").splitlines()
 
     def command(self, name: str, *more: str) -> list[str]:
         output = self.folder / f"{next(self._runs)}.txt"
         summary = output.with_suffix(".json")
-        files = [str(self.args.model), "--input", str(self.input), "--output", str(output), "--summary", str(summary)]
+        files = [
+            str(self.args.model),
+            "--input",
+            str(self.input),
+            "--output",
+            str(output),
+            "--summary",
+            str(summary),
+        ]
         device = ["--device", self.args.device, "--truncate", "--quiet"]
         _run([sys.executable, "-m", "fastgen", "generate", *files, *self._options, *device, *more])
         self.summaries.setdefault(name, []).append(json.loads(summary.read_text("utf-8")))
@@ -87,7 +114,9 @@ class _Runs:
         for found in ours:
             if len(found) != len(theirs):
                 return f"{len(found)} lines instead of {len(theirs)}"
-            apart = [i for i, pair in enumerate(zip(theirs, found, strict=True)) if pair[0] != pair[1]]
+            apart = [
+                i for i, pair in enumerate(zip(theirs, found, strict=True)) if pair[0] != pair[1]
+            ]
             if not_ties := [i for i in apart if not self._is_near_tie(i, found[i])]:
                 return f"lines {[i + 1 for i in not_ties]} differ"
             self.near_ties = max(self.near_ties, len(apart))
@@ -95,7 +124,9 @@ class _Runs:
 
     def _is_near_tie(self, line: int, other: str) -> bool:
         generation = {"num_beams": self.args.num_beams, "max_new_tokens": self.args.max_new_tokens}
-        generator = TextGenerator(Options(self.args.model, generation, device=self.args.device, truncate=True))
+        generator = TextGenerator(
+            Options(self.args.model, generation, device=self.args.device, truncate=True)
+        )
         return is_near_tie(generator, generation, self.lines[line], other)
 
 
@@ -106,14 +137,22 @@ def _run(command: list[str]) -> None:
 
 def _arguments() -> argparse.ArgumentParser:
     parser, of_example = parser_of("benchmarks.corpus", __doc__), "default: the example's"
-    parser.add_argument("--model", type=Path, default=EXAMPLE / "model", metavar="FOLDER", help=of_example)
-    parser.add_argument("--input", type=Path, default=EXAMPLE / "test.en", metavar="FILE", help=of_example)
+    parser.add_argument(
+        "--model", type=Path, default=EXAMPLE / "model", metavar="FOLDER", help=of_example
+    )
+    parser.add_argument(
+        "--input", type=Path, default=EXAMPLE / "test.en", metavar="FILE", help=of_example
+    )
     parser.add_argument("--lines", type=positive, metavar="N", help="first lines (default: all)")
     option(parser, "rounds", default=1, help="default: 1")
     parser.add_argument("--num-beams", type=positive, default=4, metavar="N", help="default: 4")
-    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128"
+    )
     option(parser, "threads", default=os.cpu_count(), help="default: all cores")
-    parser.add_argument("--processes", type=positive, default=2, metavar="N", help="1: leave them out (default: 2)")
+    parser.add_argument(
+        "--processes", type=positive, default=2, metavar="N", help="1: leave them out (default: 2)"
+    )
     option(parser, "device", choices=["cpu", "cuda"], help="default: cpu")
     option(parser, "out")
     return parser

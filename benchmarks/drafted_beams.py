@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure all; return 1 if an output differed."""
     args = _arguments().parse_args(argv)
     begin(args.threads)
-    large, small = (pair.load_model(folder, args.device, "float32") for folder in (args.large, args.small))
+    large, small = (
+        pair.load_model(folder, args.device, "float32") for folder in (args.large, args.small)
+    )
     lines = pair.read_lines(args.input)[: args.sentences]
     sources = pair.encode(models.load_tokenizer(args.large), lines, args.append_eos, None)
     cells = {
@@ -38,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for steps in STEPS
     }
     for name, cell in cells.items():
-        speed = "{ratio:.2f} [{low:.2f}, {high:.2f}]".format(**cell) if cell["equal"] else "outputs differ"
+        speed = (
+            "{ratio:.2f} [{low:.2f}, {high:.2f}]".format(**cell)
+            if cell["equal"]
+            else "outputs differ"
+        )
         print(f"{name:<20}{speed:<22}{cell['steps_per_pass']:.2f} steps per pass")
     write_result(args, "drafted_beams", {"cells": cells, "sentences": len(sources)})
     return 0 if all(cell["equal"] for cell in cells.values()) else 1
@@ -50,7 +56,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("small", type=Path, metavar="SMALL", help="folders of the pair")
     parser.add_argument("--input", type=Path, required=True, metavar="FILE")
     parser.add_argument("--append-eos", action="store_true", help="as of `fastgen bild align`")
-    parser.add_argument("--sentences", type=positive, default=60, metavar="N", help="first lines (default: 60)")
+    parser.add_argument(
+        "--sentences", type=positive, default=60, metavar="N", help="first lines (default: 60)"
+    )
     option(parser, "rounds", default=5, help="default: 5")
     option(parser, "threads")
     option(parser, "device", choices=["cpu", "cuda"], help="default: cpu")
@@ -59,13 +67,22 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 def _cell(
-    large: Any, small: Any, sources: Sequence[Sequence[int]], beams: int, steps: int, args: argparse.Namespace
+    large: Any,
+    small: Any,
+    sources: Sequence[Sequence[int]],
+    beams: int,
+    steps: int,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     """The ratio of times of whole rounds with its interval, and what was saved."""
     inputs = [torch.tensor([list(source)], device=args.device) for source in sources]
 
     def run(**options: Any) -> list[Any]:
-        settings: dict[str, Any] = {"num_beams": beams, "max_new_tokens": 128, "do_sample": False} | options
+        settings: dict[str, Any] = {
+            "num_beams": beams,
+            "max_new_tokens": 128,
+            "do_sample": False,
+        } | options
         return [large.generate(ids, **settings) for ids in inputs]
 
     def drafted() -> list[Any]:
@@ -77,9 +94,17 @@ def _cell(
     before = fastgen.status().bild
     outcome = compare(run, drafted, args.rounds, same)
     after = fastgen.status().bild
-    counts = {name: after[name] - before.get(name, 0) for name in ("beam_steps", "large_calls", "small_calls")}
+    counts = {
+        name: after[name] - before.get(name, 0)
+        for name in ("beam_steps", "large_calls", "small_calls")
+    }
     per_pass = counts["beam_steps"] / counts["large_calls"]
-    return outcome.to_dict() | {"beams": beams, "steps": steps, "counts": counts, "steps_per_pass": per_pass}
+    return outcome.to_dict() | {
+        "beams": beams,
+        "steps": steps,
+        "counts": counts,
+        "steps_per_pass": per_pass,
+    }
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ class FairseqAgreement:
         self._scores: list[list[Tensor]] | None = None
 
     def __call__(self, stock: Found, other: Found) -> Verdict:
-        apart = [i for i, (a, b) in enumerate(zip(stock, other, strict=True)) if _tokens(a) != _tokens(b)]
+        apart = [
+            i for i, (a, b) in enumerate(zip(stock, other, strict=True)) if _tokens(a) != _tokens(b)
+        ]
         if not apart:
             return Verdict(True)
         margins = {i: self._margin(i, stock[i], other[i]) for i in apart}
@@ -46,7 +48,9 @@ class FairseqAgreement:
         """The margin at which fairseq's search left the way to a text of a sentence of the batch, with its end."""
         return replayed(self._steps()[sentence], wanted, {self.generator.eos})
 
-    def _margin(self, sentence: int, stock: list[dict[str, Any]], other: list[dict[str, Any]]) -> float:
+    def _margin(
+        self, sentence: int, stock: list[dict[str, Any]], other: list[dict[str, Any]]
+    ) -> float:
         """The largest margin at which fairseq's search left the way to one of the other run's hypotheses."""
         kept = {tuple(h["tokens"].tolist()): float(h["score"]) for h in stock}
         margins: list[float] = []
@@ -64,11 +68,15 @@ class FairseqAgreement:
         """For each sentence the (M, V) log-probabilities of every step, as fairseq chooses from them."""
         if self._scores is None:
             search, count = self.generator.search, len(self.sample["net_input"]["src_tokens"])
-            numbers: list[int] = self.sample["id"].tolist() if "id" in self.sample else list(range(count))
+            numbers: list[int] = (
+                self.sample["id"].tolist() if "id" in self.sample else list(range(count))
+            )
             seen: dict[int, list[Tensor]] = {number: [] for number in numbers}
             step = search.step
 
-            def watched(number: int, lprobs: Tensor, *rest: Any) -> Any:  # scores, tokens, numbers of the sentences
+            def watched(
+                number: int, lprobs: Tensor, *rest: Any
+            ) -> Any:  # scores, tokens, numbers of the sentences
                 for scores, sentence in zip(lprobs.float(), rest[2], strict=True):
                     seen[int(sentence)].append(scores.clone())
                 return step(number, lprobs, *rest)

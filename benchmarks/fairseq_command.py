@@ -40,7 +40,12 @@ def run_command(case: Case, session: Session) -> dict[str, Any]:
         raise SystemExit(f"{case.name}: fairseq-generate does not run in {session.dtype}")
     with tempfile.TemporaryDirectory(prefix="fastgen-fairseq-") as scratch:
         folder = Path(scratch)
-        prepare(folder, session.corpus or EXAMPLE, 40 if session.tiny else case.sentences, 5 if session.tiny else 500)
+        prepare(
+            folder,
+            session.corpus or EXAMPLE,
+            40 if session.tiny else case.sentences,
+            5 if session.tiny else 500,
+        )
         words = [*arguments(folder, case, session.device), *_PRECISION[session.dtype]]
         inside: dict[str, list[float]] = {"stock": [], "fastgen": []}
         agreement = CommandAgreement(folder, words, session)
@@ -77,7 +82,11 @@ def same(stock: str, ours: str) -> Verdict:
 def differing(stock: str, ours: str) -> list[int]:
     """Numbers of the sentences whose lines have another text; all of them where other sentences have lines."""
     one, other = _lines(stock), _lines(ours)
-    apart = [key for key in one.keys() | other.keys() if one.get(key, ("", ""))[1] != other.get(key, ("", ""))[1]]
+    apart = [
+        key
+        for key in one.keys() | other.keys()
+        if one.get(key, ("", ""))[1] != other.get(key, ("", ""))[1]
+    ]
     return sorted({int(key.partition("-")[2]) for key in apart})
 
 
@@ -100,7 +109,9 @@ class CommandAgreement:
         if exact.equal or _lines(stock).keys() != _lines(ours).keys():
             return exact
         numbers = differing(stock, ours)
-        key = tuple("".join(_lines(output)[f"H-{n}"][1] for n in numbers) for output in (stock, ours))
+        key = tuple(
+            "".join(_lines(output)[f"H-{n}"][1] for n in numbers) for output in (stock, ours)
+        )
         if key not in self._known:
             self._known[key[0], key[1]] = self._judged(numbers)
         return self._known[key[0], key[1]]
@@ -121,12 +132,16 @@ class CommandAgreement:
         task.load_dataset("test")
         dataset, dictionary = task.dataset("test"), task.target_dictionary
         sample = dataset.collater([dataset[n] for n in texts])
-        sample["net_input"] = {name: x.to(session.device) for name, x in sample["net_input"].items()}
+        sample["net_input"] = {
+            name: x.to(session.device) for name, x in sample["net_input"].items()
+        }
         args = options.parse_args_and_arch(options.get_generation_parser(), self.words)
         agreement = FairseqAgreement(model, task.build_generator([model], args), sample)
         rows = {n: row for row, n in enumerate(sample["id"].tolist())}
         return {
-            n: agreement.margin(rows[n], [*(dictionary.index(word) for word in text.split()), dictionary.eos()])
+            n: agreement.margin(
+                rows[n], [*(dictionary.index(word) for word in text.split()), dictionary.eos()]
+            )
             for n, text in texts.items()
         }
 
@@ -145,12 +160,32 @@ def prepare(folder: Path, corpus: Path, sentences: int, updates: int) -> None:
     for language in ("en", "es"):
         parts = {name: _read(corpus / f"{name}.{language}") for name in ("test", "valid", "train")}
         test = (parts["test"] + parts["valid"])[:sentences]
-        for name, lines in {"train": parts["train"][:20_000] or test, "valid": test[:50], "test": test}.items():
-            pieces = (" ".join(tokenizer.tokenize(line)).replace("\u0120", "\u2581") for line in lines)
+        for name, lines in {
+            "train": parts["train"][:20_000] or test,
+            "valid": test[:50],
+            "test": test,
+        }.items():
+            pieces = (
+                " ".join(tokenizer.tokenize(line)).replace("\u0120", "\u2581") for line in lines
+            )
             (folder / f"{name}.{language}").write_text("\n".join(pieces) + "\n", "utf-8")
-    prefixes = [word for part in ("train", "valid", "test") for word in (f"--{part}pref", str(folder / part))]
+    prefixes = [
+        word
+        for part in ("train", "valid", "test")
+        for word in (f"--{part}pref", str(folder / part))
+    ]
     data = str(folder / "data")
-    run("fairseq-preprocess", "-s", "en", "-t", "es", *prefixes, "--destdir", data, "--joined-dictionary")
+    run(
+        "fairseq-preprocess",
+        "-s",
+        "en",
+        "-t",
+        "es",
+        *prefixes,
+        "--destdir",
+        data,
+        "--joined-dictionary",
+    )
     run(
         "fairseq-train", data, "--arch", "transformer", "--share-all-embeddings", "--optimizer", "adam", "--lr",
         "0.002", "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "100", "--criterion", "cross_entropy",

@@ -17,7 +17,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+)
 
 import fastgen.unilm  # which makes its family known
 from benchmarks.harness import begin, common, measured, parser_of
@@ -25,7 +30,11 @@ from benchmarks.session import Session, compared
 from fastgen.models.specs.families import FAMILIES
 
 VOCABULARY, NEW_TOKENS = 8_000, 16
-CALLS = {"4 x 128, 4 beams": (4, 128, 4), "8 x 64, greedy": (8, 64, 1), "1 x 32, greedy": (1, 32, 1)}
+CALLS = {
+    "4 x 128, 4 beams": (4, 128, 4),
+    "8 x 64, greedy": (8, 64, 1),
+    "1 x 32, greedy": (1, 32, 1),
+}
 """Sentences, tokens of each source or prompt, beams."""
 
 _SIZES: dict[int, tuple[str, ...]] = {
@@ -68,7 +77,9 @@ def build(name: str, tiny: bool = False) -> Any:
     kind = CONFIG_MAPPING[name]
     known = inspect.signature(kind).parameters
     values = {word: size for size, words in _SIZES.items() for word in words if word in known}
-    values |= dict.fromkeys({"init_std", "initializer_range"} & set(known), 0.08) | _OWN.get(name, {})
+    values |= dict.fromkeys({"init_std", "initializer_range"} & set(known), 0.08) | _OWN.get(
+        name, {}
+    )
     values |= {"forced_eos_token_id": None} if "forced_eos_token_id" in known else {}
     if tiny:
         values |= {word: 1 for word in values if "layers" in word or word == "n_layer"} | {
@@ -87,7 +98,9 @@ def inputs_of(model: Any, sentences: int, tokens: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     config = model.config
     if config.model_type == "whisper":
-        sound = torch.randn(sentences, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
+        sound = torch.randn(
+            sentences, config.num_mel_bins, 2 * config.max_source_positions, generator=generator
+        )
         return {"input_features": sound.to(model.device)}
     words = getattr(config, "vocab_size", None) or config.src_vocab_size
     ids = torch.randint(5, words, (sentences, tokens), generator=generator).to(model.device)
@@ -97,23 +110,36 @@ def inputs_of(model: Any, sentences: int, tokens: int) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the families that the arguments name; return the exit status."""
     parser = parser_of("benchmarks.families", __doc__)
-    parser.add_argument("--family", nargs="+", choices=sorted(FAMILIES), metavar="NAME", help="default: all")
+    parser.add_argument(
+        "--family", nargs="+", choices=sorted(FAMILIES), metavar="NAME", help="default: all"
+    )
     args = common(parser, rounds=5).parse_args(argv)
     begin(args.threads)
     return measured(args, "families", _cells(args, args.family or sorted(FAMILIES)))
 
 
-def _cells(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _cells(
+    args: argparse.Namespace, names: Sequence[str]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
     tiny = args.scale == "tiny"
     for name in names:
         model = build(name, tiny).to(args.device)
         for call, (sentences, tokens, beams) in CALLS.items():
             sizes = (2, 8) if tiny else (sentences, tokens)
             new = 4 if tiny else NEW_TOKENS
-            options = {"num_beams": beams, "do_sample": False, "min_new_tokens": new, "max_new_tokens": new}
+            options = {
+                "num_beams": beams,
+                "do_sample": False,
+                "min_new_tokens": new,
+                "max_new_tokens": new,
+            }
             fastgen.release()
             inputs = inputs_of(model, *sizes)
-            yield name, call, compared(model, inputs, options, sizes[0] * new, Session(args.device), args.rounds)
+            yield (
+                name,
+                call,
+                compared(model, inputs, options, sizes[0] * new, Session(args.device), args.rounds),
+            )
 
 
 if __name__ == "__main__":

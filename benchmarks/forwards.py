@@ -79,7 +79,9 @@ def build(model: Model, tiny: bool = False) -> Any:
     }  # fmt: skip
     known = kind.config_class.__dataclass_fields__
     torch.manual_seed(0)
-    return kind(kind.config_class(**{word: value for word, value in words.items() if word in known})).eval()
+    return kind(
+        kind.config_class(**{word: value for word, value in words.items() if word in known})
+    ).eval()
 
 
 def inputs_of(model: Any, sentences: int, shortest: int, longest: int) -> dict[str, Any]:
@@ -87,9 +89,14 @@ def inputs_of(model: Any, sentences: int, shortest: int, longest: int) -> dict[s
     draw = Random(1)
     lengths = [*(draw.randint(shortest, longest) for _ in range(sentences - 1)), longest]
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(5, model.config.vocab_size, (sentences, longest), generator=generator).to(model.device)
+    ids = torch.randint(5, model.config.vocab_size, (sentences, longest), generator=generator).to(
+        model.device
+    )
     mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long().to(model.device)
-    return {"input_ids": ids.masked_fill(mask == 0, model.config.pad_token_id), "attention_mask": mask}
+    return {
+        "input_ids": ids.masked_fill(mask == 0, model.config.pad_token_id),
+        "attention_mask": mask,
+    }
 
 
 def results_of(output: Any, mask: Any) -> list[Any]:
@@ -107,7 +114,9 @@ def compared(model: Any, inputs: dict[str, Any], rounds: int, device: str) -> di
         return results_of(output, inputs["attention_mask"])
 
     def same(stock: list[Any], ours: list[Any]) -> Verdict:
-        apart = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, ours, strict=True))
+        apart = max(
+            float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, ours, strict=True)
+        )
         return Verdict(apart < 1e-4, note=f"apart by {apart:.1e} of the largest value")
 
     stock, patched = both(call)
@@ -116,20 +125,30 @@ def compared(model: Any, inputs: dict[str, Any], rounds: int, device: str) -> di
     began = time.perf_counter()
     stock()
     calls = max(1, round(SECONDS / (time.perf_counter() - began)))
-    outcome = compare(stock, patched, rounds, same, warmup=2, synchronize=partial(synchronize, device))
-    return figures(outcome, calls * int(inputs["attention_mask"].sum())) | hits.since() | {"calls": calls}
+    outcome = compare(
+        stock, patched, rounds, same, warmup=2, synchronize=partial(synchronize, device)
+    )
+    return (
+        figures(outcome, calls * int(inputs["attention_mask"].sum()))
+        | hits.since()
+        | {"calls": calls}
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the models that the arguments name; return the exit status."""
     parser = parser_of("benchmarks.forwards", __doc__)
-    parser.add_argument("--model", nargs="+", choices=sorted(MODELS), metavar="NAME", help="default: all")
+    parser.add_argument(
+        "--model", nargs="+", choices=sorted(MODELS), metavar="NAME", help="default: all"
+    )
     args = common(parser, rounds=15).parse_args(argv)
     begin(args.threads)
     return measured(args, "forwards", _cells(args, args.model or list(MODELS)))
 
 
-def _cells(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _cells(
+    args: argparse.Namespace, names: Sequence[str]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for name in names:
         model = build(MODELS[name], args.scale == "tiny").to(args.device)
         for batch, sizes in BATCHES.items():

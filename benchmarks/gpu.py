@@ -127,7 +127,9 @@ class Run:
         device, scale: what the stages' commands are given.
     """
 
-    def __init__(self, out: Path, deadline: float, device: str = "cuda", scale: str = "full") -> None:
+    def __init__(
+        self, out: Path, deadline: float, device: str = "cuda", scale: str = "full"
+    ) -> None:
         self.out, self.device, self.scale = out, device, scale
         self.ends = time.monotonic() + deadline
         out.mkdir(parents=True, exist_ok=True)
@@ -142,7 +144,8 @@ class Run:
             ended = self._stage(stage, folder)
             self._write({"stage": stage.name, **ended})
             print(
-                f"{stage.name:<12}{ended['status']:<12}{ended['seconds']:6.1f} s  {ended.get('note', '')}", flush=True
+                f"{stage.name:<12}{ended['status']:<12}{ended['seconds']:6.1f} s  {ended.get('note', '')}",
+                flush=True,
             )
             well &= ended["status"] in ("ok", "left out")
             self._archive(folder)
@@ -155,9 +158,17 @@ class Run:
     def _stage(self, stage: Stage, folder: Path) -> dict[str, Any]:
         limit = min(stage.seconds, self.ends - time.monotonic())
         if limit <= 1:
-            return {"status": "not begun", "seconds": 0.0, "note": "no time is left to the deadline"}
+            return {
+                "status": "not begun",
+                "seconds": 0.0,
+                "note": "no time is left to the deadline",
+            }
         if (missing := stage.missing()) is not None:
-            return {"status": "left out", "seconds": 0.0, "note": f"{missing} is not installed here"}
+            return {
+                "status": "left out",
+                "seconds": 0.0,
+                "note": f"{missing} is not installed here",
+            }
         command = stage.arguments(self.device, self.scale, folder)
         self._log.write(f"\n== {stage.name} ==\n+ {' '.join(command)}\n")
         self._log.flush()
@@ -197,7 +208,9 @@ class Run:
             for key, result in results_of(data):
                 if key not in keys:
                     keys.add(key)
-                    self._write({"stage": stage.name, "file": file.name, "key": key, "result": result})
+                    self._write(
+                        {"stage": stage.name, "file": file.name, "key": key, "result": result}
+                    )
 
     def _write(self, line: dict[str, Any]) -> None:
         self._lines.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -215,7 +228,9 @@ def results_of(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the results that a file holds, each with its key: cells, rows or models one by one, else the whole."""
     result = data.get("result", data)
     parts = (
-        result.get("cells", result) if data.get("kind") in ("grid", "step_time", "ops", "launches", "smoke") else None
+        result.get("cells", result)
+        if data.get("kind") in ("grid", "step_time", "ops", "launches", "smoke")
+        else None
     )
     yield from [("", result)] if parts is None else parts.items()
 
@@ -237,20 +252,30 @@ def _end(process: subprocess.Popen[Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stages that the arguments name; return the exit status."""
     parser = parser_of("benchmarks.gpu", __doc__)
-    parser.add_argument("--part", type=int, choices=PARTS, default=1, help="ten minutes each (default: 1)")
+    parser.add_argument(
+        "--part", type=int, choices=PARTS, default=1, help="ten minutes each (default: 1)"
+    )
     parser.add_argument("--stage", nargs="+", metavar="NAME", help="some of its stages only")
-    parser.add_argument("--deadline", type=positive, default=560, metavar="SECONDS", help="for all (default: 560)")
+    parser.add_argument(
+        "--deadline", type=positive, default=560, metavar="SECONDS", help="for all (default: 560)"
+    )
     option(parser, "device", default="cuda", help="cpu, cuda or cuda:N (default: cuda)")
     option(parser, "scale", help="tiny: a test of the stages themselves")
     option(parser, "out")
     args = parser.parse_args(argv)
     stages = {stage.name: stage for stage in PARTS[args.part]}
     if unknown := set(args.stage or ()) - set(stages):
-        parser.error(f"part {args.part} has no stage {', '.join(sorted(unknown))}; it has {', '.join(stages)}")
+        parser.error(
+            f"part {args.part} has no stage {', '.join(sorted(unknown))}; it has {', '.join(stages)}"
+        )
     run = Run(folder_of(args), args.deadline, args.device, args.scale)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return 0 if run.stages([stages[name] for name in args.stage or stages], Path(folder)) else 1
+            return (
+                0
+                if run.stages([stages[name] for name in args.stage or stages], Path(folder))
+                else 1
+            )
         finally:
             run.close()
 

@@ -24,16 +24,30 @@ def positive(text: str) -> int:
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "rounds": {"type": positive, "metavar": "N"},
-    "threads": {"type": positive, "metavar": "N", "help": "torch's CPU threads (default: torch's choice)"},
+    "threads": {
+        "type": positive,
+        "metavar": "N",
+        "help": "torch's CPU threads (default: torch's choice)",
+    },
     "device": {"default": "cpu", "help": "cpu, cuda or cuda:N (default: cpu)"},
-    "scale": {"default": "full", "choices": ["full", "tiny"], "help": "tiny: a test of the benchmark itself"},
-    "out": {"type": Path, "metavar": "DIR", "help": "folder (default: benchmarks/results/<hardware>)"},
+    "scale": {
+        "default": "full",
+        "choices": ["full", "tiny"],
+        "help": "tiny: a test of the benchmark itself",
+    },
+    "out": {
+        "type": Path,
+        "metavar": "DIR",
+        "help": "folder (default: benchmarks/results/<hardware>)",
+    },
 }
 
 
 def parser_of(module: str, doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of a module that is run, described by the first paragraph of its docstring."""
-    return argparse.ArgumentParser(prog=f"python -m {module}", description=(doc or "").split("\n\n", 1)[0])
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}", description=(doc or "").split("\n\n", 1)[0]
+    )
 
 
 def option(parser: argparse.ArgumentParser, name: str, **changes: Any) -> None:
@@ -69,9 +83,13 @@ def finished(command: list[str], environment: dict[str, str]) -> subprocess.Comp
     Raises:
         RuntimeError: it failed; the message holds the end of what it printed.
     """
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | environment
+    )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        )
     return done
 
 
@@ -84,7 +102,11 @@ def hardware(device: str) -> str:
         return device + next((kind for kind, is_it in kinds.items() if is_it()), "")
     import torch
 
-    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-").removeprefix("nvidia-")
+    return (
+        re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower())
+        .strip("-")
+        .removeprefix("nvidia-")
+    )
 
 
 def folder_of(args: argparse.Namespace) -> Path:
@@ -94,14 +116,22 @@ def folder_of(args: argparse.Namespace) -> Path:
 
 def chosen(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments for a results file: of a folder its name, as where it lies on this machine says nothing."""
-    return {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
+    return {
+        name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()
+    }
 
 
 def write_result(args: argparse.Namespace, name: str, result: dict[str, Any], **more: Any) -> None:
     """Write the results of a benchmark with what they rest on, and with `more`, into a file of its name."""
     from fastgen.cli.bench.measure import environment
 
-    about = {"case": name, "kind": name, "arguments": chosen(args), "environment": environment(), **more}
+    about = {
+        "case": name,
+        "kind": name,
+        "arguments": chosen(args),
+        "environment": environment(),
+        **more,
+    }
     write_whole(folder_of(args) / f"{name}.json", about | {"result": result})
 
 
@@ -112,7 +142,9 @@ def write_whole(file: Path, data: dict[str, Any]) -> None:
     part.replace(file)
 
 
-def measured(args: argparse.Namespace, name: str, cells: Iterable[tuple[str, str, dict[str, Any]]]) -> int:
+def measured(
+    args: argparse.Namespace, name: str, cells: Iterable[tuple[str, str, dict[str, Any]]]
+) -> int:
     """Print the results of a benchmark of many small models, and write them with what they rest on, as they come.
 
     Args:
@@ -126,7 +158,9 @@ def measured(args: argparse.Namespace, name: str, cells: Iterable[tuple[str, str
     for model, call, found in cells:
         results.setdefault(model, {})[call] = found
         print(f"{model:<20}{call:<20}{outcome_text(found)}", flush=True)
-        write_result(args, name, results, arguments={"threads": args.threads, "rounds": args.rounds})
+        write_result(
+            args, name, results, arguments={"threads": args.threads, "rounds": args.rounds}
+        )
     return 0 if all(agrees(found) for calls in results.values() for found in calls.values()) else 1
 
 
@@ -141,4 +175,6 @@ def outcome_text(result: dict[str, Any]) -> str:
     ran = "" if result.get("hits", True) else ", fastgen did not run"
     interval = f"[{result['low']:.2f}, {result['high']:.2f}]"
     seconds = f"{result['baseline_seconds']:.3f} s -> {result['candidate_seconds']:.3f} s"
-    return f"{result['ratio']:.2f}x {interval}  {seconds}, {len(result['rounds'])} rounds{ties}{ran}"
+    return (
+        f"{result['ratio']:.2f}x {interval}  {seconds}, {len(result['rounds'])} rounds{ties}{ran}"
+    )

@@ -11,14 +11,22 @@ from transformers import LogitsProcessor
 
 def head_shape(config: Any) -> tuple[int, int, int]:
     """Return decoder layers, key-value heads and head dimension."""
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "decoder_attention_heads", None)
+    heads = getattr(config, "num_key_value_heads", None) or getattr(
+        config, "decoder_attention_heads", None
+    )
     heads = heads or config.num_attention_heads
-    size = getattr(config, "d_kv", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    size = (
+        getattr(config, "d_kv", None)
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // heads
+    )
     layers = getattr(config, "num_decoder_layers", None) or getattr(config, "decoder_layers", None)
     return layers or config.num_hidden_layers, heads, size
 
 
-def expected_bytes(model: Any, batch: int, source: int, beams: int, new_tokens: int) -> dict[str, int]:
+def expected_bytes(
+    model: Any, batch: int, source: int, beams: int, new_tokens: int
+) -> dict[str, int]:
     """Return the bytes of B*S + B*M*T entries per layer and of the toolkit's B*M*(S+T) (an entry: one K and V).
 
     The last token is never fed; an encoder-decoder's start token is, so its T is `new_tokens`, else it is one less.
@@ -52,10 +60,17 @@ class KVProbe(LogitsProcessor):
     def _count(self) -> int:
         gc.collect()  # what earlier steps and calls left in cycles is not in use
         _, heads, size = head_shape(self.model.config)
-        weights = {t.untyped_storage().data_ptr() for t in [*self.model.parameters(), *self.model.buffers()]}
+        weights = {
+            t.untyped_storage().data_ptr()
+            for t in [*self.model.parameters(), *self.model.buffers()]
+        }
         storages = {}
         for thing in gc.get_objects():
-            if not issubclass(type(thing), torch.Tensor) or thing.layout != torch.strided or thing.ndim < 4:
+            if (
+                not issubclass(type(thing), torch.Tensor)
+                or thing.layout != torch.strided
+                or thing.ndim < 4
+            ):
                 continue
             if thing.shape[-1] == size and heads in thing.shape[:-1]:
                 storage = thing.untyped_storage()

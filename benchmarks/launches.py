@@ -30,7 +30,10 @@ def launched(call: Any, device: str) -> int:
     """Return how many kernels (CUDA) or operators (CPU) a call launches."""
     events = profiled(call, device).events() or []
     if device.startswith("cuda"):
-        return sum("CUDA" in str(event.device_type) and "memcpy" not in event.name.lower() for event in events)
+        return sum(
+            "CUDA" in str(event.device_type) and "memcpy" not in event.name.lower()
+            for event in events
+        )
     return sum(_works(event.name) and not _made_of_others(event) for event in events)
 
 
@@ -42,10 +45,16 @@ NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "resize_", "_uns
 def _works(name: str) -> bool:
     """Whether an operator writes memory itself, as a kernel would: views do not, nor do those that call others."""
     space, _, short = name.partition("::")
-    packet = getattr(getattr(torch.ops, space), short, None) if space in ("aten", "mkldnn") else None
+    packet = (
+        getattr(getattr(torch.ops, space), short, None) if space in ("aten", "mkldnn") else None
+    )
     if packet is None or short in NOTHING:
         return False
-    returned = [of.alias_info for overload in packet.overloads() for of in getattr(packet, overload)._schema.returns]
+    returned = [
+        of.alias_info
+        for overload in packet.overloads()
+        for of in getattr(packet, overload)._schema.returns
+    ]
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     made_of_others = torch._C._dispatch_has_kernel(name) and has(name, "CompositeImplicitAutograd")
     return all(info is None or info.is_write for info in returned) and not made_of_others
@@ -71,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Count for the cases that the arguments name."""
     parser = parser_of("benchmarks.launches", __doc__)
     names = [name for name, case in CASES.items() if case.kind == "generate"]
-    parser.add_argument("--case", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
+    parser.add_argument(
+        "--case", nargs="+", choices=names, default=names, metavar="NAME", help="default: all"
+    )
     option(parser, "device")
     option(parser, "scale", help="tiny: a test of the count itself")
     option(parser, "out")
@@ -87,7 +98,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         ours = per_step(model, case, args.device)
         results[name] = {"stock": stock, "fastgen": ours}
         print(f"{name:<14}{stock:>8.0f} -> {ours:>6.0f} per decode step", flush=True)
-        data = {"kind": "launches", "environment": environment(), "scale": args.scale, "result": results}
+        data = {
+            "kind": "launches",
+            "environment": environment(),
+            "scale": args.scale,
+            "result": results,
+        }
         write_whole(folder_of(args) / "launches.json", data)
         del model
     return 0

@@ -11,7 +11,9 @@ from fastgen.corpus.texts import Problem, TextGenerator
 from fastgen.decoding.search.near_ties import NEAR_TIE
 
 
-def is_near_tie(generator: TextGenerator, generation: dict[str, Any], text: str, answer: str) -> bool:
+def is_near_tie(
+    generator: TextGenerator, generation: dict[str, Any], text: str, answer: str
+) -> bool:
     """Whether rounding may have chosen the answer: the search, run for this text alone, left it by less than that.
 
     Args:
@@ -26,12 +28,20 @@ def _margin(generator: TextGenerator, generation: dict[str, Any], text: str, ans
     (source,) = generator.encode([text])
     if isinstance(source, Problem):
         return math.inf
-    inputs = {"input_ids": torch.tensor([source.ids]), "attention_mask": torch.ones(1, len(source), dtype=torch.int64)}
+    inputs = {
+        "input_ids": torch.tensor([source.ids]),
+        "attention_mask": torch.ones(1, len(source), dtype=torch.int64),
+    }
     with fastgen.disabled(), torch.no_grad():
         stock = model.generate(**inputs, **generation)
     start, end = model.generation_config.decoder_start_token_id, tokenizer.eos_token_id
     found: list[float] = []
-    for written in (answer, f" {answer}"):  # an answer has lost the space that its first token may begin with
+    for written in (
+        answer,
+        f" {answer}",
+    ):  # an answer has lost the space that its first token may begin with
         ids = tokenizer(text_target=written, add_special_tokens=False)["input_ids"]
-        found += margins(model, inputs, generation, stock, torch.tensor([[start, *ids, end]])).values()
+        found += margins(
+            model, inputs, generation, stock, torch.tensor([[start, *ids, end]])
+        ).values()
     return min(found, default=math.inf)

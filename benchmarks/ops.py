@@ -75,7 +75,14 @@ class Rig:
 
 def rows() -> Iterator[Row]:
     """Yield every row of the table."""
-    for b, m, v in ((32, 4, 50_264), (1, 4, 50_264), (32, 4, 32_128), (32, 1, 50_264), (14, 9, 50_264), (32, 4, 5_000)):
+    for b, m, v in (
+        (32, 4, 50_264),
+        (1, 4, 50_264),
+        (32, 4, 32_128),
+        (32, 1, 50_264),
+        (14, 9, 50_264),
+        (32, 4, 5_000),
+    ):
         yield Row(
             "kbest", f"{b}x{m}x{v}", "log_softmax + topk", lambda rig, b=b, m=m, v=v: _kbest(rig, b, m, v, 2 * m),
             lambda rig, b=b, m=m, v=v: b * m * v * rig.width, {"cuda": 5.0, "cpu": 1.5},
@@ -179,7 +186,9 @@ def _kbest(rig: Rig, b: int, m: int, v: int, k: int, in_place: bool = False) -> 
         torch.log_softmax(logits.float(), -1, out=theirs)
         return torch.topk(theirs.add_(scores[:, :, None]).view(b, m * v), k)
 
-    return without_fresh_memory if in_place else separate, lambda: kbest(logits, scores, k, scratch=ours)[:2]
+    return without_fresh_memory if in_place else separate, lambda: kbest(
+        logits, scores, k, scratch=ours
+    )[:2]
 
 
 def _argmax(rig: Rig, r: int, v: int) -> tuple[Call, Call]:
@@ -215,21 +224,30 @@ def _ngrams(rig: Rig, r: int, length: int, baseline: str) -> tuple[Call, Call]:
 def _attention(rig: Rig, b: int, m: int, s: int, t: int, h: int, d: int) -> tuple[Call, Call]:
     from fastgen.ops.beam_attention import beam_attention
 
-    query, keys, values = rig.randn(b, m, h, d), rig.randn(b, h, s + m * t, d), rig.randn(b, h, s + m * t, d)
+    query, keys, values = (
+        rig.randn(b, m, h, d),
+        rig.randn(b, h, s + m * t, d),
+        rig.randn(b, h, s + m * t, d),
+    )
     ancestors = rig.integers(m, b, m, t)
     step = torch.arange(t, device=rig.device) * m + s
     slots = torch.cat([torch.arange(s, device=rig.device).expand(b, m, s), ancestors + step], 2)
-    mask = torch.full((b, m, s + m * t), -torch.inf, device=rig.device, dtype=rig.dtype).scatter_(2, slots, 0.0)[
-        :, None
-    ]
+    mask = torch.full((b, m, s + m * t), -torch.inf, device=rig.device, dtype=rig.dtype).scatter_(
+        2, slots, 0.0
+    )[:, None]
     sentence = torch.arange(b, device=rig.device)[:, None, None]
     # What a cache per beam holds: the same keys and values, copied for each beam.
     own_keys, own_values = (
-        kv.transpose(1, 2)[sentence, slots].flatten(0, 1).transpose(1, 2).contiguous() for kv in (keys, values)
+        kv.transpose(1, 2)[sentence, slots].flatten(0, 1).transpose(1, 2).contiguous()
+        for kv in (keys, values)
     )
     rows = query.view(b * m, 1, h, d).transpose(1, 2)
     return (
-        lambda: F.scaled_dot_product_attention(rows, own_keys, own_values).transpose(1, 2).reshape(b, m, h, d),
+        lambda: (
+            F.scaled_dot_product_attention(rows, own_keys, own_values)
+            .transpose(1, 2)
+            .reshape(b, m, h, d)
+        ),
         lambda: beam_attention(query, keys, values, mask, d**-0.5),
     )
 
@@ -300,7 +318,10 @@ def _reorder(rig: Rig, b: int, m: int, t: int, h: int, d: int) -> tuple[Call, Ca
     table = torch.zeros(b, m, t * m, device=rig.device)
     parents = rig.integers(m, b, m)
     index = (parents + torch.arange(b, device=rig.device)[:, None] * m).flatten()
-    return lambda: (keys.index_select(0, index), values.index_select(0, index)), lambda: reorder_rows_(table, parents)
+    return lambda: (
+        keys.index_select(0, index),
+        values.index_select(0, index),
+    ), lambda: reorder_rows_(table, parents)
 
 
 def _choice(rig: Rig, b: int, m: int) -> tuple[Call, Call]:
@@ -338,7 +359,11 @@ def _rotation(rig: Rig, b: int, m: int, h: int, kv: int, d: int) -> tuple[Call, 
 
     query, key, value = rig.randn(b * m, h + 2 * kv, d).split((h, kv, kv), 1)
     angle = rig.randn(1, 1, d)
-    turn, keys, values, start = Rotation(angle.cos(), angle.sin()), *(rig.randn(b, kv, 256, d) for _ in "kv"), 128
+    turn, keys, values, start = (
+        Rotation(angle.cos(), angle.sin()),
+        *(rig.randn(b, kv, 256, d) for _ in "kv"),
+        128,
+    )
 
     def separate() -> Any:
         turned, newest = rotated(query, turn), rotated(key, turn)
@@ -374,15 +399,23 @@ def same(op: str, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
 
     def agree(a: Any, b: Any) -> Verdict:
-        if op in ("sample", "cache", "tables"):  # random numbers of its own; another form, or other times, of the same
+        if op in (
+            "sample",
+            "cache",
+            "tables",
+        ):  # random numbers of its own; another form, or other times, of the same
             return Verdict(True)
         pairs = zip(a, b, strict=True) if isinstance(a, tuple) else [(a, b)]
         for one, other in pairs:
             if one.dtype == torch.int64:
-                if bool((one != other).any()) and float((one != other).float().mean()) > 0.05:  # near ties
+                if (
+                    bool((one != other).any()) and float((one != other).float().mean()) > 0.05
+                ):  # near ties
                     return Verdict(False, note="other indices")
             elif not torch.allclose(one.float(), other.float(), atol=tolerance, rtol=tolerance):
-                return Verdict(False, note=f"{float((one - other).abs().nan_to_num(0).max()):.2e} apart")
+                return Verdict(
+                    False, note=f"{float((one - other).abs().nan_to_num(0).max()):.2e} apart"
+                )
         return Verdict(True)
 
     return agree
@@ -454,12 +487,16 @@ def measure(row: Row, rig: Rig, rounds: int, seconds: float, bandwidth: float) -
     """Time one row; what differs has no times."""
     torch.manual_seed(0)
     needed = row.bytes(rig)
-    baselines, candidates = zip(*(row.make(rig) for _ in range(copies(needed, rig.device))), strict=True)
+    baselines, candidates = zip(
+        *(row.make(rig) for _ in range(copies(needed, rig.device))), strict=True
+    )
     check = same(row.op, rig.dtype)
     verdict = check(baselines[0](), candidates[0]())
     if not verdict.equal:
         return {"equal": False, "note": verdict.note}
-    (one, times), (other, more) = (repeated(calls, rig.device, seconds) for calls in (baselines, candidates))
+    (one, times), (other, more) = (
+        repeated(calls, rig.device, seconds) for calls in (baselines, candidates)
+    )
     outcome = compare(one, other, rounds, check, synchronize=lambda: synchronize(rig.device))
     if not outcome.equal:
         return {"equal": False, "note": outcome.note}
@@ -484,22 +521,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = list(rows())
     parser = parser_of("benchmarks.ops", __doc__)
     parser.add_argument(
-        "--op", nargs="+", choices=sorted({row.op for row in table}), metavar="NAME", help="default: all"
+        "--op",
+        nargs="+",
+        choices=sorted({row.op for row in table}),
+        metavar="NAME",
+        help="default: all",
     )
     parser.add_argument("--list", action="store_true", help="print the rows, and end")
     option(parser, "device")
     parser.add_argument(
-        "--dtype", default="float32", choices=["float32", "float16", "bfloat16"], help="default: float32"
+        "--dtype",
+        default="float32",
+        choices=["float32", "float16", "bfloat16"],
+        help="default: float32",
     )
     option(parser, "threads")
     option(parser, "rounds", default=11, help="default: 11")
     parser.add_argument(
-        "--seconds", type=float, default=0.01, help="how long one sample lasts on a CPU (default: 0.01)"
+        "--seconds",
+        type=float,
+        default=0.01,
+        help="how long one sample lasts on a CPU (default: 0.01)",
     )
     option(parser, "out")
     args = parser.parse_args(argv)
     kind = args.device.partition(":")[0]
-    chosen = [row for row in table if (not args.op or row.op in args.op) and row.only in (None, kind)]
+    chosen = [
+        row for row in table if (not args.op or row.op in args.op) and row.only in (None, kind)
+    ]
     if args.list:
         print("\n".join(row.name for row in chosen))
         return 0
@@ -529,7 +578,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not found["equal"]:
             print(f"{row.name:<62}outputs differ, no speed given: {found['note']}", flush=True)
             continue
-        missed = f"  BELOW {found['target']:g}x" if found["target"] and found["ratio"] < found["target"] else ""
+        missed = (
+            f"  BELOW {found['target']:g}x"
+            if found["target"] and found["ratio"] < found["target"]
+            else ""
+        )
         print(
             f"{row.name:<62}{found['baseline_us']:>8.1f} us{found['candidate_us']:>8.1f} us{found['ratio']:>7.2f}x"
             f"{found['gb_per_s']:>7.0f}{found['share_of_copy']:>8.0%}{missed}",

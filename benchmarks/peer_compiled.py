@@ -16,7 +16,9 @@ from benchmarks import peers
 from benchmarks.cases import Case
 from benchmarks.session import Session
 
-WARMUP = 3  # untimed calls: one compiles, and CUDA graphs are recorded in the second at the earliest
+WARMUP = (
+    3  # untimed calls: one compiles, and CUDA graphs are recorded in the second at the earliest
+)
 
 
 def suits(case: Case) -> bool:
@@ -39,7 +41,9 @@ def run(case: Case, session: Session) -> dict[str, Any]:
 
     def compiled() -> Tensor:
         with fastgen.disabled():
-            return model.generate(**inputs, **options, cache_implementation="static", compile_config=how)
+            return model.generate(
+                **inputs, **options, cache_implementation="static", compile_config=how
+            )
 
     torch.compiler.reset()
     before = _compiled_graphs()

@@ -24,7 +24,13 @@ VERSION = "4.8.5"
 ALIKE = 0.9  # of the texts of a trained model must be the same
 # Arguments of transformers' generate that CTranslate2 has under this name; the rest must not change the output.
 SAME_NAME = ("no_repeat_ngram_size", "length_penalty", "repetition_penalty")
-WITHOUT_MEANING_THERE = ("num_beams", "do_sample", "min_new_tokens", "max_new_tokens", "bad_words_ids")
+WITHOUT_MEANING_THERE = (
+    "num_beams",
+    "do_sample",
+    "min_new_tokens",
+    "max_new_tokens",
+    "bad_words_ids",
+)
 # What its BART converter reads from the config but current transformers no longer has.
 MISSING_CONFIG = {"BartConfig": {"normalize_before": False, "normalize_embedding": True}}
 
@@ -38,7 +44,9 @@ def load() -> Any:
     try:
         import ctranslate2
     except ImportError as error:
-        raise SystemExit(f"--peer ctranslate2 needs the package: pip install ctranslate2=={VERSION}") from error
+        raise SystemExit(
+            f"--peer ctranslate2 needs the package: pip install ctranslate2=={VERSION}"
+        ) from error
     return ctranslate2
 
 
@@ -85,18 +93,30 @@ def _text(case: Case, session: Any) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         place = convert(model, Path(folder), own_start=True)
-        several = [Peer(place, model, batch, what.options, session.device) for batch in what.batches]
+        several = [
+            Peer(place, model, batch, what.options, session.device) for batch in what.batches
+        ]
         result = peers.compared(
             lambda: [model.generate(**batch, **what.options) for batch in what.batches],
             "ctranslate2", lambda: [peer() for peer in several], check, case, session,
         )  # fmt: skip
-    return result | {"sentences": what.sentences, "same_texts": same, "ctranslate2": load().__version__}
+    return result | {
+        "sentences": what.sentences,
+        "same_texts": same,
+        "ctranslate2": load().__version__,
+    }
 
 
 def _texts(outputs: list[Tensor], model: Any) -> list[list[int]]:
     """The tokens of every sentence, without those that begin, end and fill it."""
-    others = {model.config.pad_token_id, model.config.eos_token_id, model.config.decoder_start_token_id}
-    return [[token for token in row if token not in others] for ids in outputs for row in ids.tolist()]
+    others = {
+        model.config.pad_token_id,
+        model.config.eos_token_id,
+        model.config.decoder_start_token_id,
+    }
+    return [
+        [token for token in row if token not in others] for ids in outputs for row in ids.tolist()
+    ]
 
 
 def convert(model: Any, folder: Path, own_start: bool = False) -> Path:
@@ -109,13 +129,18 @@ def convert(model: Any, folder: Path, own_start: bool = False) -> Path:
     checkpoint, converted = folder / "transformers", folder / "ctranslate2"
     model.save_pretrained(checkpoint)
     _tokenizer(model.config, padding_last=not own_start).save_pretrained(checkpoint)
-    as_bart = {name: getattr(loaders.BartLoader, name) for name in ("set_config", "set_decoder", "get_vocabulary")}
+    as_bart = {
+        name: getattr(loaders.BartLoader, name)
+        for name in ("set_config", "set_decoder", "get_vocabulary")
+    }
     as_bart["_remove_pad_weights"] = lambda *_: None
     with (
         _attributes(type(model.config), MISSING_CONFIG.get(type(model.config).__name__, {})),
         _attributes(loaders.MarianMTLoader, as_bart if own_start else {}),
     ):
-        loaders.TransformersConverter(str(checkpoint)).convert(str(converted), quantization="float32")
+        loaders.TransformersConverter(str(checkpoint)).convert(
+            str(converted), quantization="float32"
+        )
     return converted
 
 
@@ -123,12 +148,19 @@ class Peer:
     """A converted model as a function of no arguments that returns token ids laid out like transformers'."""
 
     def __init__(
-        self, folder: Path, model: Any, inputs: dict[str, Tensor], options: dict[str, Any], device: str
+        self,
+        folder: Path,
+        model: Any,
+        inputs: dict[str, Tensor],
+        options: dict[str, Any],
+        device: str,
     ) -> None:
         ctranslate2 = load()
         unknown = set(options) - {*SAME_NAME, *WITHOUT_MEANING_THERE}
         if unknown:
-            raise ValueError(f"no CTranslate2 counterpart for the generate arguments {sorted(unknown)}")
+            raise ValueError(
+                f"no CTranslate2 counterpart for the generate arguments {sorted(unknown)}"
+            )
         rows = zip(inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), strict=True)
         self.prompts = [[_token(i) for i, seen in zip(*row, strict=True) if seen] for row in rows]
         self.seq2seq = model.config.is_encoder_decoder
@@ -138,10 +170,17 @@ class Peer:
         else:
             self.start = inputs["input_ids"].tolist()
         steps = options["max_new_tokens"]
-        shared = {"beam_size": options["num_beams"]} | {name: options[name] for name in SAME_NAME if name in options}
+        shared = {"beam_size": options["num_beams"]} | {
+            name: options[name] for name in SAME_NAME if name in options
+        }
         kind = ctranslate2.Translator if self.seq2seq else ctranslate2.Generator
         threads = torch.get_num_threads() or os.cpu_count()
-        self.engine = kind(str(folder), device=device.split(":", 1)[0], compute_type="float32", intra_threads=threads)
+        self.engine = kind(
+            str(folder),
+            device=device.split(":", 1)[0],
+            compute_type="float32",
+            intra_threads=threads,
+        )
         if self.seq2seq:
             self.arguments = shared | {
                 "max_decoding_length": steps,
@@ -160,7 +199,10 @@ class Peer:
             results = self.engine.generate_batch(self.prompts, **self.arguments)
             best = [result.sequences_ids[0] for result in results]
         longest = max(map(len, best))
-        rows = [[*start, *ids, *[self.pad] * (longest - len(ids))] for start, ids in zip(self.start, best, strict=True)]
+        rows = [
+            [*start, *ids, *[self.pad] * (longest - len(ids))]
+            for start, ids in zip(self.start, best, strict=True)
+        ]
         return torch.tensor(rows, device=self.device)
 
 
@@ -174,7 +216,9 @@ def _tokenizer(config: Any, padding_last: bool) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {_token(i): i for i in range(config.vocab_size)}
-    special = {f"{name}_token": getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
+    special = {
+        f"{name}_token": getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")
+    }
     named = {name: _token(i) for name, i in special.items() if i is not None}
     if (
         config.model_type == "marian" and padding_last

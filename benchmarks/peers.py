@@ -35,7 +35,9 @@ def one_batch(
                 return apart[system]
         return None
 
-    result = compared(lambda: model.generate(**inputs, **options), name, peer, check, case, session, warmup)
+    result = compared(
+        lambda: model.generate(**inputs, **options), name, peer, check, case, session, warmup
+    )
     if result["equal"] and apart:
         result |= {"equal": False, "within_noise": True, "note": "; ".join(apart.values())}
     return result | {
@@ -54,7 +56,11 @@ def compared(
     """
     hits = Hits()
     times, difference = measure.interleave(
-        (*both(call), peer), session.rounds or case.rounds, check, warmup, synchronize=session.synchronize
+        (*both(call), peer),
+        session.rounds or case.rounds,
+        check,
+        warmup,
+        synchronize=session.synchronize,
     )
     if difference is not None:
         return {"equal": False, "note": difference} | hits.since()

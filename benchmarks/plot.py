@@ -27,8 +27,16 @@ Data = dict[str, dict[str, Any]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw everything that the results folders hold; return the exit status."""
     parser = parser_of("benchmarks.plot", __doc__)
-    parser.add_argument("--results", type=Path, nargs="+", metavar="DIR", help="default: all of benchmarks/results")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "plots", metavar="DIR", help="default: docs/plots")
+    parser.add_argument(
+        "--results", type=Path, nargs="+", metavar="DIR", help="default: all of benchmarks/results"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "docs" / "plots",
+        metavar="DIR",
+        help="default: docs/plots",
+    )
     args = parser.parse_args(argv)
     folders = args.results or sorted(path for path in RESULTS.glob("*") if path.is_dir())
     drawn = False
@@ -36,19 +44,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, figure in _figures(folder):
             args.out.mkdir(parents=True, exist_ok=True)
             file = args.out / f"{folder.name}-{name}.svg"
-            figure.savefig(file, bbox_inches="tight", metadata={"Date": None})  # no date: same data, same file
+            figure.savefig(
+                file, bbox_inches="tight", metadata={"Date": None}
+            )  # no date: same data, same file
             print(file)
             drawn = True
     if not drawn:
-        print(f"nothing to draw in {', '.join(map(str, folders)) or 'benchmarks/results'}", file=sys.stderr)
+        print(
+            f"nothing to draw in {', '.join(map(str, folders)) or 'benchmarks/results'}",
+            file=sys.stderr,
+        )
     return 0 if drawn else 1
 
 
 def _figures(folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield what there is to draw of a folder of results, each with its name."""
-    data = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))}
+    data = {
+        path.stem: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))
+    }
     found = [(name, draw(data)) for name, draw in PLOTS.items()]
-    found += [(path.stem, paper(json.loads(path.read_text("utf-8")))) for path in sorted(folder.glob("paper/*.json"))]
+    found += [
+        (path.stem, paper(json.loads(path.read_text("utf-8"))))
+        for path in sorted(folder.glob("paper/*.json"))
+    ]
     yield from ((name, figure) for name, figure in found if figure is not None)
 
 
@@ -73,7 +91,13 @@ def paper(data: dict[str, Any]) -> Any:
             heights = [math.nan if v is None else v for v in values]
             ax.plot(x, heights, color=colour, label=name, marker="." if len(x) < 20 else None)
         else:
-            ax.bar([at + i * width for at in range(len(x))], [v or 0 for v in values], width, color=colour, label=name)
+            ax.bar(
+                [at + i * width for at in range(len(x))],
+                [v or 0 for v in values],
+                width,
+                color=colour,
+                label=name,
+            )
     if numbers and x[-1] >= 8 * x[0] and len(x) < 20:
         ax.set_xscale("log")
         ax.set_xticks(x, [str(value) for value in x], minor=False)
@@ -100,7 +124,11 @@ def _speed(data: Data, kinds: tuple[str, ...], toolkit: str) -> Any:
     rows = {name: d for name, d in data.items() if d["kind"] in kinds and agrees(d["result"])}
     if not rows:
         return None
-    same = "same output" if all(d["result"]["equal"] for d in rows.values()) else "output equal or within rounding"
+    same = (
+        "same output"
+        if all(d["result"]["equal"] for d in rows.values())
+        else "output equal or within rounding"
+    )
     title = f"Speed-up over unpatched {toolkit}, {same}\n{_where(rows, toolkit)}"
     figure, (ax,) = panels(title, (7, 1.2 + len(rows) / 2))
     draw_bars(ax, (Bar(name, d["result"], target=d["target"]) for name, d in rows.items()))
@@ -118,7 +146,11 @@ def peer(data: Data) -> Any:
     figure, axes = panels(title, (max(6, 2.6 * len(rows) + 1), 3.2), len(rows))
     for ax, d in zip(axes, rows.values(), strict=True):
         systems = d["result"]["systems"]
-        bars = ax.bar(list(systems), list(systems.values()), color=[colours.get(name, PEER) for name in systems])
+        bars = ax.bar(
+            list(systems),
+            list(systems.values()),
+            color=[colours.get(name, PEER) for name in systems],
+        )
         ax.bar_label(bars, fmt="%.3g")
         ax.set_title(d["case"], fontsize=10)
     axes[0].set_ylabel("seconds (median)")
@@ -134,7 +166,9 @@ def grid(data: Data) -> Any:
     models = list(dict.fromkeys(cell["model"] for cell in cells))
     if not models:
         return None
-    figure, axes = panels(f"Speed-up of every cell\n{_where(rows)}", (3.4 * len(models) + 1, 4.2), len(models))
+    figure, axes = panels(
+        f"Speed-up of every cell\n{_where(rows)}", (3.4 * len(models) + 1, 4.2), len(models)
+    )
     for ax, model in zip(axes, models, strict=True):
         mine = {(c["batch"], c["beams"], c["source"]): c for c in cells if c["model"] == model}
         lines = sorted({key[:2] for key in mine})
@@ -145,7 +179,9 @@ def grid(data: Data) -> Any:
             for x, value in enumerate(line):
                 cell = mine.get((*lines[y], sources[x]))
                 text = "" if cell is None else "differs" if not cell["equal"] else f"{value:.2f}"
-                colour = _readable_on(image.to_rgba(value)) if text and cell["equal"] else "black"  # no colour: white
+                colour = (
+                    _readable_on(image.to_rgba(value)) if text and cell["equal"] else "black"
+                )  # no colour: white
                 ax.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
         ax.set_xticks(range(len(sources)), sources)
         ax.set_yticks(range(len(lines)), [f"{b} x {m}" for b, m in lines])
@@ -160,8 +196,12 @@ def _readable_on(colour: tuple[float, ...]) -> str:
 
     Source: relative luminance and contrast ratio of WCAG 2.2.
     """
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour[:3]]
-    luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour[:3]
+    ]
+    luminance = sum(
+        weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True)
+    )
     return "black" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "white"
 
 
@@ -195,25 +235,43 @@ def memory(data: Data) -> Any:
 
 def trained_steps(data: Data) -> Any:
     """Time of a decode step against the number of sentences in the batch, and over the steps of one batch."""
-    rows = {name: d for name, d in data.items() if any(d["result"].get("steps", {}).get("fastgen", ()))}
+    rows = {
+        name: d for name, d in data.items() if any(d["result"].get("steps", {}).get("fastgen", ()))
+    }
     if not rows:
         return None
     steps = next(iter(rows.values()))["result"]["steps"]
-    figure, (left, right) = panels(f"Time of a decode step on real text, 4 beams\n{_where(rows)}", (9, 3.6), 2)
+    figure, (left, right) = panels(
+        f"Time of a decode step on real text, 4 beams\n{_where(rows)}", (9, 3.6), 2
+    )
     times = defaultdict(list)
     for batch in steps["fastgen"]:
         for active, seconds in batch[1:]:  # the first step is the prefill
             times[active].append(1000 * seconds)
     active = sorted(times)
-    left.plot(active, [statistics.median(times[n]) for n in active], "o-", color=FASTGEN, markersize=3, label="fastgen")
+    left.plot(
+        active,
+        [statistics.median(times[n]) for n in active],
+        "o-",
+        color=FASTGEN,
+        markersize=3,
+        label="fastgen",
+    )
     full = [1000 * s for batch in steps["stock"] for _, s in batch[1:]]
-    left.axhline(statistics.median(full), color=STOCK, label="transformers (never drops a sentence)")
+    left.axhline(
+        statistics.median(full), color=STOCK, label="transformers (never drops a sentence)"
+    )
     left.set_xlabel("rows still in the batch (4 beams each)")
     left.set_ylabel("milliseconds per step (median)")
     middle = len(steps["fastgen"]) // 2
     for name, colour in (("stock", STOCK), ("fastgen", FASTGEN)):
         line = [1000 * seconds for _, seconds in steps[name][middle][1:]]
-        right.plot(range(1, len(line) + 1), line, color=colour, label="transformers" if name == "stock" else name)
+        right.plot(
+            range(1, len(line) + 1),
+            line,
+            color=colour,
+            label="transformers" if name == "stock" else name,
+        )
     right.set_xlabel(f"step of batch {middle}")
     right.set_ylabel("milliseconds")
     for ax in (left, right):
@@ -229,20 +287,44 @@ def step_time(data: Data) -> Any:
         return None
     result = next(iter(rows.values()))["result"]
     cells = [cell for cell in result["cells"].values() if agrees(cell)]
-    names = {"new_tokens": "generated tokens", "batch": "sentences", "beams": "beams", "source": "source tokens"}
-    sizes = ", ".join(f"{result['sizes'][key]} {text}" for key, text in names.items() if key != "new_tokens")
-    figure, axes = panels(f"Time of a decode step; else {sizes}\n{_where(rows)}", (13, 3.4), len(names))
-    sides = (("stock", STOCK, "transformers"), ("fastgen", FASTGEN, "fastgen"), ("floor", GOAL, "floor"))
+    names = {
+        "new_tokens": "generated tokens",
+        "batch": "sentences",
+        "beams": "beams",
+        "source": "source tokens",
+    }
+    sizes = ", ".join(
+        f"{result['sizes'][key]} {text}" for key, text in names.items() if key != "new_tokens"
+    )
+    figure, axes = panels(
+        f"Time of a decode step; else {sizes}\n{_where(rows)}", (13, 3.4), len(names)
+    )
+    sides = (
+        ("stock", STOCK, "transformers"),
+        ("fastgen", FASTGEN, "fastgen"),
+        ("floor", GOAL, "floor"),
+    )
     for ax, (axis, text) in zip(axes, names.items(), strict=True):
-        mine = sorted((cell for cell in cells if cell["axis"] == axis), key=lambda cell: cell["value"])
+        mine = sorted(
+            (cell for cell in cells if cell["axis"] == axis), key=lambda cell: cell["value"]
+        )
         for side, colour, label in sides:
             steps = [cell["floor"] if side == "floor" else cell["steps"][side] for cell in mine]
             if axis == "new_tokens":
                 values = [1000 * seconds for seconds in steps[-1]] if steps else []
                 places = list(range(1, len(values) + 1))
             else:
-                places, values = [cell["value"] for cell in mine], [1000 * statistics.median(times) for times in steps]
-            style = {"linestyle": "--"} if side == "floor" else {} if axis == "new_tokens" else {"marker": "o"}
+                places, values = (
+                    [cell["value"] for cell in mine],
+                    [1000 * statistics.median(times) for times in steps],
+                )
+            style = (
+                {"linestyle": "--"}
+                if side == "floor"
+                else {}
+                if axis == "new_tokens"
+                else {"marker": "o"}
+            )
             ax.plot(places, values, color=colour, label=label, markersize=3, linewidth=1.2, **style)
         ax.set_xlabel(text)
         ax.set_ylim(bottom=0)
@@ -276,7 +358,12 @@ def bild(data: Data) -> Any:
     rows = {name: d for name, d in data.items() if d["kind"] == "bild"}
     if not rows:
         return None
-    cells = {name: c for d in rows.values() for name, c in d["result"]["cells"].items() if c["ratio"] is not None}
+    cells = {
+        name: c
+        for d in rows.values()
+        for name, c in d["result"]["cells"].items()
+        if c["ratio"] is not None
+    }
     sizes = sorted({cell["batch"] for cell in cells.values()})
     title = f"Big-little decoding over the large model alone, both by fastgen\n{_where(rows)}"
     figure, axes = panels(title, (4.4 * len(sizes), 3.8), len(sizes))
@@ -287,7 +374,9 @@ def bild(data: Data) -> Any:
                 points = [
                     (cell["ratio"], cell["bleu"])
                     for cell in mine.values()
-                    if cell["small"] == small and cell["point"] and (cell["point"]["rollback"] is None) == lossless
+                    if cell["small"] == small
+                    and cell["point"]
+                    and (cell["point"]["rollback"] is None) == lossless
                 ]
                 label = f"{small}, lossless" if lossless else small
                 ax.plot(*zip(*points, strict=True) if points else ((), ()), marker, color=colour, markersize=4,
@@ -295,8 +384,20 @@ def bild(data: Data) -> Any:
         for name, cell in mine.items():
             if not cell["point"]:
                 label = name.partition(", ")[2]
-                ax.plot(cell["ratio"], cell["bleu"], "x", color=PEER if cell["small"] else "black", markersize=5)
-                ax.annotate(label, (cell["ratio"], cell["bleu"]), fontsize=6, xytext=(3, 3), textcoords="offset points")
+                ax.plot(
+                    cell["ratio"],
+                    cell["bleu"],
+                    "x",
+                    color=PEER if cell["small"] else "black",
+                    markersize=5,
+                )
+                ax.annotate(
+                    label,
+                    (cell["ratio"], cell["bleu"]),
+                    fontsize=6,
+                    xytext=(3, 3),
+                    textcoords="offset points",
+                )
                 if label == "large alone":
                     ax.axhline(cell["bleu"], color=STOCK, linewidth=0.8)
         ax.axvline(1, color=STOCK, linewidth=0.8)

@@ -25,7 +25,16 @@ import torch
 import fastgen
 from benchmarks import runners
 from benchmarks.cases import CASES
-from benchmarks.harness import begin, chosen, folder_of, option, outcome_text, parser_of, positive, write_whole
+from benchmarks.harness import (
+    begin,
+    chosen,
+    folder_of,
+    option,
+    outcome_text,
+    parser_of,
+    positive,
+    write_whole,
+)
 from benchmarks.session import Session
 from benchmarks.setting import run_setting
 from benchmarks.step_time import over_floor_text, run_step_time
@@ -48,14 +57,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_gpu = args.device.startswith("cuda")
     peer = importlib.import_module(f"benchmarks.peer_{args.peer}") if args.peer else None
     names = args.case or [
-        name for name, case in CASES.items() if (on_gpu or not case.gpu) and (peer is None or peer.suits(case))
+        name
+        for name, case in CASES.items()
+        if (on_gpu or not case.gpu) and (peer is None or peer.suits(case))
     ]
     lines, equal = [], True
     for name in names:
-        case = runners.of_model(runners.sized(CASES[name], args.batch, args.scale == "tiny"), args.model)
+        case = runners.of_model(
+            runners.sized(CASES[name], args.batch, args.scale == "tiny"), args.model
+        )
         if on_gpu and case.gpu_target is not None:
             case = replace(case, target=case.gpu_target)
-        more = [args.peer] * bool(args.peer) + [args.dtype] * (args.dtype not in ("float32", "float64"))
+        more = [args.peer] * bool(args.peer) + [args.dtype] * (
+            args.dtype not in ("float32", "float64")
+        )
         file = folder / f"{'_'.join([case.name, *more])}.json"
         old = json.loads(file.read_text("utf-8")) if case.kind == "grid" and file.is_file() else {}
         cells = old.get("result", {}).get("cells", {})
@@ -92,24 +107,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def arguments() -> argparse.ArgumentParser:
     parser = parser_of("benchmarks", __doc__)
-    parser.add_argument("--case", nargs="+", choices=list(CASES), metavar="NAME", help="cases to run (default: all)")
-    parser.add_argument("--list", action="store_true", help="print the cases and their targets, and end")
+    parser.add_argument(
+        "--case", nargs="+", choices=list(CASES), metavar="NAME", help="cases to run (default: all)"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the cases and their targets, and end"
+    )
     option(parser, "rounds", help="rounds (default: the case's; for cells, at most)")
     option(parser, "threads")
     option(parser, "device")
     dtypes = ["float32", "float64", "float16", "bfloat16"]
-    parser.add_argument("--dtype", default="float32", choices=dtypes, help="default: float32; else the file says which")
-    parser.add_argument("--batch", type=positive, metavar="B", help="another batch size; the file's name says so")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=dtypes,
+        help="default: float32; else the file says which",
+    )
+    parser.add_argument(
+        "--batch", type=positive, metavar="B", help="another batch size; the file's name says so"
+    )
     option(parser, "scale")
-    parser.add_argument("--sentences", type=positive, metavar="N", help="first lines of the test text only (trained)")
+    parser.add_argument(
+        "--sentences",
+        type=positive,
+        metavar="N",
+        help="first lines of the test text only (trained)",
+    )
     parser.add_argument("--model", type=Path, metavar="DIR",
                         help="another Marian model than the example's (trained); the file's name says so")  # fmt: skip
-    parser.add_argument("--text", type=Path, metavar="FILE", help="what it translates, a sentence a line")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="what it translates, a sentence a line"
+    )
     parser.add_argument("--corpus", type=Path, metavar="DIR",
                         help="train, valid, test.{en,es} for fairseq_command (default: the example)")  # fmt: skip
     parser.add_argument("--cells", nargs="+", default=["*"], metavar="PATTERN",
                         help="cells of never_worse, as in small/batch4/beams*/source128 (default: all)")  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="leave out cells that the results file already holds")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out cells that the results file already holds"
+    )
     parser.add_argument(
         "--peer",
         choices=PEERS,
@@ -138,7 +173,9 @@ def write(file: Path, case: Any, args: argparse.Namespace, result: dict[str, Any
 
 def agreed(result: dict[str, Any]) -> bool:
     """Return whether all outputs agreed; a table of memory compares none."""
-    return all(map(agrees, result.get("cells", {}).values())) and ("equal" not in result or agrees(result))
+    return all(map(agrees, result.get("cells", {}).values())) and (
+        "equal" not in result or agrees(result)
+    )
 
 
 def table(case: Any, result: dict[str, Any]) -> list[str]:
@@ -154,7 +191,9 @@ def table(case: Any, result: dict[str, Any]) -> list[str]:
         return [f"{case.name} {key:<36}{outcome_text(cell)}{missed(cell, case.target)}"
                 for key, cell in result["cells"].items()]  # fmt: skip
     if "systems" in result:
-        lines = [f"{case.name} {name:<14}{seconds:8.3f} s" for name, seconds in result["systems"].items()]
+        lines = [
+            f"{case.name} {name:<14}{seconds:8.3f} s" for name, seconds in result["systems"].items()
+        ]
         over = [f"{case.name} fastgen over {name:<14}{figure['ratio']:.2f}x [{figure['low']:.2f}, {figure['high']:.2f}]"
                 + missed(figure, case.peer_target if name != "stock" else case.target)
                 for name, figure in result["over"].items()]  # fmt: skip
@@ -167,7 +206,11 @@ def table(case: Any, result: dict[str, Any]) -> list[str]:
 def missed(result: dict[str, Any], target: float | None) -> str:
     """Return a remark if the target was missed."""
     ratio = result.get("ratio")
-    return f"  BELOW TARGET {target:g}x" if target is not None and ratio is not None and ratio < target else ""
+    return (
+        f"  BELOW TARGET {target:g}x"
+        if target is not None and ratio is not None and ratio < target
+        else ""
+    )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,13 @@ def pair(case: Case, model: Any, session: Session, **how: Any) -> dict[str, Any]
     """Compare one `generate` call with itself unpatched: speed, peak memory, and how varied the output is."""
     inputs, options = case.inputs(model), case.generate_options
     result = compared(
-        model, inputs, options, case.batch * case.new_tokens, session, session.rounds or case.rounds, **how
+        model,
+        inputs,
+        options,
+        case.batch * case.new_tokens,
+        session,
+        session.rounds or case.rounds,
+        **how,
     )
     if measure.agrees(result) and not how:
         stock, patched = both(lambda: model.generate(**inputs, **options))
@@ -63,20 +69,29 @@ def run_best_batch(case: Case, session: Session) -> dict[str, Any]:
     """
     assert case.shape is not None
     model = case.shape.build(session.dtype, session.device)
-    rounds: dict[str, dict[int, list[float]]] = {"stock": {}, "fastgen": {}}  # seconds per sentence, by batch
+    rounds: dict[str, dict[int, list[float]]] = {
+        "stock": {},
+        "fastgen": {},
+    }  # seconds per sentence, by batch
     full: set[str] = set()
     ties, apart, hits = 0, "", Hits()
     for size in case.grid["batch"]:
         sized = replace(case, batch=size)
         inputs, options = sized.inputs(model), sized.generate_options
         outputs: list[Tensor] = []
-        for name, call in zip(rounds, both(lambda i=inputs, o=options: model.generate(**i, **o)), strict=True):
+        for name, call in zip(
+            rounds, both(lambda i=inputs, o=options: model.generate(**i, **o)), strict=True
+        ):
             if name in full:
                 continue
             try:
                 outputs.append(call())  # which warms it, too
                 times, _ = measure.interleave(
-                    (call,), session.rounds or case.rounds, lambda _: None, warmup=0, synchronize=session.synchronize
+                    (call,),
+                    session.rounds or case.rounds,
+                    lambda _: None,
+                    warmup=0,
+                    synchronize=session.synchronize,
                 )
             except torch.OutOfMemoryError:
                 full.add(name)
@@ -84,7 +99,9 @@ def run_best_batch(case: Case, session: Session) -> dict[str, Any]:
                 fastgen.release()
                 continue
             rounds[name][size] = [seconds / size for (seconds,) in times]
-            session.say(f"{name:<8}{size:>4} sentences: {1 / statistics.median(rounds[name][size]):.1f} per second")
+            session.say(
+                f"{name:<8}{size:>4} sentences: {1 / statistics.median(rounds[name][size]):.1f} per second"
+            )
         if not full:
             try:
                 verdict = Agreement(model, inputs, options)(*outputs)
@@ -101,12 +118,16 @@ def run_best_batch(case: Case, session: Session) -> dict[str, Any]:
     if not all(rounds.values()):
         return Outcome(False, ties, note=f"no batch fits: {case.grid['batch']}").to_dict()
     best = {
-        name: min(found, key=lambda size, found=found: statistics.median(found[size])) for name, found in rounds.items()
+        name: min(found, key=lambda size, found=found: statistics.median(found[size]))
+        for name, found in rounds.items()
     }
     pairs = list(zip(*(rounds[name][size] for name, size in best.items()), strict=True))
     ratio = measure.paired_ratio(*zip(*pairs, strict=True))
     outcome = Outcome(not apart, ties, pairs, *ratio, apart, within_noise=bool(apart))
-    medians = {name: {size: statistics.median(one) for size, one in found.items()} for name, found in rounds.items()}
+    medians = {
+        name: {size: statistics.median(one) for size, one in found.items()}
+        for name, found in rounds.items()
+    }
     return outcome.to_dict() | hits.since() | {"best_batch": best, "seconds_per_sentence": medians}
 
 
@@ -120,10 +141,18 @@ def run_fairseq(case: Case, session: Session) -> dict[str, Any]:
     source = torch.randint(4, len(model.dictionary), (case.batch, case.source), generator=generator)
     source[:, -1] = model.dictionary.eos()
     sample = {
-        "net_input": {"src_tokens": source.to(session.device), "src_lengths": torch.full((case.batch,), case.source)}
+        "net_input": {
+            "src_tokens": source.to(session.device),
+            "src_lengths": torch.full((case.batch,), case.source),
+        }
     }
     made = SequenceGenerator(
-        [model], model.dictionary, case.beams, max_len_b=case.new_tokens, min_len=case.new_tokens, **case.options
+        [model],
+        model.dictionary,
+        case.beams,
+        max_len_b=case.new_tokens,
+        min_len=case.new_tokens,
+        **case.options,
     )
     hits, agreement = Hits(), FairseqAgreement(model, made, sample)
     outcome = measure.compare(
@@ -157,9 +186,16 @@ def run_grid(case: Case, session: Session) -> dict[str, Any]:
             built[id(shape)] = tiny.shape.build(session.dtype, session.device)
         model = built[id(shape)]
         cells[key] = pair(tiny, model, session, precision=CELL_PRECISION, budget=CELL_BUDGET)
-        cells[key] |= {"batch": tiny.batch, "beams": tiny.beams, "source": tiny.source, "model": key.split("/", 1)[0]}
+        cells[key] |= {
+            "batch": tiny.batch,
+            "beams": tiny.beams,
+            "source": tiny.source,
+            "model": key.split("/", 1)[0],
+        }
         cells[key]["new_tokens"] = tiny.new_tokens
-        cells[key]["environment"] = measure.environment()  # cells of one file may come from several runs
+        cells[key]["environment"] = (
+            measure.environment()
+        )  # cells of one file may come from several runs
         session.say(f"{key:<40}{outcome_text(cells[key])}")
         session.save({"cells": cells})
     return {"cells": cells}
@@ -190,10 +226,16 @@ def translation(case: Case, session: Session) -> Translation:
             raise FileNotFoundError(f"needs {path}, which is not there")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = MarianMTModel.from_pretrained(folder, dtype=session.dtype).to(session.device).eval()
-    lines = source.read_text("utf-8").splitlines()[: session.sentences or (6 if session.tiny else None)]
+    lines = source.read_text("utf-8").splitlines()[
+        : session.sentences or (6 if session.tiny else None)
+    ]
     encoded_lines = [_ended(tokenizer(line, truncation=True)["input_ids"], model) for line in lines]
     size = 3 if session.tiny else case.batch
-    options = {"num_beams": case.beams, "max_new_tokens": 20 if session.tiny else case.new_tokens, **case.options}
+    options = {
+        "num_beams": case.beams,
+        "max_new_tokens": 20 if session.tiny else case.new_tokens,
+        **case.options,
+    }
     batches = [batch.inputs for batch in batches_of(encoded_lines, size, model)]
     return Translation(model, tokenizer, batches, options, len(lines))
 
@@ -217,7 +259,9 @@ def run_text(case: Case, session: Session) -> dict[str, Any]:
         return outputs
 
     hits, same = Hits(), Agreements(model, batches, options)
-    outcome = measure.compare(*both(translate), session.rounds or case.rounds, same, synchronize=session.synchronize)
+    outcome = measure.compare(
+        *both(translate), session.rounds or case.rounds, same, synchronize=session.synchronize
+    )
     generated = sum(int((ids[:, 1:] != model.config.pad_token_id).sum()) for ids in same.other)
     result = figures(outcome, generated) | hits.since() | {"sentences": what.sentences}
     if outcome.agrees:
@@ -246,7 +290,9 @@ def stock_steps(
             with step_clock(model, session) as stamps:
                 model.generate(**batch, **options)
             sentences = len(batch["input_ids"])
-            found.append([(sentences, after - before) for before, after in itertools.pairwise(stamps)])
+            found.append(
+                [(sentences, after - before) for before, after in itertools.pairwise(stamps)]
+            )
     return found
 
 
@@ -274,7 +320,11 @@ def run_memory(case: Case, session: Session) -> dict[str, Any]:
         assert inner.shape is not None
         model = inner.shape.build(session.dtype, session.device)
         inputs, options = inner.inputs(model), inner.generate_options
-        models[name] = {"expected": expected_bytes(model, inner.batch, inner.source, inner.beams, inner.new_tokens)}
+        models[name] = {
+            "expected": expected_bytes(
+                model, inner.batch, inner.source, inner.beams, inner.new_tokens
+            )
+        }
         for side, context in (("stock", fastgen.disabled), ("fastgen", nullcontext)):
             fastgen.release()
             probe, before, hits = KVProbe(model, inner.new_tokens), last_call(), Hits()
@@ -314,7 +364,9 @@ def of_model(case: Case, folder: Path | None) -> Case:
     if folder is None:
         return case
     if case.kind != "text":
-        raise ValueError(f"--model {folder} does not go with the case {case.name!r}, which has no model to exchange")
+        raise ValueError(
+            f"--model {folder} does not go with the case {case.name!r}, which has no model to exchange"
+        )
     what = f"the trained model {folder.name}, on text sorted by length; time per step"
     return replace(case, name=f"{case.name}_{folder.name}", help=what)
 
@@ -326,5 +378,7 @@ def sized(case: Case, batch: int | None, tiny: bool) -> Case:
     if batch is None:
         return case
     if case.kind not in ("generate", "text", "fairseq"):
-        raise ValueError(f"--batch {batch} does not go with the case {case.name!r}, which has its own batch sizes")
+        raise ValueError(
+            f"--batch {batch} does not go with the case {case.name!r}, which has its own batch sizes"
+        )
     return replace(case, name=f"{case.name}_batch{batch}", batch=batch)

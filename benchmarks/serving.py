@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     texts = (EXAMPLE / "test.en").read_text("utf-8").splitlines()[: args.clients * args.texts]
     if len(texts) < args.clients * args.texts:
-        raise SystemExit(f"{args.clients} clients of {args.texts} texts need more than the {len(texts)} there are")
+        raise SystemExit(
+            f"{args.clients} clients of {args.texts} texts need more than the {len(texts)} there are"
+        )
     generation = {"num_beams": args.beams, "max_new_tokens": args.new_tokens}
     reference = Reference(generation)
     print(f"{len(texts)} references, one text at a time", flush=True)
@@ -51,16 +53,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _server(args, generation, "stock") as stock, _server(args, generation, "fastgen") as ours:
         urls = {"stock": stock, "fastgen": ours}
         for url in urls.values():
-            asyncio.run(_load(url, texts[: args.clients], args.clients))  # what is kept for later calls
+            asyncio.run(
+                _load(url, texts[: args.clients], args.clients)
+            )  # what is kept for later calls
         rounds = []
         for number in range(args.rounds):
             order = list(urls) if number % 2 == 0 else list(urls)[::-1]
-            rounds.append({name: _round(urls[name], texts, args.clients, reference) for name in order})
+            rounds.append(
+                {name: _round(urls[name], texts, args.clients, reference) for name in order}
+            )
             print({name: {key: figure for key, figure in one.items() if key != "latencies"}
                    for name, one in rounds[-1].items()}, flush=True)  # fmt: skip
         status = {name: httpx.get(f"{url}/status", timeout=60).json() for name, url in urls.items()}
     result = _result(rounds)
-    more = {"environment": environment() | {"threads": int(args.cpus), "ray": version("ray")}, "status": status}
+    more = {
+        "environment": environment() | {"threads": int(args.cpus), "ray": version("ray")},
+        "status": status,
+    }
     write_result(args, "serving", result, help="a server on loopback, many clients", **more)
     print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=1))
     return 0 if result["equal"] else 1
@@ -94,7 +103,9 @@ def _round(url: str, texts: Sequence[str], clients: int, reference: Reference) -
     begin = time.perf_counter()
     answers = asyncio.run(_load(url, texts, clients))
     seconds = time.perf_counter() - begin
-    verdicts = [reference.verdict(text, answer) for text, (_, answer) in zip(texts, answers, strict=True)]
+    verdicts = [
+        reference.verdict(text, answer) for text, (_, answer) in zip(texts, answers, strict=True)
+    ]
     latencies = sorted(latency for latency, _ in answers)
     return {
         "seconds": seconds,
@@ -137,9 +148,17 @@ def _server(args: argparse.Namespace, generation: dict[str, Any], arm: str) -> I
         json.dumps(generation), "--cpus", str(args.cpus), "--batch-tokens", str(args.batch_tokens),
     ]  # fmt: skip
     # Ray gives a replica as many threads as it has processors, unless the environment says otherwise.
-    kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "FASTGEN")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("OMP_NUM_THREADS", "FASTGEN")
+    }
     process = subprocess.Popen(
-        command, env=kept | {"FASTGEN": ARMS[arm]}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command,
+        env=kept | {"FASTGEN": ARMS[arm]},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     try:
         assert process.stdout is not None
@@ -154,17 +173,25 @@ def _server(args: argparse.Namespace, generation: dict[str, Any], arm: str) -> I
 def _result(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """Figures over the rounds; none of speed where an answer was wrong or lost."""
     counts = {
-        name: {what: sum(one[name][what] for one in rounds) for what in ("equal", "near tie", "wrong", "lost")}
+        name: {
+            what: sum(one[name][what] for one in rounds)
+            for what in ("equal", "near tie", "wrong", "lost")
+        }
         for name in ARMS
     }
     equal = not any(count["wrong"] or count["lost"] for count in counts.values())
-    result: dict[str, Any] = {"equal": equal, "answers": counts, "near_ties": counts["fastgen"]["near tie"]}
+    result: dict[str, Any] = {
+        "equal": equal,
+        "answers": counts,
+        "near_ties": counts["fastgen"]["near tie"],
+    }
     if equal:
         seconds = [[one[name]["seconds"] for one in rounds] for name in ARMS]
         result |= dict(zip(("ratio", "low", "high"), paired_ratio(*seconds), strict=True))
         for name in ARMS:
             result[name] = {
-                key: statistics.median(one[name][key] for one in rounds) for key in ("texts_per_second", "p50", "p95")
+                key: statistics.median(one[name][key] for one in rounds)
+                for key in ("texts_per_second", "p50", "p95")
             }
         result["rounds"] = rounds
     return result
@@ -172,13 +199,29 @@ def _result(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("benchmarks.serving", __doc__)
-    parser.add_argument("--clients", type=positive, default=200, metavar="N", help="default: %(default)s")
-    parser.add_argument("--texts", type=positive, default=5, metavar="N", help="of each client (default: %(default)s)")
+    parser.add_argument(
+        "--clients", type=positive, default=200, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--texts",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="of each client (default: %(default)s)",
+    )
     option(parser, "rounds", default=5, help="default: %(default)s")
-    parser.add_argument("--beams", type=positive, default=4, metavar="N", help="default: %(default)s")
-    parser.add_argument("--new-tokens", type=positive, default=160, metavar="N", help="default: %(default)s")
-    parser.add_argument("--batch-tokens", type=positive, default=2048, metavar="N", help="default: %(default)s")
-    parser.add_argument("--cpus", type=positive, default=os.cpu_count(), metavar="N", help="of the server's replica")
+    parser.add_argument(
+        "--beams", type=positive, default=4, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--new-tokens", type=positive, default=160, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--batch-tokens", type=positive, default=2048, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--cpus", type=positive, default=os.cpu_count(), metavar="N", help="of the server's replica"
+    )
     option(parser, "out")
     return parser
 

@@ -60,7 +60,13 @@ class Hits:
 
 
 def compared(
-    model: Any, inputs: dict[str, Any], options: dict[str, Any], tokens: int, session: Session, rounds: int, **how: Any
+    model: Any,
+    inputs: dict[str, Any],
+    options: dict[str, Any],
+    tokens: int,
+    session: Session,
+    rounds: int,
+    **how: Any,
 ) -> dict[str, Any]:
     """One `generate` call of so many tokens beside itself unpatched, and what ran in it."""
     hits = Hits()

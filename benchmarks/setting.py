@@ -37,12 +37,18 @@ def run_setting(case: Case, session: Session) -> dict[str, Any]:
     def streamed(value: str) -> list[Tensor]:
         with _set(name, value):
             return list(
-                fastgen.generate_stream(model, sentences, max_tokens=case.batch * case.source, window=10**6, **options)
+                fastgen.generate_stream(
+                    model, sentences, max_tokens=case.batch * case.source, window=10**6, **options
+                )
             )
 
-    same = Agreements(model, [{"input_ids": ids[None].to(session.device)} for ids in sentences], options)
+    same = Agreements(
+        model, [{"input_ids": ids[None].to(session.device)} for ids in sentences], options
+    )
     hits, (before, now) = Hits(), (partial(streamed, value) for value in values)
-    outcome = compare(before, now, session.rounds or case.rounds, same, synchronize=session.synchronize)
+    outcome = compare(
+        before, now, session.rounds or case.rounds, same, synchronize=session.synchronize
+    )
     lengths = sorted(len(ids) - 1 for (ids,) in same.other)
     return outcome.to_dict() | hits.since() | {"sentences": len(sentences), "lengths": lengths}
 
@@ -50,14 +56,21 @@ def run_setting(case: Case, session: Session) -> dict[str, Any]:
 def _sentences(case: Case, model: Any) -> list[Tensor]:
     """Sources of half to all of the case's tokens."""
     generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(case.source // 2, case.source + 1, (case.batch * STREAM,), generator=generator)
+    lengths = torch.randint(
+        case.source // 2, case.source + 1, (case.batch * STREAM,), generator=generator
+    )
     vocabulary = model.config.vocab_size
     return [torch.randint(4, vocabulary - 1, (int(n),), generator=generator) for n in lengths]
 
 
 def _options(case: Case, model: Any) -> dict[str, Any]:
     ends = list(range(5, model.config.vocab_size - 1, ENDS))
-    return {"num_beams": case.beams, "max_new_tokens": case.new_tokens, "eos_token_id": ends, **case.options}
+    return {
+        "num_beams": case.beams,
+        "max_new_tokens": case.new_tokens,
+        "eos_token_id": ends,
+        **case.options,
+    }
 
 
 @contextmanager

@@ -54,11 +54,19 @@ class Looks:
 
     def machine(self) -> Iterator[tuple[str, Any]]:
         device, session = self.session.device, self.session
-        found: dict[str, Any] = {"copy_bytes_per_s": copy_bandwidth(device), "flop_per_s": product_rate(session)}
+        found: dict[str, Any] = {
+            "copy_bytes_per_s": copy_bandwidth(device),
+            "flop_per_s": product_rate(session),
+        }
         if device.startswith("cuda"):
             properties = torch.cuda.get_device_properties(device)
-            found |= {"multiprocessors": properties.multi_processor_count, "bytes": properties.total_memory}
-            found["nvidia_smi"] = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
+            found |= {
+                "multiprocessors": properties.multi_processor_count,
+                "bytes": properties.total_memory,
+            }
+            found["nvidia_smi"] = subprocess.run(
+                ["nvidia-smi"], capture_output=True, text=True
+            ).stdout
         yield "machine", found
 
     def call(self) -> Iterator[tuple[str, Any]]:
@@ -86,7 +94,11 @@ class Looks:
             }  # fmt: skip
 
     def profile(self) -> Iterator[tuple[str, Any]]:
-        key = "self_device_time_total" if self.session.device.startswith("cuda") else "self_cpu_time_total"
+        key = (
+            "self_device_time_total"
+            if self.session.device.startswith("cuda")
+            else "self_cpu_time_total"
+        )
         for case in self._cases():
             model = self._model(case, self.session.dtype)
             tables, counts = {}, []
@@ -94,11 +106,16 @@ class Looks:
                 sized = replace(case, new_tokens=tokens)
                 inputs, options = sized.inputs(model), sized.generate_options
                 model.generate(**inputs, **options)
-                events = profiled(partial(model.generate, **inputs, **options), self.session.device).key_averages()
+                events = profiled(
+                    partial(model.generate, **inputs, **options), self.session.device
+                ).key_averages()
                 counts.append(sum(event.count for event in events))
                 tables[tokens] = events.table(sort_by=key, row_limit=60, max_name_column_width=100)
             file = self.out / f"profile_batch{case.batch}.txt"
-            file.write_text("\n\n".join(f"{tokens} new tokens\n{table}" for tokens, table in tables.items()), "utf-8")
+            file.write_text(
+                "\n\n".join(f"{tokens} new tokens\n{table}" for tokens, table in tables.items()),
+                "utf-8",
+            )
             yield (
                 f"profile_batch{case.batch}",
                 {"launches_per_step": (counts[1] - counts[0]) / PROFILED, "table": file.name},
@@ -113,7 +130,10 @@ class Looks:
                 stock = model.generate(**inputs, **options)
             found = model.generate(**inputs, **options)
             same = [a == b for a, b in zip(stock.tolist(), found.tolist(), strict=True)]
-            yield f"exact_batch{case.batch}", {"equal": all(same), "sentences": len(same), "equal_sentences": sum(same)}
+            yield (
+                f"exact_batch{case.batch}",
+                {"equal": all(same), "sentences": len(same), "equal_sentences": sum(same)},
+            )
 
     def _cases(self) -> Iterator[Case]:
         case = CASES["gpu_bart_large"].tiny() if self.session.tiny else CASES["gpu_bart_large"]
@@ -146,7 +166,9 @@ def captures() -> Iterator[list[str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Take the looks that the arguments name; return 1 if one failed or found other tokens."""
     parser = parser_of("benchmarks.smoke", __doc__)
-    parser.add_argument("--look", nargs="+", choices=LOOKS, default=LOOKS, metavar="NAME", help="default: all")
+    parser.add_argument(
+        "--look", nargs="+", choices=LOOKS, default=LOOKS, metavar="NAME", help="default: all"
+    )
     option(parser, "device")
     option(parser, "scale", help="tiny: a test of the looks themselves")
     option(parser, "out")
@@ -164,7 +186,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 well &= found.get("equal", True)
                 print(
                     key,
-                    {name: value for name, value in found.items() if name not in ("step_seconds", "nvidia_smi")},
+                    {
+                        name: value
+                        for name, value in found.items()
+                        if name not in ("step_seconds", "nvidia_smi")
+                    },
                     flush=True,
                 )
                 _save(folder, args.look, results)
@@ -178,7 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _save(folder: Path, looks: Sequence[str], results: dict[str, Any]) -> None:
     name = "machine" if list(looks) == ["machine"] else "smoke"
-    write_whole(folder / f"{name}.json", {"kind": "smoke", "environment": environment(), "result": results})
+    write_whole(
+        folder / f"{name}.json", {"kind": "smoke", "environment": environment(), "result": results}
+    )
 
 
 if __name__ == "__main__":

@@ -37,11 +37,17 @@ def run_step_time(case: Case, session: Session) -> dict[str, Any]:
     for name, values in case.grid.items():
         for value in values:
             cell = replace(case, **{name: value})
-            found = pair(cell, model, session, precision=1.0, budget=0.0)  # no speed without the same output
+            found = pair(
+                cell, model, session, precision=1.0, budget=0.0
+            )  # no speed without the same output
             if agrees(found):
                 found["steps"] = _steps(cell, model, session)
-                found["floor"] = [floor(model, cell, t, bandwidth, rate) for t in range(1, cell.new_tokens - 1)]
-                found["over_floor"] = {side: _over(steps, found["floor"]) for side, steps in found["steps"].items()}
+                found["floor"] = [
+                    floor(model, cell, t, bandwidth, rate) for t in range(1, cell.new_tokens - 1)
+                ]
+                found["over_floor"] = {
+                    side: _over(steps, found["floor"]) for side, steps in found["steps"].items()
+                }
             key = f"{name}{value}"
             cells[key] = found | {"axis": name, "value": value}
             session.say(f"{key:<16}{outcome_text(found)}{over_floor_text(cell, found)}")
@@ -59,7 +65,9 @@ def _steps(case: Case, model: Any, session: Session) -> dict[str, list[float]]:
         report = last_call()
         assert report is not None
         ours.append([seconds for _, seconds in report.steps[:-1]])
-        stock.append([seconds for _, seconds in stock_steps(model, [inputs], options, session)[0][1:]])
+        stock.append(
+            [seconds for _, seconds in stock_steps(model, [inputs], options, session)[0][1:]]
+        )
     return {
         name: [statistics.median(step) for step in zip(*passes, strict=True)]
         for name, passes in (("fastgen", ours), ("stock", stock))
@@ -86,7 +94,11 @@ def floor(model: Any, case: Case, generated: int, bandwidth: float, rate: float)
     decoder = model.get_decoder()
     element = next(model.parameters()).element_size()
     linears = {name: m for name, m in decoder.named_modules() if isinstance(m, torch.nn.Linear)}
-    read = [m for name, m in linears.items() if not name.endswith(("encoder_attn.k_proj", "encoder_attn.v_proj"))]
+    read = [
+        m
+        for name, m in linears.items()
+        if not name.endswith(("encoder_attn.k_proj", "encoder_attn.v_proj"))
+    ]
     weights = sum(m.weight.numel() for m in (*read, model.get_output_embeddings()))
     products = 2 * case.batch * case.beams * weights / rate
     slots = case.source + case.beams * generated

@@ -13,7 +13,12 @@ from fastgen.cli.bench.measure import agrees
 MEGA = 2**20
 SPACE = "\N{NO-BREAK SPACE}"
 DIFFER, ROUNDED = "outputs differ", "differs within rounding"
-MACHINES = {"cpu-zen5": f"Zen{SPACE}5", "cpu": f"Zen{SPACE}4", "cpu-avx2": f"Zen{SPACE}3", "cpu-intel": "Intel"}
+MACHINES = {
+    "cpu-zen5": f"Zen{SPACE}5",
+    "cpu": f"Zen{SPACE}4",
+    "cpu-avx2": f"Zen{SPACE}3",
+    "cpu-intel": "Intel",
+}
 """What the tables call the machine of a folder of results; others go by the folder's name."""
 WHOLE_CALLS = ("generate", "best_batch", "text", "fairseq", "command")
 NOT_YET, NONE = "There are no results yet.", "–"
@@ -21,7 +26,10 @@ NOT_YET, NONE = "There are no results yet.", "–"
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Return a table in Markdown."""
-    lines = [tuple(head), *(tuple(cell.replace("|", r"\|").replace("\n", " ") for cell in row) for row in rows)]
+    lines = [
+        tuple(head),
+        *(tuple(cell.replace("|", r"\|").replace("\n", " ") for cell in row) for row in rows),
+    ]
     lines.insert(1, ("---",) * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -32,10 +40,15 @@ def machines() -> str:
     for name, data in _results():
         folder, place = name.partition("/")[0], data["environment"]
         device = place["gpu"] or f"{place['cpu'].partition(' (')[0]}, {place['threads']} threads"
-        versions = found.setdefault((_where(name), device, f"`{folder}/`"), {"transformers": set(), "torch": set()})
+        versions = found.setdefault(
+            (_where(name), device, f"`{folder}/`"), {"transformers": set(), "torch": set()}
+        )
         for package, seen in versions.items():
             seen.add(place[package].partition("+")[0])
-    rows = [(*row, *(", ".join(sorted(seen)) for seen in versions.values())) for row, versions in found.items()]
+    rows = [
+        (*row, *(", ".join(sorted(seen)) for seen in versions.values()))
+        for row, versions in found.items()
+    ]
     return table(("in the tables", "machine", "results", "transformers", "PyTorch"), rows)
 
 
@@ -49,12 +62,17 @@ def headline() -> str:
         "fairseq_big": "fairseq's big transformer, 16 sentences of 40 tokens",
     }
     found = {name: data["result"] for name, data in _results(*WHOLE_CALLS)}
-    for name, data in _results("peer"):  # where a case was measured in turn with a third system alone
+    for name, data in _results(
+        "peer"
+    ):  # where a case was measured in turn with a third system alone
         peer = data["arguments"]["peer"]
         ratio = data["result"]["over"]["stock"] | {"equal": agrees(data["result"])}
         found.setdefault(name.replace(f"_{peer}.json", ".json"), ratio)
     places = _places(found)
-    rows = ((text, *(_times(found.get(f"{place}/{case}.json")) for place in places)) for case, text in cases.items())
+    rows = (
+        (text, *(_times(found.get(f"{place}/{case}.json")) for place in places))
+        for case, text in cases.items()
+    )
     return table(("random weights at the real shapes", *map(_where, places)), rows)
 
 
@@ -76,7 +94,10 @@ def _speed(*kinds: str) -> str:
     for name, data in found.items():
         cases.setdefault(name.partition("/")[2], data["help"])
     rows = [
-        (f"{text} (`{case.removesuffix('.json')}`)", *(_cell(found.get(f"{place}/{case}")) for place in places))
+        (
+            f"{text} (`{case.removesuffix('.json')}`)",
+            *(_cell(found.get(f"{place}/{case}")) for place in places),
+        )
         for case, text in cases.items()
     ]
     return table(("case", *map(_where, places)), rows)
@@ -88,13 +109,23 @@ def _cell(data: dict[str, Any] | None) -> str:
     result = data["result"]
     if not agrees(result):
         return DIFFER
-    seconds = f"{result['baseline_seconds']:.3g} → {result['candidate_seconds']:.3g} s".replace(" ", SPACE)
+    seconds = f"{result['baseline_seconds']:.3g} → {result['candidate_seconds']:.3g} s".replace(
+        " ", SPACE
+    )
     return f"**{result['ratio']:.2f}** {_interval(result)}<br>{seconds}{'' if result['equal'] else f'<br>{ROUNDED}'}"
 
 
 def peers() -> str:
     """Whole calls beside another system's with the same weights, of all results files."""
-    head = ("case", "machine", "peer", "seconds", "over transformers", "over the peer", "same texts")
+    head = (
+        "case",
+        "machine",
+        "peer",
+        "seconds",
+        "over transformers",
+        "over the peer",
+        "same texts",
+    )
     names = {"ctranslate2": "CTranslate2", "compiled": "compiled"}
     rows: list[tuple[str, ...]] = []
     for file, data in _results("peer"):
@@ -106,7 +137,13 @@ def peers() -> str:
         seconds = ", ".join(f"{result['systems'][name]:.3g}" for name in ("stock", peer, "fastgen"))
         over = (_ratio(result["over"][name] | {"equal": True}) for name in ("stock", peer))
         same = result.get("same_texts", {}).get(peer)
-        texts = f"{same} of {result['sentences']}" if same is not None else "all tokens" if result["equal"] else ROUNDED
+        texts = (
+            f"{same} of {result['sentences']}"
+            if same is not None
+            else "all tokens"
+            if result["equal"]
+            else ROUNDED
+        )
         rows.append((*first, seconds, *over, texts))
     return table(head, rows)
 
@@ -119,20 +156,33 @@ def never_worse() -> str:
             continue
         cells = data["result"]["cells"].values()
         ratios = [cell["ratio"] for cell in cells if cell["equal"]]
-        rows.append((_where(name), f"{len(ratios)} of {len(cells)}", f"{min(ratios):.2f}", f"{max(ratios):.2f}"))
+        rows.append(
+            (
+                _where(name),
+                f"{len(ratios)} of {len(cells)}",
+                f"{min(ratios):.2f}",
+                f"{max(ratios):.2f}",
+            )
+        )
     return table(("machine", "calls with equal output", "lowest ratio", "highest ratio"), rows)
 
 
 def few_tokens() -> str:
     """Ratios of calls for few new tokens, of all results files."""
-    found: dict[tuple[str, str], dict[int, str]] = {}  # by what is a row, and the number of new tokens
+    found: dict[
+        tuple[str, str], dict[int, str]
+    ] = {}  # by what is a row, and the number of new tokens
     for name, data in _results("grid"):
         for cell in data["result"]["cells"].values() if data["case"] == "few_tokens" else ():
             row = found.setdefault((_where(name), f"{cell['batch']} x {cell['beams']}"), {})
             row[cell["new_tokens"]] = _ratio(cell)
     counts = sorted({count for row in found.values() for count in row})
     rows = [(*row, *(ratios.get(count, NONE) for count in counts)) for row, ratios in found.items()]
-    return table(("machine", "sentences x beams", *(f"{n} new" for n in counts)), rows) if rows else NOT_YET
+    return (
+        table(("machine", "sentences x beams", *(f"{n} new" for n in counts)), rows)
+        if rows
+        else NOT_YET
+    )
 
 
 def memory() -> str:

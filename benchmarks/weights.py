@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 QUERY_AND_KEY_GAIN = 1.5
 FEED_FORWARD_OUTPUTS = ("fc2", "DenseReluDense.wo", "mlp.c_proj")
-ATTENTION_OUTPUTS = ("self_attn.out_proj", "encoder_attn.out_proj", "SelfAttention.o", "EncDecAttention.o")
+ATTENTION_OUTPUTS = (
+    "self_attn.out_proj",
+    "encoder_attn.out_proj",
+    "SelfAttention.o",
+    "EncDecAttention.o",
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,10 @@ class Weights:
                 leaf = name.rsplit(".", 1)[-1]
                 if leaf in ("final_layer_norm", "ln_f") and module in in_decoder:
                     last_norm = module
-                if not isinstance(module, nn.Linear | nn.Embedding | Conv1D) or id(module.weight) in drawn:
+                if (
+                    not isinstance(module, nn.Linear | nn.Embedding | Conv1D)
+                    or id(module.weight) in drawn
+                ):
                     continue
                 weight = module.weight
                 if not weight.requires_grad:  # sinusoidal positions
@@ -63,8 +71,12 @@ class Weights:
                 if isinstance(module, nn.Embedding):
                     std = self.embedding
                 else:
-                    std = QUERY_AND_KEY_GAIN if leaf in ("q", "k", "q_proj", "k_proj") else self.gain
-                    std /= math.sqrt(weight.shape[0] if isinstance(module, Conv1D) else weight.shape[1])
+                    std = (
+                        QUERY_AND_KEY_GAIN if leaf in ("q", "k", "q_proj", "k_proj") else self.gain
+                    )
+                    std /= math.sqrt(
+                        weight.shape[0] if isinstance(module, Conv1D) else weight.shape[1]
+                    )
                     if leaf == "q":  # T5 does not scale its attention scores
                         std /= math.sqrt(model.config.d_kv)
                     if name.endswith(ATTENTION_OUTPUTS) and module in in_decoder:

@@ -12,8 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStream
 import fastgen
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--model", help="what from_pretrained takes (default: a tiny model with random weights)")
-parser.add_argument("messages", nargs="*", default=["What is a beam search?", "And what is a greedy one?"])
+parser.add_argument(
+    "--model", help="what from_pretrained takes (default: a tiny model with random weights)"
+)
+parser.add_argument(
+    "messages", nargs="*", default=["What is a beam search?", "And what is a greedy one?"]
+)
 args = parser.parse_args()
 
 if args.model is None:
@@ -28,7 +32,9 @@ chat = []
 for message in args.messages:
     print(f"user: {message}")
     chat.append({"role": "user", "content": message})
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     options = {"max_new_tokens": 64, "do_sample": False, "streamer": streamer}
     thread = Thread(target=model.generate, kwargs={**inputs, **options})

@@ -37,16 +37,22 @@ def as_fairseq(marian: torch.nn.Module, dictionary: Dictionary) -> TransformerMo
             "learned_pos": True,  # Marian's waves are not quite fairseq's
         }.items()
     }
-    limits = {f"max_{side}_positions": config.max_position_embeddings for side in ("source", "target")}
+    limits = {
+        f"max_{side}_positions": config.max_position_embeddings for side in ("source", "target")
+    }
     args = Namespace(**sizes, **limits, activation_fn="gelu", share_all_embeddings=True)
     base_architecture(args)
-    model = TransformerModel.build_model(args, Namespace(source_dictionary=dictionary, target_dictionary=dictionary))
+    model = TransformerModel.build_model(
+        args, Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    )
 
     weights = {name.removeprefix("model."): weight for name, weight in marian.state_dict().items()}
     vocabulary = weights["shared.weight"]
     for side in ("encoder", "decoder"):
         positions = weights[f"{side}.embed_positions.weight"]
-        weights[f"{side}.embed_positions.weight"] = torch.cat([positions[:2], positions])  # its first two are unused
+        weights[f"{side}.embed_positions.weight"] = torch.cat(
+            [positions[:2], positions]
+        )  # its first two are unused
         weights[f"{side}.embed_tokens.weight"] = torch.cat([vocabulary[:1], vocabulary])
     weights["decoder.output_projection.weight"] = weights["decoder.embed_tokens.weight"]
     model.load_state_dict(weights, strict=False)

@@ -29,7 +29,9 @@ def translate(model: torch.nn.Module) -> list[str]:
 
 
 torch.manual_seed(0)
-adapter = LoraConfig(r=4, lora_alpha=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+adapter = LoraConfig(
+    r=4, lora_alpha=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+)
 adapted = get_peft_model(model, adapter).eval()
 print(*translate(adapted), sep="\n")
 print(*translate(adapted.merge_and_unload()), sep="\n")

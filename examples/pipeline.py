@@ -31,6 +31,8 @@ class Translation(Pipeline):
 
 
 PIPELINE_REGISTRY.register_pipeline("text-to-text", Translation, pt_model=AutoModelForSeq2SeqLM)
-translate = pipeline("text-to-text", str(FOLDER / "model"), dtype="float32", device="cpu", batch_size=8)
+translate = pipeline(
+    "text-to-text", str(FOLDER / "model"), dtype="float32", device="cpu", batch_size=8
+)
 lines = (FOLDER / "test.en").read_text("utf-8").splitlines()[:16]
 print(*translate(lines, num_beams=4, max_new_tokens=128), sep="\n")

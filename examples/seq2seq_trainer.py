@@ -23,12 +23,16 @@ FOLDER = Path(__file__).parent / "en-es"
 
 tokenizer = AutoTokenizer.from_pretrained(FOLDER / "model")
 model = AutoModelForSeq2SeqLM.from_pretrained(FOLDER / "model", dtype="float32")
-sources, references = ((FOLDER / f"test.{side}").read_text("utf-8").splitlines()[:16] for side in ("en", "es"))
+sources, references = (
+    (FOLDER / f"test.{side}").read_text("utf-8").splitlines()[:16] for side in ("en", "es")
+)
 samples = [tokenizer(s, text_target=r) for s, r in zip(sources, references, strict=True)]
 
 
 def bleu(found: EvalPrediction) -> dict[str, float]:
-    ids = np.where(found.predictions >= 0, found.predictions, tokenizer.pad_token_id)  # -100 where texts end early
+    ids = np.where(
+        found.predictions >= 0, found.predictions, tokenizer.pad_token_id
+    )  # -100 where texts end early
     texts = [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
     print(*texts, sep="\n")
     return {"bleu": BLEU().corpus_score(texts, [references]).score}

@@ -12,7 +12,11 @@ from transformers import pipeline
 import fastgen
 
 parser = argparse.ArgumentParser()
-parser.add_argument("model", nargs="?", help="what from_pretrained takes (default: a tiny model with random weights)")
+parser.add_argument(
+    "model",
+    nargs="?",
+    help="what from_pretrained takes (default: a tiny model with random weights)",
+)
 args = parser.parse_args()
 
 if args.model is None:

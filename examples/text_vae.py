@@ -59,7 +59,9 @@ class TextVAE(nn.Module):
         dropped = ids.masked_fill(torch.rand(ids.shape) < 0.3, tokenizer.unk_token_id)
         inputs = torch.cat([self.prompt(latent), self.decoder.get_input_embeddings()(dropped)], 1)
         logits = self.decoder(inputs_embeds=inputs).logits[:, PREFIX - 1 : -1]
-        text = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), ignore_index=PAD, reduction="sum")
+        text = F.cross_entropy(
+            logits.flatten(0, 1), ids.flatten(), ignore_index=PAD, reduction="sum"
+        )
         kl = (mean**2 + log_variance.exp() - 1.0 - log_variance).sum() / 2
         return (text + kl_weight * kl) / len(ids)
 
@@ -70,7 +72,9 @@ def train(sentences: list[str]) -> TextVAE:
     optimizer = torch.optim.AdamW(vae.parameters(), lr=4e-3)
     for step in range(STEPS):
         chosen = torch.randint(len(sentences), (16,)).tolist()
-        ids = tokenizer([sentences[i] for i in chosen], return_tensors="pt", padding=True).input_ids[:, :24]
+        ids = tokenizer(
+            [sentences[i] for i in chosen], return_tensors="pt", padding=True
+        ).input_ids[:, :24]
         optimizer.zero_grad()
         vae.loss(ids, kl_weight=0.05 * min(1.0, step / STEPS * 2)).backward()
         nn.utils.clip_grad_norm_(vae.parameters(), 5.0)
@@ -87,7 +91,9 @@ with torch.no_grad():
 
 
 def generate() -> Tensor:
-    return vae.decoder.generate(inputs_embeds=prompt, num_beams=4, max_new_tokens=24, no_repeat_ngram_size=3)
+    return vae.decoder.generate(
+        inputs_embeds=prompt, num_beams=4, max_new_tokens=24, no_repeat_ngram_size=3
+    )
 
 
 for text in tokenizer.batch_decode(generate(), skip_special_tokens=True):
@@ -104,6 +110,8 @@ for _ in range(ROUNDS):
     took["with"] += middle - start
     took["without"] += time.perf_counter() - middle
     same = same and torch.equal(ours, stock)
-print(f"the same tokens: {same}; transformers takes {took['without'] / took['with']:.2f} times as long as fastgen")
+print(
+    f"the same tokens: {same}; transformers takes {took['without'] / took['with']:.2f} times as long as fastgen"
+)
 
 print(fastgen.status())

@@ -16,7 +16,10 @@ TEMPLATE = (
 def tiny_model() -> tuple[PreTrainedTokenizerFast, LlamaForCausalLM]:
     """Return a tokenizer with a chat template, and a Llama of two layers (float32, on the CPU)."""
     pieces = Tokenizer(models.BPE())
-    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    pieces.pre_tokenizer, pieces.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     special = ["<pad>", "<end>", "<user>", "<assistant>"]
     trainer = trainers.BpeTrainer(vocab_size=800, special_tokens=special, show_progress=False)
     pieces.train_from_iterator(TEXT.read_text("utf-8").splitlines(), trainer)

@@ -50,7 +50,9 @@ class Variable:
         value = environ.get(self.name, "").strip() or self.default
         if self.allowed and value not in self.allowed:
             problem = f"the value must be one of {', '.join(self.allowed)}"
-            raise VariableError(self.name, value, problem, f"unset it for the default, {self.default}")
+            raise VariableError(
+                self.name, value, problem, f"unset it for the default, {self.default}"
+            )
         return value
 
 
@@ -61,11 +63,28 @@ VARIABLES = (
         get_args(Mode),
         "0: `import fastgen` patches nothing; compat: only what toolkits fail without; fastgen.enable() patches all",
     ),
-    Variable("FASTGEN_SKIP", "", (), "comma-separated patches, or their dotted prefixes, that are left out"),
-    Variable("FASTGEN_OPS", "auto", get_args(Ops), "which implementation of the tensor operations runs"),
+    Variable(
+        "FASTGEN_SKIP",
+        "",
+        (),
+        "comma-separated patches, or their dotted prefixes, that are left out",
+    ),
+    Variable(
+        "FASTGEN_OPS", "auto", get_args(Ops), "which implementation of the tensor operations runs"
+    ),
     Variable("FASTGEN_STRICT", "0", ("0", "1"), "1: a fallback or a failed patch raises"),
-    Variable("FASTGEN_PARITY", "0", ("0", "1"), "1: run the toolkit's own code too and report the first divergence"),
-    Variable("FASTGEN_LINEAR", "auto", get_args(Linear), "how linear layers run on a CPU: in C, by oneDNN or MKL"),
+    Variable(
+        "FASTGEN_PARITY",
+        "0",
+        ("0", "1"),
+        "1: run the toolkit's own code too and report the first divergence",
+    ),
+    Variable(
+        "FASTGEN_LINEAR",
+        "auto",
+        get_args(Linear),
+        "how linear layers run on a CPU: in C, by oneDNN or MKL",
+    ),
     Variable(
         "FASTGEN_MEMORY",
         "auto",
@@ -73,17 +92,42 @@ VARIABLES = (
         "the most memory that copies of weights and kept buffers take; 0: keep none; auto: weights by what is free",
         "auto, a size like 2GiB or 500MB, 0",
     ),
-    Variable("FASTGEN_STEP", "auto", get_args(Step), "module: decode steps run through the model's own modules alone"),
+    Variable(
+        "FASTGEN_STEP",
+        "auto",
+        get_args(Step),
+        "module: decode steps run through the model's own modules alone",
+    ),
     Variable(
         "FASTGEN_GRAPHS",
         "auto",
         get_args(Graphs),
         "call: a GPU's decode steps are captured by every call; off: never",
     ),
-    Variable("FASTGEN_REFILL", "auto", get_args(Refill), "whether batches start beside others; auto: on a CPU"),
-    Variable("FASTGEN_REPORT", "0", ("0", "1"), "1: print a summary of all calls to stderr when the process ends"),
-    Variable("FASTGEN_FAIRSEQ_ALLOW", "", (), "comma-separated classes that a fairseq checkpoint you trust may hold"),
-    Variable("FASTGEN_CACHE_DIR", "", (), "folder for kept results; empty: fastgen in the platform's user cache"),
+    Variable(
+        "FASTGEN_REFILL",
+        "auto",
+        get_args(Refill),
+        "whether batches start beside others; auto: on a CPU",
+    ),
+    Variable(
+        "FASTGEN_REPORT",
+        "0",
+        ("0", "1"),
+        "1: print a summary of all calls to stderr when the process ends",
+    ),
+    Variable(
+        "FASTGEN_FAIRSEQ_ALLOW",
+        "",
+        (),
+        "comma-separated classes that a fairseq checkpoint you trust may hold",
+    ),
+    Variable(
+        "FASTGEN_CACHE_DIR",
+        "",
+        (),
+        "folder for kept results; empty: fastgen in the platform's user cache",
+    ),
 )
 
 
@@ -153,7 +197,9 @@ def read(environ: Mapping[str, str]) -> Settings:
         refill=cast(Refill, value["FASTGEN_REFILL"]),
         report=value["FASTGEN_REPORT"] == "1",
         fairseq_allow=_names(value["FASTGEN_FAIRSEQ_ALLOW"]),
-        cache_dir=_folder("FASTGEN_CACHE_DIR", folder) if folder else _user_cache(environ) / "fastgen",
+        cache_dir=_folder("FASTGEN_CACHE_DIR", folder)
+        if folder
+        else _user_cache(environ) / "fastgen",
     )
 
 
@@ -183,7 +229,9 @@ def _size(name: str, text: str) -> int | None:
     number, unit = cast(re.Match[str], re.match(r"([0-9]*\.?[0-9]*) *(.*)", text)).groups()
     if number.strip(".") and unit.lower() in _UNITS:
         return int(float(number) * _UNITS[unit.lower()])
-    problem = "the value must be a number of bytes, a size like 2GiB or 500MB, 0 to keep nothing, or auto"
+    problem = (
+        "the value must be a number of bytes, a size like 2GiB or 500MB, 0 to keep nothing, or auto"
+    )
     raise VariableError(name, text, problem, "unset it for the default, auto")
 
 

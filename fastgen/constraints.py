@@ -58,13 +58,19 @@ class DisjunctiveConstraint(Constraint):
 
     def __init__(self, nested_token_ids: list[list[int]]) -> None:
         if not isinstance(cast(Any, nested_token_ids), list) or not nested_token_ids:
-            raise ValueError(f"nested_token_ids must be a list of lists of token ids, not {nested_token_ids!r}")
+            raise ValueError(
+                f"nested_token_ids must be a list of lists of token ids, not {nested_token_ids!r}"
+            )
         if not all(map(_is_phrase, nested_token_ids)):
-            raise ValueError(f"nested_token_ids must be a list of lists of token ids, not {nested_token_ids!r}")
+            raise ValueError(
+                f"nested_token_ids must be a list of lists of token ids, not {nested_token_ids!r}"
+            )
         phrases = tuple(map(tuple, nested_token_ids))
         for i, phrase in enumerate(phrases):
             if any(other[: len(phrase)] == phrase for j, other in enumerate(phrases) if j != i):
-                raise ValueError(f"nested_token_ids: {list(phrase)} is the beginning of another of {nested_token_ids}")
+                raise ValueError(
+                    f"nested_token_ids: {list(phrase)} is the beginning of another of {nested_token_ids}"
+                )
         super().__init__(phrases)
 
 
@@ -128,7 +134,9 @@ class Progress:
 
     @classmethod
     def start(cls, constraints: Sequence[Constraint]) -> Progress:
-        return cls(tuple(constraints), None, 0, max(constraint.longest for constraint in constraints))
+        return cls(
+            tuple(constraints), None, 0, max(constraint.longest for constraint in constraints)
+        )
 
     @property
     def complete(self) -> bool:
@@ -165,7 +173,9 @@ class Progress:
                 return self._with(constraint, (token,), self.pending[:i] + self.pending[i + 1 :])
         return self
 
-    def _with(self, constraint: Constraint, begun: tuple[int, ...], pending: tuple[Constraint, ...]) -> Progress:
+    def _with(
+        self, constraint: Constraint, begun: tuple[int, ...], pending: tuple[Constraint, ...]
+    ) -> Progress:
         if begun in constraint.phrases:
             return Progress(pending, None, self.met + 1, self.longest)
         return Progress(pending, (constraint, begun), self.met, self.longest)

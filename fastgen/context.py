@@ -48,7 +48,9 @@ def isolated(function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
 
 
 _UNSET: Any = object()
-_callbacks: ContextVar[list[Callable[[], object]] | None] = ContextVar(f"{PREFIX}callbacks", default=None)
+_callbacks: ContextVar[list[Callable[[], object]] | None] = ContextVar(
+    f"{PREFIX}callbacks", default=None
+)
 
 
 def at_end(callback: Callable[[], object]) -> None:

@@ -79,5 +79,8 @@ def needs(*modules: str) -> str:
     message = f"needs {', '.join(modules)}"
     if not known:
         return message
-    quoted = (f'"{requirement}"' if set("<>[") & set(requirement) else requirement for requirement in known)
+    quoted = (
+        f'"{requirement}"' if set("<>[") & set(requirement) else requirement
+        for requirement in known
+    )
     return f"{message}: pip install {' '.join(quoted)}"

@@ -46,12 +46,24 @@ class Number:
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
         )
-        return None if good else f"must be {self}, not {f'{value:g}' if isinstance(value, float) else value}"
+        return (
+            None
+            if good
+            else f"must be {self}, not {f'{value:g}' if isinstance(value, float) else value}"
+        )
 
     def __str__(self) -> str:
         """Name the range: "at least 1", "above 0 and below 1"."""
-        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None) or "finite"
+        bounds = {
+            "at least": self.least,
+            "above": self.above,
+            "at most": self.most,
+            "below": self.below,
+        }
+        return (
+            " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+            or "finite"
+        )
 
 
 COUNT = Number(least=1)

@@ -103,18 +103,31 @@ def _calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     for row in rows():
         if row.only != "cpu":
             yield row.make(rig)[1]
-    for dims, (beams, groups) in itertools.product((32, 64, 128, 256), ((4, 1), (4, 8), (8, 8), (16, 8))):
+    for dims, (beams, groups) in itertools.product(
+        (32, 64, 128, 256), ((4, 1), (4, 8), (8, 8), (16, 8))
+    ):
         query = torch.zeros(1, beams, groups, dims, dtype=dtype)
         keys, mask = torch.zeros(1, 1, 1_104, dims, dtype=dtype), torch.zeros(1, 1, beams, 1_104)
         newest = beam_attention.Newest(*torch.zeros(2, beams, 1, dims, dtype=dtype))
-        for seen, new in ((None, None), (torch.tensor([1_000]), None), (torch.tensor([1_000]), newest)):
-            yield partial(beam_attention.beam_attention, query, keys, keys, mask, 1.0, seen=seen, newest=new)
+        for seen, new in (
+            (None, None),
+            (torch.tensor([1_000]), None),
+            (torch.tensor([1_000]), newest),
+        ):
+            yield partial(
+                beam_attention.beam_attention, query, keys, keys, mask, 1.0, seen=seen, newest=new
+            )
     for b, m, v, k in ((2, 4, 50_264, 8), (1, 16, 262_144, 64), (1, 1, 300, 1)):
         logits, scores = torch.zeros(b, m, v, dtype=dtype), torch.zeros(b, m)
-        tokens, banned = torch.zeros(b * m, 40).long(), torch.zeros(b * m, -(-v // 32), dtype=torch.int32)
+        tokens, banned = (
+            torch.zeros(b * m, 40).long(),
+            torch.zeros(b * m, -(-v // 32), dtype=torch.int32),
+        )
         changes = SparseUpdate(tokens, tokens.float(), tokens.float())
         updates = LogitsUpdates(changes, banned, torch.zeros(b * m).long())
-        yield partial(kbest, logits, scores, k, updates, logits[0, 0], 0.5, normalisers=True, without_nan=True)
+        yield partial(
+            kbest, logits, scores, k, updates, logits[0, 0], 0.5, normalisers=True, without_nan=True
+        )
         yield partial(best_of_log_probs, logits.float(), scores, k)
         yield partial(token_mask.add_tokens_, banned, tokens, v)
     keys, new = torch.zeros(4, 16, 600, 64, dtype=dtype), torch.zeros(16, 16, 1, 64, dtype=dtype)
@@ -123,7 +136,9 @@ def _calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     heads, angle = torch.zeros(16, 16, 64, dtype=dtype), torch.zeros(16, 1, 64, dtype=dtype)
     for start, neighbours in ((5, False), (torch.tensor([5]), True)):
         turn = rotation.Rotation(angle, angle, neighbours)
-        yield partial(rotation.turn_into_slots_, heads, heads, heads, turn, keys, keys.clone(), start)
+        yield partial(
+            rotation.turn_into_slots_, heads, heads, heads, turn, keys, keys.clone(), start
+        )
     yield partial(cache.move_sentences_, keys, torch.tensor([0]), torch.tensor([3]))
     for beams, steps in itertools.product((4, 16), (9, torch.tensor([9]))):
         parents, rows_of = torch.zeros(2, beams).long(), torch.zeros(2, beams, 512)
@@ -146,6 +161,8 @@ def _calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:  # what is there already would not be compiled, and nothing said of it
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # what is there already would not be compiled, and nothing said of it
         os.environ["TRITON_CACHE_DIR"] = folder
         main(sys.argv[1:])

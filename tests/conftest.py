@@ -24,7 +24,9 @@ os.environ["FASTGEN_CACHE_DIR"] = tempfile.mkdtemp(prefix="fastgen-tests-")
 atexit.register(shutil.rmtree, os.environ["FASTGEN_CACHE_DIR"], ignore_errors=True)
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared, so before fastgen.ops is imported
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # read when a kernel is declared, so before fastgen.ops is imported
+    )
     with contextlib.suppress(ModuleNotFoundError):
         from tests.support import interpreter
 
@@ -36,7 +38,10 @@ def pytest_configure() -> None:
     wanted = os.environ.get("EXPECT_TRANSFORMERS")
     found = _version("transformers")
     if wanted and found != wanted:
-        pytest.exit(f"EXPECT_TRANSFORMERS={wanted}, but transformers {found} is the one that would be imported", 4)
+        pytest.exit(
+            f"EXPECT_TRANSFORMERS={wanted}, but transformers {found} is the one that would be imported",
+            4,
+        )
     if os.environ.get("PRETEND_GPU") == "1":
         from tests.support.pretended import Pretended
 
@@ -137,7 +142,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in (*not_in_cover, *not_in_sample):
         item.add_marker(pytest.mark.slow)
     slow = sum(item.get_closest_marker("slow") is not None for item in items)
-    _counts(config).update(tests=len(items), sample=len(items) - slow, all=len(items) - len(not_in_cover))
+    _counts(config).update(
+        tests=len(items), sample=len(items) - slow, all=len(items) - len(not_in_cover)
+    )
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
@@ -158,7 +165,9 @@ def pytest_testnodedown(node: Any) -> None:
     _counts(node.config).update(getattr(node, "workeroutput", {}).get("fastgen_tests", {}))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     counts = _counts(config)
     if counts:
         terminalreporter.write_line(

@@ -23,7 +23,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 import transformers as tf
 from tqdm import tqdm
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
@@ -65,9 +70,13 @@ class Favour(Witness, LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.seen.append((input_ids.tolist(), tuple(scores.shape), scores.dtype))
         if self.variant == 0:
-            return scores + (input_ids.sum(1, keepdim=True) % 7 == 0) * torch.linspace(0, 2, scores.shape[1])
+            return scores + (input_ids.sum(1, keepdim=True) % 7 == 0) * torch.linspace(
+                0, 2, scores.shape[1]
+            )
         if self.variant == 1:
-            return scores.masked_fill_(torch.arange(scores.shape[1]) % 5 == input_ids.shape[1] % 5, -torch.inf)
+            return scores.masked_fill_(
+                torch.arange(scores.shape[1]) % 5 == input_ids.shape[1] % 5, -torch.inf
+            )
         return torch.full_like(scores, -torch.inf if self.variant == 2 else torch.nan)
 
 
@@ -90,7 +99,11 @@ class Allowed(Witness):
     def __call__(self, sentence: int, ids: torch.Tensor) -> list[int]:
         self.seen.append((sentence, ids.tolist()))
         several = [zoo.EOS, 4 + sentence, 10 + len(ids) % 5, 30, 31]
-        return (several, [4 + len(ids) % 3], [zoo.EOS] if (sentence + len(ids)) % 3 == 0 else several)[self.variant]
+        return (
+            several,
+            [4 + len(ids) % 3],
+            [zoo.EOS] if (sentence + len(ids)) % 3 == 0 else several,
+        )[self.variant]
 
 
 class Listener(Witness, BaseStreamer):
@@ -127,7 +140,9 @@ class Call:
     def __str__(self) -> str:
         sizes = f"kbest in groups: {self.small}, cache growth: {self.growth}, torch seed: {self.torch_seed}"
         sizes += f", around: {self.around}" if self.around else ""
-        return f"{self.family} ({sizes})\n  " + "\n  ".join(f"{k}={_short(v)}" for k, v in self.kwargs.items())
+        return f"{self.family} ({sizes})\n  " + "\n  ".join(
+            f"{k}={_short(v)}" for k, v in self.kwargs.items()
+        )
 
 
 def _short(value: Any) -> str:
@@ -176,12 +191,16 @@ def _lengths(r: Random, call: Call) -> Drawn:
 
 def _returned(r: Random, call: Call) -> Drawn:
     names = ("output_scores", "output_logits", "output_hidden_states")
-    return {"return_dict_in_generate": r.random() < 0.9} | {name: True for name in names if r.random() < 0.6}
+    return {"return_dict_in_generate": r.random() < 0.9} | {
+        name: True for name in names if r.random() < 0.6
+    }
 
 
 def _attentions(r: Random, call: Call) -> Drawn:
     # Else sdpa, which has none: what the toolkit does then is compared too.
-    if r.random() < 0.8 and (call.encoder_decoder or not bool((call.kwargs["input_ids"] == zoo.PAD).any())):
+    if r.random() < 0.8 and (
+        call.encoder_decoder or not bool((call.kwargs["input_ids"] == zoo.PAD).any())
+    ):
         call.model = model_of(call.family, call.model.dtype, "eager")
     return {"return_dict_in_generate": True, "output_attentions": True}
 
@@ -221,7 +240,9 @@ def _encoder_outputs(r: Random, call: Call) -> Drawn:
         return {}
     with torch.no_grad():
         mask = call.kwargs.get("attention_mask")
-        outputs = call.model.get_encoder()(call.kwargs["input_ids"], attention_mask=mask, return_dict=True)
+        outputs = call.model.get_encoder()(
+            call.kwargs["input_ids"], attention_mask=mask, return_dict=True
+        )
     if r.random() < 0.5:
         del call.kwargs["input_ids"]
     return {"encoder_outputs": outputs}
@@ -241,7 +262,11 @@ def _positions(r: Random, call: Call) -> Drawn:
 def _token_types(r: Random, call: Call) -> Drawn:
     if call.family != "gpt2":
         return {}
-    return {"token_type_ids": torch.tensor([[r.randrange(4) for _ in range(call.length)]] * call.sentences)}
+    return {
+        "token_type_ids": torch.tensor(
+            [[r.randrange(4) for _ in range(call.length)]] * call.sentences
+        )
+    }
 
 
 def _given_past(r: Random, call: Call) -> Drawn:
@@ -249,7 +274,11 @@ def _given_past(r: Random, call: Call) -> Drawn:
     if call.family == "unilm":  # takes none: it would hold the source, too
         return {}
     config, filled = call.model.config, r.random() < 0.8
-    cache: Any = tf.StaticCache(config, max_cache_len=80) if r.random() < 0.3 else tf.DynamicCache(config=config)
+    cache: Any = (
+        tf.StaticCache(config, max_cache_len=80)
+        if r.random() < 0.3
+        else tf.DynamicCache(config=config)
+    )
     if call.encoder_decoder:
         cache = tf.EncoderDecoderCache(cache, tf.DynamicCache(config=config))
     if filled and "input_ids" in call.kwargs and call.kwargs["input_ids"].shape[1] > 1:
@@ -257,23 +286,33 @@ def _given_past(r: Random, call: Call) -> Drawn:
         rows = call.kwargs.get("num_return_sequences", 1) if rows == 1 else rows
         rows = r.choice([1, 2]) if r.random() < 0.1 else rows
         names = ("input_ids", "attention_mask", "decoder_input_ids")
-        seen = {name: call.kwargs[name].repeat_interleave(rows, 0) for name in names if name in call.kwargs}
+        seen = {
+            name: call.kwargs[name].repeat_interleave(rows, 0)
+            for name in names
+            if name in call.kwargs
+        }
         if call.encoder_decoder:
-            prompt = seen.setdefault("decoder_input_ids", torch.full((call.sentences * rows, 1), zoo.START))
+            prompt = seen.setdefault(
+                "decoder_input_ids", torch.full((call.sentences * rows, 1), zoo.START)
+            )
             call.kwargs.setdefault("decoder_attention_mask", torch.ones_like(prompt[::rows]))
             seen["decoder_input_ids"] = prompt[:, :-1] if prompt.shape[1] > 1 else prompt
         else:
             past = r.randint(1, seen["input_ids"].shape[1] - 1)
             seen = {name: value[:, :past] for name, value in seen.items()}
             if "attention_mask" in call.kwargs and r.random() < 0.3:
-                call.kwargs["input_ids"] = call.kwargs["input_ids"][:, past:]  # the mask is that of the whole text
+                call.kwargs["input_ids"] = call.kwargs["input_ids"][
+                    :, past:
+                ]  # the mask is that of the whole text
         with torch.no_grad():
             call.model(**seen, **{CACHE: cache})
     return {CACHE: cache}
 
 
 def _alone(r: Random, call: Call) -> Drawn:
-    call.model = model_of(call.family, call.model.dtype, call.model.config._attn_implementation, alone=True)
+    call.model = model_of(
+        call.family, call.model.dtype, call.model.config._attn_implementation, alone=True
+    )
     return {}
 
 
@@ -307,7 +346,9 @@ def _switched(name: str) -> Callable[[Random, Call], Drawn]:
     return lambda r, _: {name: True}
 
 
-def _witness(name: str, kind: Callable[[int], Any], *variants: int) -> Callable[[Random, Call], Drawn]:
+def _witness(
+    name: str, kind: Callable[[int], Any], *variants: int
+) -> Callable[[Random, Call], Drawn]:
     return lambda r, _: {name: kind(r.choice(variants))}
 
 
@@ -322,7 +363,9 @@ OPTIONS: dict[str, Option] = {
     "sampling": Option(0.35, _pick("do_sample", True)),
     "sequences": Option(0.3, _pick("num_return_sequences", 1, 2, 2, 3, 5)),
     "lengths": Option(0.97, _lengths),
-    "length penalty": Option(0.35, _pick("length_penalty", -2.0, -1.0, -0.3, 0.0, 0.4, 0.6, 1.0, 2.0, 5)),
+    "length penalty": Option(
+        0.35, _pick("length_penalty", -2.0, -1.0, -0.3, 0.0, 0.4, 0.6, 1.0, 2.0, 5)
+    ),
     "early stopping": Option(0.4, _pick("early_stopping", True, "never", False)),
     # What draws are made from.
     "temperature": Option(0.15, _pick("temperature", 0.1, 0.7, 1.0, 1.3, 3.0)),
@@ -334,32 +377,51 @@ OPTIONS: dict[str, Option] = {
     "epsilon": Option(0.06, _pick("epsilon_cutoff", 1e-3, 0.2)),
     "eta": Option(0.06, _pick("eta_cutoff", 1e-3, 0.2)),
     # What is banned, forced or shifted.
-    "minimum": Option(0.15, lambda r, _: {r.choice(["min_length", "min_new_tokens"]): r.randint(0, 18)}),
+    "minimum": Option(
+        0.15, lambda r, _: {r.choice(["min_length", "min_new_tokens"]): r.randint(0, 18)}
+    ),
     "repetition": Option(0.15, _between("repetition_penalty", 0.5, 2.5)),
     "encoder repetition": Option(0.08, _between("encoder_repetition_penalty", 0.5, 2.5)),
     "n-grams": Option(0.3, _pick("no_repeat_ngram_size", 0, 1, 2, 2, 3, 3, 4)),
     "encoder n-grams": Option(0.1, _pick("encoder_no_repeat_ngram_size", 1, 2, 3, 4)),
     "bad words": Option(0.15, lambda r, _: {"bad_words_ids": _words(r, 4)}),
-    "single bad words": Option(0.1, lambda r, _: {"bad_words_ids": [[token] for token in _tokens(r, 30)]}),
+    "single bad words": Option(
+        0.1, lambda r, _: {"bad_words_ids": [[token] for token in _tokens(r, 30)]}
+    ),
     "bias": Option(
-        0.12, lambda r, _: {"sequence_bias": {tuple(w): r.choice([-50.0, -2.5, 0.5, 4.0]) for w in _words(r, 5)}}
+        0.12,
+        lambda r, _: {
+            "sequence_bias": {tuple(w): r.choice([-50.0, -2.5, 0.5, 4.0]) for w in _words(r, 5)}
+        },
     ),
     "suppress": Option(0.12, lambda r, _: {"suppress_tokens": _tokens(r, r.choice([2, 30]), 0)}),
-    "suppress first": Option(0.12, lambda r, _: {"begin_suppress_tokens": _tokens(r, r.choice([2, 30]), 0)}),
+    "suppress first": Option(
+        0.12, lambda r, _: {"begin_suppress_tokens": _tokens(r, r.choice([2, 30]), 0)}
+    ),
     "forced first": Option(0.1, lambda r, _: {"forced_bos_token_id": r.randrange(V)}),
-    "forced last": Option(0.12, lambda r, _: {"forced_eos_token_id": r.choice([zoo.EOS, _token(r), _tokens(r, 3)])}),
+    "forced last": Option(
+        0.12, lambda r, _: {"forced_eos_token_id": r.choice([zoo.EOS, _token(r), _tokens(r, 3)])}
+    ),
     "decay": Option(
-        0.1, lambda r, _: {"exponential_decay_length_penalty": (r.randint(0, 8), r.choice([0.7, 1.01, 1.3, 3.0]))}
+        0.1,
+        lambda r, _: {
+            "exponential_decay_length_penalty": (r.randint(0, 8), r.choice([0.7, 1.01, 1.3, 3.0]))
+        },
     ),
     "renormalize": Option(0.15, _switched("renormalize_logits")),
     "remove invalid": Option(0.1, _switched("remove_invalid_values")),
     "guidance": Option(0.05, _pick("guidance_scale", 1.0, 1.5, 3.0)),
     "watermark": Option(
-        0.03, lambda r, _: {"watermarking_config": tf.WatermarkingConfig(bias=r.choice([0.5, 3.0]), context_width=1)}
+        0.03,
+        lambda r, _: {
+            "watermarking_config": tf.WatermarkingConfig(bias=r.choice([0.5, 3.0]), context_width=1)
+        },
     ),
     # Where a text ends.
     "ends": Option(0.35, lambda r, _: {"eos_token_id": _tokens(r, r.choice([1, 2, 6, 20]))}),
-    "end is padding": Option(0.08, lambda r, _: dict.fromkeys(("eos_token_id", "pad_token_id"), _token(r))),
+    "end is padding": Option(
+        0.08, lambda r, _: dict.fromkeys(("eos_token_id", "pad_token_id"), _token(r))
+    ),
     "padding": Option(0.15, lambda r, _: {"pad_token_id": r.choice([0, 1, _token(r)])}),
     "time": Option(0.05, _pick("max_time", 1000.0, 1e-9)),
     "stop strings": Option(0.04, _stop_strings),
@@ -367,10 +429,24 @@ OPTIONS: dict[str, Option] = {
     "allowed": Option(0.08, _witness("prefix_allowed_tokens_fn", Allowed, 0, 0, 1, 2)),
     "processor": Option(
         0.1,
-        _witness("logits_processor", lambda variant: LogitsProcessorList([Favour(variant)]), 0, 0, 0, 1, 1, 1, 2, 3),
+        _witness(
+            "logits_processor",
+            lambda variant: LogitsProcessorList([Favour(variant)]),
+            0,
+            0,
+            0,
+            1,
+            1,
+            1,
+            2,
+            3,
+        ),
     ),
     "criterion": Option(
-        0.1, _witness("stopping_criteria", lambda variant: StoppingCriteriaList([Stops(variant)]), 0, 1, 2)
+        0.1,
+        _witness(
+            "stopping_criteria", lambda variant: StoppingCriteriaList([Stops(variant)]), 0, 1, 2
+        ),
     ),
     "streamer": Option(0.06, _streamer),
     # What goes in and comes out.
@@ -393,7 +469,9 @@ OPTIONS: dict[str, Option] = {
 
 
 @functools.cache
-def model_of(family: str, dtype: torch.dtype, attention: str = "", seed: int = 0, alone: bool = False) -> Any:
+def model_of(
+    family: str, dtype: torch.dtype, attention: str = "", seed: int = 0, alone: bool = False
+) -> Any:
     model = zoo.build(family, dtype, seed)
     if attention:
         model.set_attn_implementation(attention)
@@ -406,10 +484,14 @@ def tokenizer() -> Any:
     from tokenizers import Tokenizer, models
 
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(V)}, unk_token="t1"))
-    return tf.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t1", pad_token="t0", eos_token="t2")
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="t1", pad_token="t0", eos_token="t2"
+    )
 
 
-def draw(r: Random, families: Sequence[str] = tuple(zoo.FAMILIES), dtype: torch.dtype = torch.float64) -> Call:
+def draw(
+    r: Random, families: Sequence[str] = tuple(zoo.FAMILIES), dtype: torch.dtype = torch.float64
+) -> Call:
     """Draw a call from the table."""
     family = r.choice(families)
     attention = {0: "eager", 1: zoo.OWN_ATTENTION}.get(int(r.random() * 10), "")
@@ -424,15 +506,28 @@ def draw(r: Random, families: Sequence[str] = tuple(zoo.FAMILIES), dtype: torch.
         padding = "none"
     inputs = zoo.batch(model, sentences, length, padding, seed=r.randrange(1 << 30))
     call = Call(
-        family, model, inputs, sentences, length, r.randrange(1 << 30), r.random() < 0.7, r.choice([1, 2, 5, 32])
+        family,
+        model,
+        inputs,
+        sentences,
+        length,
+        r.randrange(1 << 30),
+        r.random() < 0.7,
+        r.choice([1, 2, 5, 32]),
     )
-    few = r.random() < 0.5  # half of the calls combine few options, so that those reach the decoding loops
+    few = (
+        r.random() < 0.5
+    )  # half of the calls combine few options, so that those reach the decoding loops
     for option in OPTIONS.values():
         if r.random() < option.chance * (0.4 if few else 1.0):
             call.kwargs |= option.draw(r, call)
-    call.around = {name: r.randrange(1 << 30) for name in SURROUNDINGS if r.random() < (0.05 if few else 0.02)}
+    call.around = {
+        name: r.randrange(1 << 30) for name in SURROUNDINGS if r.random() < (0.05 if few else 0.02)
+    }
     if any(_has(call, name) for name in ("sequence_bias", "bad_words_ids")):
-        call.around.pop("default_dtype", None)  # transformers makes their tensors in it, and then cannot use them
+        call.around.pop(
+            "default_dtype", None
+        )  # transformers makes their tensors in it, and then cannot use them
     return call
 
 
@@ -466,7 +561,9 @@ def surrounded(call: Call) -> Iterator[None]:
 def check(call: Call, tolerance: float = 1e-9) -> BaseException | None:
     """Assert that fastgen changes nothing about a call; return the exception that both runs raised, if any."""
     if call.family == "gemma2" or call.model.config._attn_implementation == "eager":
-        tolerance = max(tolerance, 1e-3)  # stock's eager attentions compute their softmax in float32
+        tolerance = max(
+            tolerance, 1e-3
+        )  # stock's eager attentions compute their softmax in float32
     Witness.made.clear()
     decide.refused.clear()  # each call finds out by itself
     with small_sizes(call), surrounded(call):
@@ -474,7 +571,9 @@ def check(call: Call, tolerance: float = 1e-9) -> BaseException | None:
     half = len(Witness.made) // 2
     for ours, stock in zip(Witness.made[:half], Witness.made[half:], strict=True):
         if result.error is None:
-            assert ours.seen == stock.seen, f"{ours!r} was called otherwise: {ours.seen} instead of {stock.seen}"
+            assert ours.seen == stock.seen, (
+                f"{ours!r} was called otherwise: {ours.seen} instead of {stock.seen}"
+            )
     return result.error
 
 
@@ -519,7 +618,9 @@ class Tally:
     differences: list[int] = field(default_factory=list)
 
 
-def fuzz(n: int, seed: int, families: Sequence[str], dtype: torch.dtype, tolerance: float, verbose: bool) -> Tally:
+def fuzz(
+    n: int, seed: int, families: Sequence[str], dtype: torch.dtype, tolerance: float, verbose: bool
+) -> Tally:
     """Compare n calls, printing each difference."""
     tally = Tally()
     for number in tqdm(range(seed, seed + n), unit="call", disable=None):
@@ -542,17 +643,23 @@ def fuzz(n: int, seed: int, families: Sequence[str], dtype: torch.dtype, toleran
                 command = f"python -m tests.fuzz --seed {number} -n 1"
                 if len(families) < len(zoo.FAMILIES):
                     command += f" --family {' '.join(families)}"
-                tqdm.write(f"DIFFERENCE: {command}\n{call}\n  {str(difference)[:1500]}\n", file=sys.stderr)
+                tqdm.write(
+                    f"DIFFERENCE: {command}\n{call}\n  {str(difference)[:1500]}\n", file=sys.stderr
+                )
             else:
                 tally.rounded.append(number)
     return tally
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("-n", type=int, default=1000, help="how many calls")
     parser.add_argument("--seed", type=int, default=0, help="the first call's number")
-    parser.add_argument("--family", nargs="+", choices=tuple(zoo.FAMILIES), default=tuple(zoo.FAMILIES))
+    parser.add_argument(
+        "--family", nargs="+", choices=tuple(zoo.FAMILIES), default=tuple(zoo.FAMILIES)
+    )
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
     parser.add_argument("--verbose", action="store_true", help="print every call")
     given = parser.parse_args(arguments)
@@ -563,16 +670,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.n, given.seed, given.family, getattr(torch, given.dtype), 1e-9 if given.dtype == "float64" else 1e-4,
         given.verbose,
     )  # fmt: skip
-    print(f"{tally.calls} calls: {hits() - served} loops run by fastgen, {sum(tally.raised.values())} raised alike")
+    print(
+        f"{tally.calls} calls: {hits() - served} loops run by fastgen, {sum(tally.raised.values())} raised alike"
+    )
     for name, count in tally.raised.most_common():
         print(f"  raised {name}: {count}")
     for reason, count in (Counter(fallbacks()) - before).most_common():
         print(f"  fell back, {reason}: {count}")
     if tally.rounded:
-        print(f"  equal tokens, scores a rounding of float32 apart: {len(tally.rounded)}, seeds {tally.rounded}")
+        print(
+            f"  equal tokens, scores a rounding of float32 apart: {len(tally.rounded)}, seeds {tally.rounded}"
+        )
     if tally.near_ties:
-        print(f"  transformers' own output differs by an ulp, too: {len(tally.near_ties)}, seeds {tally.near_ties}")
-    print(f"{len(tally.differences)} differences{f': seeds {tally.differences}' if tally.differences else ''}")
+        print(
+            f"  transformers' own output differs by an ulp, too: {len(tally.near_ties)}, seeds {tally.near_ties}"
+        )
+    print(
+        f"{len(tally.differences)} differences{f': seeds {tally.differences}' if tally.differences else ''}"
+    )
     return int(bool(tally.differences))
 
 

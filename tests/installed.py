@@ -8,7 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["FASTGEN_OPS"] = "native" if sys.argv[1:] == ["native"] else "auto"  # native: in C on every processor
+os.environ["FASTGEN_OPS"] = (
+    "native" if sys.argv[1:] == ["native"] else "auto"
+)  # native: in C on every processor
 
 import torch
 from transformers import MarianConfig, MarianMTModel
@@ -38,8 +40,12 @@ def main(expected: str) -> None:
     status = fastgen.status()
     assert [call.not_accelerated for call in status.calls] == [0], str(status)
     in_c = sum(paths.get("native", 0) for paths in status.operations.values())
-    assert (in_c > 0, native.found().library is not None) == ((expected == "native"),) * 2, str(status)
-    print(f"fastgen {fastgen.__version__} in {PACKAGE}: same output; operations in C: {status.native}")
+    assert (in_c > 0, native.found().library is not None) == ((expected == "native"),) * 2, str(
+        status
+    )
+    print(
+        f"fastgen {fastgen.__version__} in {PACKAGE}: same output; operations in C: {status.native}"
+    )
 
 
 if __name__ == "__main__":

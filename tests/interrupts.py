@@ -37,7 +37,9 @@ _CAUSAL: dict[str, Any] = SIZES | {
     "num_key_value_heads": 2, "initializer_range": 0.3, "bos_token_id": 1,
 }  # fmt: skip
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "bart": lambda: tf.BartForConditionalGeneration(tf.BartConfig(**_SEQ2SEQ, forced_eos_token_id=None)),
+    "bart": lambda: tf.BartForConditionalGeneration(
+        tf.BartConfig(**_SEQ2SEQ, forced_eos_token_id=None)
+    ),
     "marian": lambda: tf.MarianMTModel(tf.MarianConfig(**_SEQ2SEQ, forced_eos_token_id=None)),
     "t5": lambda: tf.T5ForConditionalGeneration(
         tf.T5Config(
@@ -52,7 +54,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         )
     ),
     "gpt2": lambda: tf.GPT2LMHeadModel(
-        tf.GPT2Config(**SIZES, n_embd=64, n_layer=2, n_head=4, initializer_range=0.3, bos_token_id=1)
+        tf.GPT2Config(
+            **SIZES, n_embd=64, n_layer=2, n_head=4, initializer_range=0.3, bos_token_id=1
+        )
     ),
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_CAUSAL)),
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**_CAUSAL, head_dim=16)),
@@ -116,7 +120,9 @@ def by_thread(call: Callable[[], Any], after: float) -> bool:
 
     def strike() -> None:
         if not over.wait(after):
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(target), ctypes.py_object(Interrupt))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(target), ctypes.py_object(Interrupt)
+            )
 
     thread = threading.Thread(target=strike)
     struck = False
@@ -192,7 +198,9 @@ def _free_for_others(lock: Any) -> bool:
     return free[0]
 
 
-def run(call: Callable[[], Any], models: list[Any], count: int, how: str, seed: int) -> tuple[int, list[str]]:
+def run(
+    call: Callable[[], Any], models: list[Any], count: int, how: str, seed: int
+) -> tuple[int, list[str]]:
     """Interrupt a call so many times; return how often it was struck, and what was left behind."""
     rng = random.Random(seed)
     for _ in range(3):
@@ -212,7 +220,9 @@ def run(call: Callable[[], Any], models: list[Any], count: int, how: str, seed: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-n", type=int, default=10_000, help="interrupts over all families, methods and ways")
+    parser.add_argument(
+        "-n", type=int, default=10_000, help="interrupts over all families, methods and ways"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -232,7 +242,10 @@ def main() -> None:
         if call() != stock:
             found.append("another output")
         total, wrong = total + struck, wrong + bool(found)
-        print(f"{name:18} by {how:7} {struck:6} struck: {'; '.join(found) or 'nothing left'}", flush=True)
+        print(
+            f"{name:18} by {how:7} {struck:6} struck: {'; '.join(found) or 'nothing left'}",
+            flush=True,
+        )
     print(f"{total} interrupts struck; {wrong} cases left something behind")
     raise SystemExit(wrong > 0)
 

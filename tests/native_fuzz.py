@@ -35,7 +35,13 @@ from fastgen.ops.selection import token_mask
 from fastgen.ops.selection.kbest import LogitsUpdates, kbest, kbest_reference
 from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.selection.ngram_block import ngram_block_reference, ngram_mask_
-from fastgen.ops.tables import Table, extend_rows_, extend_rows_reference, finish_rows_, finish_rows_reference
+from fastgen.ops.tables import (
+    Table,
+    extend_rows_,
+    extend_rows_reference,
+    finish_rows_,
+    finish_rows_reference,
+)
 from tests.support.beam_choices import assert_alike, choice
 from tests.support.parity import assert_same
 
@@ -55,12 +61,16 @@ def why_not() -> str | None:
         return "the operations in C are for Linux on x86-64 with AVX2"
     if shutil.which("gcc") is None:
         return "gcc is not installed"
-    missing = [name for name in ("libasan.so", "libubsan.so") if not Path(_library(name)).is_absolute()]
+    missing = [
+        name for name in ("libasan.so", "libubsan.so") if not Path(_library(name)).is_absolute()
+    ]
     return f"gcc has no {' and no '.join(missing)}" if missing else None
 
 
 def _library(name: str) -> str:
-    done = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
@@ -118,7 +128,9 @@ def _attention(draw: Draw) -> None:
     keys, values = (draw.strided(b, n, heads, dims).transpose(1, 2) for _ in range(2))
     mask = None
     if (kind := choose(("none", "sentence", "beam", "head"))) != "none":
-        shape = {"sentence": (b, 1, 1, n), "beam": (b, 1, m, n), "head": (1, heads * groups, m, n)}[kind]
+        shape = {"sentence": (b, 1, 1, n), "beam": (b, 1, m, n), "head": (1, heads * groups, m, n)}[
+            kind
+        ]
         mask = draw.strided(*shape)
         mask.masked_fill_(draw.normal(*shape) > 0, -torch.inf)
         mask[..., 0] = 0.5
@@ -164,19 +176,32 @@ def _choice(draw: Draw) -> None:
 
 
 def _tables(draw: Draw) -> None:
-    b, m, steps, prefix = draw.size(5), draw.size(33), draw.random.randrange(9), draw.random.randrange(4)
+    b, m, steps, prefix = (
+        draw.size(5),
+        draw.size(33),
+        draw.random.randrange(9),
+        draw.random.randrange(4),
+    )
     columns = prefix + steps + 1
     kinds = torch.int64, torch.int32, torch.float32, torch.uint8
     rows = [draw.integers(b, m, columns, below=99).to(kind) for kind in kinds]
-    running = [Table(each, draw.integers(b, m, 1, below=99).to(each.dtype), prefix) for each in rows]
+    running = [
+        Table(each, draw.integers(b, m, 1, below=99).to(each.dtype), prefix) for each in rows
+    ]
     parents, k = draw.integers(b, m, below=m), draw.size(65)
     wanted = [extend_rows_reference(table, parents, steps) for table in running]
     extend_rows_(running, parents, steps)
     assert all(torch.equal(table.rows, each) for table, each in zip(running, wanted, strict=True))
-    ending = [table._replace(newest=draw.integers(b, k, 1, below=99).to(table.rows.dtype)) for table in running]
+    ending = [
+        table._replace(newest=draw.integers(b, k, 1, below=99).to(table.rows.dtype))
+        for table in running
+    ]
     finished = [torch.zeros_like(each) for each in rows]
     order, beams = draw.integers(b, m, below=m + k), draw.integers(b, k, below=m)
-    wanted = [finish_rows_reference(f, t, order, beams, steps) for f, t in zip(finished, ending, strict=True)]
+    wanted = [
+        finish_rows_reference(f, t, order, beams, steps)
+        for f, t in zip(finished, ending, strict=True)
+    ]
     finish_rows_(finished, ending, order, beams, steps)
     assert all(map(torch.equal, finished, wanted))
 
@@ -230,11 +255,22 @@ IN_C = (
 def _model(draw: Draw, dims: int, heads: int, vocabulary: int) -> Any:
     """A model of one layer, whose weights are large enough for no near ties."""
     width, wide = dims * heads, draw.random.choice((24, 65, 130))
-    tokens: dict[str, Any] = {"vocab_size": vocabulary, "pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2}
+    tokens: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "pad_token_id": 3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     torch.manual_seed(draw.random.randrange(10**6))
     match draw.random.choice(("gpt2", "llama", "t5", "bart")):
         case "gpt2":
-            sizes = {"n_embd": width, "n_layer": 1, "n_head": heads, "n_inner": wide, "initializer_range": 0.4}
+            sizes = {
+                "n_embd": width,
+                "n_layer": 1,
+                "n_head": heads,
+                "n_inner": wide,
+                "initializer_range": 0.4,
+            }
             return tf.GPT2LMHeadModel(tf.GPT2Config(**tokens, **sizes))
         case "llama":
             return tf.LlamaForCausalLM(
@@ -272,12 +308,24 @@ def search(draw: Draw) -> None:
         left = not model.config.is_encoder_decoder
         padding = slice(0, length // 2) if left else slice(length - length // 2, length)
         mask[1, padding], ids[1, padding] = 0, 3
-    kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": choose((5, 20, 37))}
+    kwargs: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "max_new_tokens": choose((5, 20, 37)),
+    }
     method: dict[str, Any] = choose(
         (
             {},
-            {"num_beams": choose((2, 5, 16)), "no_repeat_ngram_size": choose((0, 2, 3)), "early_stopping": True},
-            {"num_beams": choose((3, 4)), "eos_token_id": [2, 5, 7, 9, 11], "suppress_tokens": [4, 8]},
+            {
+                "num_beams": choose((2, 5, 16)),
+                "no_repeat_ngram_size": choose((0, 2, 3)),
+                "early_stopping": True,
+            },
+            {
+                "num_beams": choose((3, 4)),
+                "eos_token_id": [2, 5, 7, 9, 11],
+                "suppress_tokens": [4, 8],
+            },
             {"num_beams": 128 // heads, "max_new_tokens": 4},
         )
     )
@@ -308,7 +356,9 @@ def fuzz(variant: str, rounds: int, seed: int) -> None:
         weights.release()
     native.threads_for = own
     if left_out := sorted(name for name in IN_C if not calls[name, "native"]):
-        raise AssertionError(f"{variant}: {', '.join(left_out)} did not run in C in {rounds} rounds")
+        raise AssertionError(
+            f"{variant}: {', '.join(left_out)} did not run in C in {rounds} rounds"
+        )
     print(f"{variant}: {rounds} rounds")
 
 
@@ -322,8 +372,12 @@ def wrong(variant: str, kind: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run the operations in C with sanitizers on odd shapes.")
-    parser.add_argument("folder", type=Path, help="of the libraries, as `build.py --sanitize` has made them")
+    parser = argparse.ArgumentParser(
+        description="Run the operations in C with sanitizers on odd shapes."
+    )
+    parser.add_argument(
+        "folder", type=Path, help="of the libraries, as `build.py --sanitize` has made them"
+    )
     parser.add_argument("-n", "--rounds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--wrong", choices=("rows", "address"))

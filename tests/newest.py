@@ -40,7 +40,10 @@ def main(folder: Path) -> int:
     lacking = list(unmet(release, [str(folder), *sys.path]))
     if not lacking:
         return 0
-    print(f"This environment does not meet the requirements of transformers {version}:", file=sys.stderr)
+    print(
+        f"This environment does not meet the requirements of transformers {version}:",
+        file=sys.stderr,
+    )
     for requirement, found in lacking:
         print(f"  {requirement.name}{requirement.specifier}, found {found}", file=sys.stderr)
     packages = " ".join(f"{requirement.name}{requirement.specifier}" for requirement, _ in lacking)

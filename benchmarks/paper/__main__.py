@@ -24,7 +24,9 @@ from benchmarks.paper.table import SIZES, NotHere, Order
 from benchmarks.session import Session
 from fastgen.cli.bench.measure import environment
 
-TABLES = {table.name: table for table in (*fastseq.TABLES, *lightseq.TABLES, *amun.TABLES, *bild.TABLES)}
+TABLES = {
+    table.name: table for table in (*fastseq.TABLES, *lightseq.TABLES, *amun.TABLES, *bild.TABLES)
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,10 +74,21 @@ def _arguments() -> argparse.ArgumentParser:
         help="the paper's shapes (default on a GPU), reduced (default on a CPU), or tiny: a test",
     )
     option(parser, "device")
-    add("--dtype", default="float32", choices=["float32", "float16", "bfloat16"], help="default: float32")
+    add(
+        "--dtype",
+        default="float32",
+        choices=["float32", "float16", "bfloat16"],
+        help="default: float32",
+    )
     option(parser, "threads")
     option(parser, "rounds", default=3, help="of each comparison (default: 3)")
-    add("--pair", nargs=2, type=Path, metavar=("LARGE", "SMALL"), help="folders of the models of `benchmarks.bild`")
+    add(
+        "--pair",
+        nargs=2,
+        type=Path,
+        metavar=("LARGE", "SMALL"),
+        help="folders of the models of `benchmarks.bild`",
+    )
     option(parser, "out")
     return parser
 

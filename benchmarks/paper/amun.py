@@ -43,9 +43,13 @@ def table3(order: Order) -> Result:
             scores = log_probs.view(sentences, beams, words) + running[:, :, None]
             return torch.topk(scores.view(sentences, beams * words), beams)
 
-        def together(beams: int = beams, logits: Any = logits, running: Any = running, scratch: Any = scratch) -> Any:
+        def together(
+            beams: int = beams, logits: Any = logits, running: Any = running, scratch: Any = scratch
+        ) -> Any:
             room = {} if device.startswith("cuda") else {"scratch": scratch}
-            return kbest(logits.view(sentences, beams, words), running, beams, bias=bias, **room)[:2]
+            return kbest(logits.view(sentences, beams, words), running, beams, bias=bias, **room)[
+                :2
+            ]
 
         parts: dict[str, Callable[[], Any]] = {
             "product": lambda hidden=hidden: F.linear(hidden, weight),
@@ -61,10 +65,15 @@ def table3(order: Order) -> Result:
         label = f"{beams} beam{'s' if beams > 1 else ''}"
         for part, seconds in zip(("product", "bias", "softmax", "k best"), paper, strict=True):
             rows.append((f"{label}: {part}", f"{seconds:g} s", f"{spent[part] * 1e3:.2f} ms"))
-        less = fused / sum(paper[1:]) - 1, spent["fused"] / (spent["bias"] + spent["softmax"] + spent["k best"]) - 1
+        less = (
+            fused / sum(paper[1:]) - 1,
+            spent["fused"] / (spent["bias"] + spent["softmax"] + spent["k best"]) - 1,
+        )
         shown = (f"{fused:g} s ({less[0]:+.0%})", f"{spent['fused'] * 1e3:.2f} ms ({less[1]:+.0%})")
         rows.append((f"{label}: the last three, fused", *shown))
-    shape = f"{sentences} sentences, states of {states}, {words:,} words; the paper counts a whole run"
+    shape = (
+        f"{sentences} sentences, states of {states}, {words:,} words; the paper counts a whole run"
+    )
     return Result(("", "paper", "here, one step"), rows, shape, raw=raw)
 
 
@@ -72,7 +81,10 @@ def _medians(parts: dict[str, Callable[[], Any]], device: str, rounds: int) -> d
     """Seconds of a call of each, taking turns."""
     many = {name: ops.repeated([call], device, 0.05) for name, call in parts.items()}
     spent, _ = interleave(
-        [call for call, _ in many.values()], rounds, lambda _: None, synchronize=lambda: synchronize(device)
+        [call for call, _ in many.values()],
+        rounds,
+        lambda _: None,
+        synchronize=lambda: synchronize(device),
     )
     return {
         name: sorted(turn[i] for turn in spent)[len(spent) // 2] / count
@@ -102,7 +114,14 @@ def figure2(order: Order) -> Result:
         at = int(share * (len(steps["fastgen"]) - 1))
         present, seconds = steps["fastgen"][at]
         stock = steps["stock"][min(at, len(steps["stock"]) - 1)][1]
-        rows.append((f"step {at + 1}", f"{present} of {count}", f"{stock * 1e3:.1f} ms", f"{seconds * 1e3:.1f} ms"))
+        rows.append(
+            (
+                f"step {at + 1}",
+                f"{present} of {count}",
+                f"{stock * 1e3:.1f} ms",
+                f"{seconds * 1e3:.1f} ms",
+            )
+        )
     heads = ("", "sentences that run in fastgen", "toolkit", "fastgen")
     shape = f"the example's model, {count} sentences in one batch, 1 beam"
     return Result(heads, rows, shape, curve=curve, raw={"steps": steps})
@@ -114,7 +133,9 @@ def _padded(values: list[float], length: int) -> list[float | None]:
 
 def figure3(order: Order) -> Result:
     """Sentences per second against the batch size, over the same sentences."""
-    count, sizes = order.of((1280, (1, 4, 16, 64, 256, 1280)), (128, (1, 4, 16, 64, 128)), (4, (1, 4)))
+    count, sizes = order.of(
+        (1280, (1, 4, 16, 64, 256, 1280)), (128, (1, 4, 16, 64, 128)), (4, (1, 4))
+    )
     rows: list[tuple[str, ...]] = []
     raw: dict[str, Any] = {}
     speeds: dict[str, list[float | None]] = {"the toolkit": [], "fastgen": []}
@@ -124,15 +145,23 @@ def figure3(order: Order) -> Result:
         shown: tuple[str, ...] = ("", "", DIFFERS)
         pair: list[float | None] = [None, None]
         if found["equal"]:
-            pair = [found["sentences"] / found[side] for side in ("baseline_seconds", "candidate_seconds")]
-            shown = (*(f"{speed:.1f}" for speed in pair), times(found["ratio"], found["low"], found["high"]))
+            pair = [
+                found["sentences"] / found[side]
+                for side in ("baseline_seconds", "candidate_seconds")
+            ]
+            shown = (
+                *(f"{speed:.1f}" for speed in pair),
+                times(found["ratio"], found["low"], found["high"]),
+            )
         for side, speed in zip(speeds, pair, strict=True):
             speeds[side].append(speed)
         rows.append((f"batch {size}", *shown))
     curve = Curve(list(sizes), speeds, "batch", "sentences per second")
     shape = f"the example's model, {count} sentences, 1 beam; in the paper over 20 times from batch 1 to the largest"
     equal = all(one["equal"] for one in raw.values())
-    return Result(("", "toolkit, sentences/s", "fastgen, sentences/s", "here"), rows, shape, equal, curve, raw)
+    return Result(
+        ("", "toolkit, sentences/s", "fastgen, sentences/s", "here"), rows, shape, equal, curve, raw
+    )
 
 
 def _translate(order: Order, batch: int, count: int) -> dict[str, Any]:
@@ -146,6 +175,12 @@ def _translate(order: Order, batch: int, count: int) -> dict[str, Any]:
 
 TABLES = (
     Table("amun_table3", "Amun, table 3", "the output layer by parts", _HARDWARE, table3),
-    Table("amun_figure2", "Amun, figure 2", "the time of a step while sentences end", _HARDWARE, figure2),
+    Table(
+        "amun_figure2",
+        "Amun, figure 2",
+        "the time of a step while sentences end",
+        _HARDWARE,
+        figure2,
+    ),
     Table("amun_figure3", "Amun, figure 3", "speed against batch size", _HARDWARE, figure3),
 )

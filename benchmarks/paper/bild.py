@@ -26,13 +26,25 @@ def table1(order: Order) -> Result:
     """The fastest point of each kind, of what `benchmarks.bild` has measured at batch 1."""
     cells, arguments = _cells(order)
     plain = cells["batch 1, large alone"]
-    rows: list[tuple[str, ...]] = [("the large model alone", "-", f"{plain['bleu']:.2f}", "1.00x", "")]
+    rows: list[tuple[str, ...]] = [
+        ("the large model alone", "-", f"{plain['bleu']:.2f}", "1.00x", "")
+    ]
     for (which, loss), paper in _PAPER.items():
-        of_kind = [cell for cell in cells.values() if cell["batch"] == 1 and cell["small"] == which and cell["ratio"]]
-        lossy = [cell for cell in of_kind if cell["point"] and cell["point"]["rollback"] is not None]
+        of_kind = [
+            cell
+            for cell in cells.values()
+            if cell["batch"] == 1 and cell["small"] == which and cell["ratio"]
+        ]
+        lossy = [
+            cell for cell in of_kind if cell["point"] and cell["point"]["rollback"] is not None
+        ]
         kept = [cell for cell in lossy if plain["bleu"] - cell["bleu"] <= _DEGRADED]
         if loss == "no loss":
-            kept = [cell for cell in lossy if cell["bleu"] >= plain["bleu"] or cell["p_value"] >= _SIGNIFICANT]
+            kept = [
+                cell
+                for cell in lossy
+                if cell["bleu"] >= plain["bleu"] or cell["p_value"] >= _SIGNIFICANT
+            ]
         best = max(kept, key=lambda cell: cell["ratio"], default=None)
         shown: tuple[str, ...] = ("", "none", "")
         if best is not None:
@@ -43,7 +55,9 @@ def table1(order: Order) -> Result:
     heads = ("", "paper (IWSLT, WMT, XSUM, CNN/DM)", "BLEU here", "here", "at")
     pair = f"{arguments['large']} with {arguments['small']}"
     shape = f"{pair}, {arguments['sentences']} sentences, batch 1; the large model alone is accelerated too"
-    return Result(heads, rows, shape, raw={"cells": {k: v for k, v in cells.items() if v["batch"] == 1}})
+    return Result(
+        heads, rows, shape, raw={"cells": {k: v for k, v in cells.items() if v["batch"] == 1}}
+    )
 
 
 def figure8(order: Order) -> Result:
@@ -53,10 +67,17 @@ def figure8(order: Order) -> Result:
         raise NotHere("--pair names the folders of the models that benchmarks.bild has measured")
     large, small = map(_Model.of, order.pair)
     rows = [("the large model alone", "1", "1", "1", "1.00x")]
-    tokens = next(cell["counts"]["tokens"] for cell in cells.values() if cell["batch"] == 1 and cell["counts"])
+    tokens = next(
+        cell["counts"]["tokens"] for cell in cells.values() if cell["batch"] == 1 and cell["counts"]
+    )
     flops, read = 2 * large.weights * tokens, large.weights * tokens
     for name, cell in cells.items():
-        if cell["batch"] != 1 or not cell["counts"] or cell["ratio"] is None or cell["small"] != "aligned":
+        if (
+            cell["batch"] != 1
+            or not cell["counts"]
+            or cell["ratio"] is None
+            or cell["small"] != "aligned"
+        ):
             continue
         counts = cell["counts"]
         passed = counts["drafted"] + counts["large_calls"]  # tokens that the large model runs over
@@ -65,7 +86,13 @@ def figure8(order: Order) -> Result:
         intensity = (computed / moved) / (flops / read)
         label = name.removeprefix("batch 1, ")
         rows.append(
-            (label, f"{computed / flops:.2f}", f"{moved / read:.2f}", f"{intensity:.2f}", f"{cell['ratio']:.2f}x")
+            (
+                label,
+                f"{computed / flops:.2f}",
+                f"{moved / read:.2f}",
+                f"{intensity:.2f}",
+                f"{cell['ratio']:.2f}x",
+            )
         )
     heads = ("", "FLOPs", "memory operations", "arithmetic intensity", "speed-up")
     pair = f"{arguments['large']} with {arguments['small']}"
@@ -86,7 +113,9 @@ class _Model:
         config = AutoConfig.from_pretrained(folder)
         width, wide = config.d_model, config.decoder_ffn_dim
         # Attention over the text: four products; over the source: two, as keys and values are made once.
-        return cls(config.decoder_layers * (6 * width**2 + 2 * width * wide) + width * config.vocab_size)
+        return cls(
+            config.decoder_layers * (6 * width**2 + 2 * width * wide) + width * config.vocab_size
+        )
 
 
 def _cells(order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -98,7 +127,11 @@ def _cells(order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
 
 TABLES = (
     Table(
-        "bild_table1", "BiLD, table 1", "quality and speed, where nothing and where a point is lost", _HARDWARE, table1
+        "bild_table1",
+        "BiLD, table 1",
+        "quality and speed, where nothing and where a point is lost",
+        _HARDWARE,
+        table1,
     ),
     Table("bild_figure8", "BiLD, figure 8", "what is computed and read", _HARDWARE, figure8),
 )

@@ -60,11 +60,19 @@ def _layers(layers: int, width: int, heads: int) -> dict[str, Any]:
 
 
 def _bert_layers(layers: int, width: int, heads: int) -> dict[str, Any]:
-    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": 4 * width}
+    sizes = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+    }
     return {"hidden_size": width, **sizes}
 
 
-_PROPHETNET = _Plain("prophetnet", {**_layers(12, 1024, 16), "init_std": 0.05}, {**_layers(1, 32, 4), "vocab_size": 61})
+_PROPHETNET = _Plain(
+    "prophetnet",
+    {**_layers(12, 1024, 16), "init_std": 0.05},
+    {**_layers(1, 32, 4), "vocab_size": 61},
+)
 _UNILM = _Plain(
     "unilm", {**_bert_layers(12, 768, 12), "initializer_range": 0.05, "vocab_size": 28_996},
     {**_bert_layers(1, 32, 4), "vocab_size": 61, "mask_token_id": 5, "eos_token_id": 3, "decoder_start_token_id": 4},
@@ -104,7 +112,15 @@ def table1(order: Order) -> Result:
         if order.size == "reduced":
             source, new, shape = min(source, 256), 24, _reduced(shape)
         case = Case(
-            label, "", "", shape, batch=order.of(32, 4, 2), source=source, beams=4, new_tokens=new, options=options
+            label,
+            "",
+            "",
+            shape,
+            batch=order.of(32, 4, 2),
+            source=source,
+            beams=4,
+            new_tokens=new,
+            options=options,
         )
         if order.size == "tiny":
             case = case.tiny()
@@ -112,13 +128,29 @@ def table1(order: Order) -> Result:
         found = raw[label] = run(case, order.session)
         ours: tuple[str, ...] = ("", "", DIFFERS)
         if found["equal"]:
-            speeds = (f"{case.batch / found[side]:.2f}" for side in ("baseline_seconds", "candidate_seconds"))
+            speeds = (
+                f"{case.batch / found[side]:.2f}"
+                for side in ("baseline_seconds", "candidate_seconds")
+            )
             ours = (*speeds, times(found["ratio"], found["low"], found["high"]))
         rows.append((label, *paper, *ours))
-    heads = ("model", "paper, samples/s", "paper", "toolkit, samples/s", "fastgen, samples/s", "here")
+    heads = (
+        "model",
+        "paper, samples/s",
+        "paper",
+        "toolkit, samples/s",
+        "fastgen, samples/s",
+        "here",
+    )
     said = order.of("the paper's shapes, 32 sentences", "4 layers of 512 (DistilBART's decoder 2; Transformer "
                     "as it is), 4 sentences of at most 256 tokens, 24 new ones", "tiny")  # fmt: skip
-    return Result(heads, rows, f"4 beams, random weights, {said}", all(r["equal"] for r in raw.values()), raw=raw)
+    return Result(
+        heads,
+        rows,
+        f"4 beams, random weights, {said}",
+        all(r["equal"] for r in raw.values()),
+        raw=raw,
+    )
 
 
 def _reduced(shape: Any) -> Any:
@@ -137,8 +169,16 @@ def _reduced(shape: Any) -> Any:
 _LADDER: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("no cache", "1.8 (0.7x)", fairseq_command.STOCK),
     ("fairseq", "2.4 (1.0x)", fairseq_command.STOCK),
-    ("+ asynchronous pipeline", "3.6 (1.5x)", {"FASTGEN_SKIP": "fairseq.generate,fairseq.attention"}),
-    ("+ n-gram blocking, shared cache", "8.1 (3.3x)", {"FASTGEN_STEP": "module", "FASTGEN_LINEAR": "off"}),
+    (
+        "+ asynchronous pipeline",
+        "3.6 (1.5x)",
+        {"FASTGEN_SKIP": "fairseq.generate,fairseq.attention"},
+    ),
+    (
+        "+ n-gram blocking, shared cache",
+        "8.1 (3.3x)",
+        {"FASTGEN_STEP": "module", "FASTGEN_LINEAR": "off"},
+    ),
     ("+ linear layers by oneDNN", "", {"FASTGEN_STEP": "module"}),
     ("+ steps from the weights", "", {}),
     ("+ larger batch", "18.4 (7.7x)", {}),
@@ -157,17 +197,26 @@ def table2(order: Order) -> Result:
     seconds: dict[str, list[float]] = {label: [] for label, _, _ in _LADDER}
     with tempfile.TemporaryDirectory(prefix="fastgen-paper-") as scratch:
         folder = Path(scratch)
-        fairseq_command.prepare(folder, order.session.corpus or EXAMPLE, case.sentences, order.of(500, 500, 5))
+        fairseq_command.prepare(
+            folder, order.session.corpus or EXAMPLE, case.sentences, order.of(500, 500, 5)
+        )
         for turn in range(order.session.rounds or 3):
             for label, _, variables in _LADDER[:: 1 if turn % 2 == 0 else -1]:
                 sized = replace(case, batch=4 * batch) if label == _LARGER else case
                 words = fairseq_command.arguments(folder, sized, order.session.device)
-                name = str(Path(__file__).with_name("no_cache.py")) if label == _NO_CACHE else "fairseq-generate"
+                name = (
+                    str(Path(__file__).with_name("no_cache.py"))
+                    if label == _NO_CACHE
+                    else "fairseq-generate"
+                )
                 began = time.perf_counter()
                 outputs[label].append(fairseq_command.run(name, *words, **variables)[0])
                 seconds[label].append(time.perf_counter() - began)
     expected = outputs["fairseq"][0]
-    equal = {label: all(fairseq_command.same(expected, one).equal for one in each) for label, each in outputs.items()}
+    equal = {
+        label: all(fairseq_command.same(expected, one).equal for one in each)
+        for label, each in outputs.items()
+    }
     rows: list[tuple[str, ...]] = []
     for label, paper, _ in _LADDER:
         ours: tuple[str, ...] = ("", DIFFERS)
@@ -197,13 +246,30 @@ def table3(order: Order) -> Result:
         spent = (("loop in Python (fairseq; CPU kernel)", "4477 ms; 585 ms", loop["baseline_us"]),
                  ("transformers' processor of today", "", processor["baseline_us"]),
                  ("one operation (GPU kernel)", "7.8 ms", loop["candidate_us"]))  # fmt: skip
-        rows = [(label, paper, f"{us / 1e3:.3f} ms", f"{loop['baseline_us'] / us:.0f}x") for label, paper, us in spent]
+        rows = [
+            (label, paper, f"{us / 1e3:.3f} ms", f"{loop['baseline_us'] / us:.0f}x")
+            for label, paper, us in spent
+        ]
     shape = f"one step of {wanted[0]} texts of {wanted[1]} tokens, 50,264 words, n = 3"
-    return Result(("", "paper, all of a run", "here, one step", "of the loop"), rows, shape, equal, raw=found)
+    return Result(
+        ("", "paper, all of a run", "here, one step", "of the loop"), rows, shape, equal, raw=found
+    )
 
 
 TABLES = (
-    Table("fastseq_table1", "FastSeq, table 1", "speed of models of different architectures", _HARDWARE, table1),
-    Table("fastseq_table2", "FastSeq, table 2", "one feature switched on after the other", _HARDWARE, table2),
+    Table(
+        "fastseq_table1",
+        "FastSeq, table 1",
+        "speed of models of different architectures",
+        _HARDWARE,
+        table1,
+    ),
+    Table(
+        "fastseq_table2",
+        "FastSeq, table 2",
+        "one feature switched on after the other",
+        _HARDWARE,
+        table2,
+    ),
     Table("fastseq_table3", "FastSeq, table 3", "n-gram blocking by itself", _HARDWARE, table3),
 )

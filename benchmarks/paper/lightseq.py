@@ -21,7 +21,17 @@ _HARDWARE = "T4 16 GB"
 _BASE = SHAPES["marian_base"]  # 6 + 6 layers of 512, a vocabulary of 58,101; the paper's has 50,000
 
 # What an operator's own time counts as, by parts of its name: torch's on a CPU, kernels on CUDA.
-_PRODUCTS = ("mm", "linear", "gemm", "scaled_dot_product", "nvjet", "cutlass", "xmma", "flash", "attention")
+_PRODUCTS = (
+    "mm",
+    "linear",
+    "gemm",
+    "scaled_dot_product",
+    "nvjet",
+    "cutlass",
+    "xmma",
+    "flash",
+    "attention",
+)
 _CACHE = ("index_select", "cat", "index_copy", "gather", "write_slots", "index_put")
 
 
@@ -33,11 +43,25 @@ def figure4(order: Order) -> Result:
     stock, patched = both(lambda: model.generate(**inputs, **options))
     if not Agreement(model, inputs, options)(stock(), patched()).equal:
         return Result((), [], "", equal=False)
-    shares = {"toolkit": _shares(stock, order.session.device), "fastgen": _shares(patched, order.session.device)}
+    shares = {
+        "toolkit": _shares(stock, order.session.device),
+        "fastgen": _shares(patched, order.session.device),
+    }
     papers = {"matrix products": ("25%", "82%, 87%"), "cache": ("", "10%, 6%"), "others": ("", "")}
-    rows = [(kind, *papers[kind], *(f"{share[kind]:.0%}" for share in shares.values())) for kind in papers]
-    series: dict[str, list[float | None]] = {kind: [share[kind] for share in shares.values()] for kind in papers}
-    heads = ("", "paper, TensorFlow", "paper, LightSeq (fp32, fp16)", "toolkit here", "fastgen here")
+    rows = [
+        (kind, *papers[kind], *(f"{share[kind]:.0%}" for share in shares.values()))
+        for kind in papers
+    ]
+    series: dict[str, list[float | None]] = {
+        kind: [share[kind] for share in shares.values()] for kind in papers
+    }
+    heads = (
+        "",
+        "paper, TensorFlow",
+        "paper, LightSeq (fp32, fp16)",
+        "toolkit here",
+        "fastgen here",
+    )
     curve = Curve(list(shares), series, "", "share of the time")
     return Result(heads, rows, _shape(case, model), curve=curve, raw=shares)
 
@@ -61,11 +85,16 @@ def figure5(order: Order) -> Result:
 
 def figure6(order: Order) -> Result:
     """Top-k and top-p sampling from the same random numbers over batch and length."""
-    return _grid(order, {"top-k 32": {"top_k": 32}, "top-p 0.75": {"top_k": 0, "top_p": 0.75}}, beams=1)
+    return _grid(
+        order, {"top-k 32": {"top_k": 32}, "top-p 0.75": {"top_k": 0, "top_p": 0.75}}, beams=1
+    )
 
 
 def _grid(order: Order, draws: dict[str, dict[str, Any]], beams: int) -> Result:
-    batches, lengths = order.of((1, 8, 32, 64), (1, 8, 32), (2,)), order.of((16, 32, 64, 128), (16, 64), (6,))
+    batches, lengths = (
+        order.of((1, 8, 32, 64), (1, 8, 32), (2,)),
+        order.of((16, 32, 64, 128), (16, 64), (6,)),
+    )
     points = list(itertools.product(batches, lengths))
     model = _model(order)
     rows: list[tuple[str, ...]] = []
@@ -82,16 +111,27 @@ def _grid(order: Order, draws: dict[str, dict[str, Any]], beams: int) -> Result:
         here = times(found.ratio, found.low, found.high) if found.equal else DIFFERS
         rows.append((f"{label}, ({batch}, {length})", here))
     curve = Curve(
-        [f"({batch}, {length})" for batch, length in points], series, "(batch, length)", "times as fast as the toolkit"
+        [f"({batch}, {length})" for batch, length in points],
+        series,
+        "(batch, length)",
+        "times as fast as the toolkit",
     )
     equal = all(one["equal"] for one in raw.values())
     return Result(
-        ("(batch, length)", "here"), rows, _shape(replace(_case(order, 1, 1), beams=beams), model), equal, curve, raw
+        ("(batch, length)", "here"),
+        rows,
+        _shape(replace(_case(order, 1, 1), beams=beams), model),
+        equal,
+        curve,
+        raw,
     )
 
 
 def _compare(case: Case, model: Any, order: Order) -> measure.Outcome:
-    inputs, options = case.inputs(model), case.generate_options | {"do_sample": "do_sample" in case.options}
+    inputs, options = (
+        case.inputs(model),
+        case.generate_options | {"do_sample": "do_sample" in case.options},
+    )
 
     def call() -> Any:
         torch.manual_seed(0)
@@ -126,6 +166,18 @@ _SAYS = "in the paper up to 14 times TensorFlow, up to 1.4 times FasterTransform
 
 TABLES = (
     Table("lightseq_figure4", "LightSeq, figure 4", "where the time goes", _HARDWARE, figure4),
-    Table("lightseq_figure5", "LightSeq, figure 5", f"beam search over batch and length; {_SAYS}", "P4, T4", figure5),
-    Table("lightseq_figure6", "LightSeq, figure 6", "sampling over batch and length", _HARDWARE, figure6),
+    Table(
+        "lightseq_figure5",
+        "LightSeq, figure 5",
+        f"beam search over batch and length; {_SAYS}",
+        "P4, T4",
+        figure5,
+    ),
+    Table(
+        "lightseq_figure6",
+        "LightSeq, figure 6",
+        "sampling over batch and length",
+        _HARDWARE,
+        figure6,
+    ),
 )

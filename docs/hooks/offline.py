@@ -9,7 +9,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger("mkdocs.hooks.offline")  # mkdocs counts warnings of its own loggers, and --strict ends at one
+log = logging.getLogger(
+    "mkdocs.hooks.offline"
+)  # mkdocs counts warnings of its own loggers, and --strict ends at one
 
 FETCHED = {
     "audio": "src", "embed": "src", "iframe": "src", "image": "href", "img": "src", "input": "src", "link": "href",
@@ -36,11 +38,19 @@ class _Page(HTMLParser):
         given = {name: value or "" for name, value in attrs}
         self._style = tag == "style"
         address = given.get(FETCHED.get(tag, ""), "")
-        if OUTSIDE.match(address) and not (tag == "link" and set(given.get("rel", "").split()) <= HARMLESS):
+        if OUTSIDE.match(address) and not (
+            tag == "link" and set(given.get("rel", "").split()) <= HARMLESS
+        ):
             self.found.append(f"<{tag}> {address}")
-        self.found += [f"srcset {part}" for part in given.get("srcset", "").split(",") if OUTSIDE.match(part.strip())]
+        self.found += [
+            f"srcset {part}"
+            for part in given.get("srcset", "").split(",")
+            if OUTSIDE.match(part.strip())
+        ]
         self.found += [f"style {address}" for address in in_style(given.get("style", ""))]
-        self.found += [f"class {name}" for name in given.get("class", "").split() if name in BY_SCRIPT]
+        self.found += [
+            f"class {name}" for name in given.get("class", "").split() if name in BY_SCRIPT
+        ]
         if "data-md-source" in given or given.get("data-md-component") == "source":
             self.found.append("a repository whose figures the theme would ask for")
 
@@ -54,7 +64,11 @@ class _Page(HTMLParser):
 
 def in_style(style: str) -> list[str]:
     """Return the addresses of other hosts in a style sheet."""
-    return [address for match in IN_STYLE.findall(style) if OUTSIDE.match(address := "".join(match).strip())]
+    return [
+        address
+        for match in IN_STYLE.findall(style)
+        if OUTSIDE.match(address := "".join(match).strip())
+    ]
 
 
 def in_page(page: str) -> list[str]:

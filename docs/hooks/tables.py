@@ -32,7 +32,9 @@ def families() -> str:
         )
         for name, family in sorted(FAMILIES.items())
     )
-    return table(("`model_type`", "kind", "decode steps from the weights", "activation in place (CPU)"), rows)
+    return table(
+        ("`model_type`", "kind", "decode steps from the weights", "activation in place (CPU)"), rows
+    )
 
 
 def patches() -> str:
@@ -45,7 +47,10 @@ def patches() -> str:
 
 def variables() -> str:
     """The environment variables."""
-    rows = ((f"`{v.name}`", ", ".join(f"`{value}`" for value in v.allowed) or v.form, v.help) for v in VARIABLES)
+    rows = (
+        (f"`{v.name}`", ", ".join(f"`{value}`" for value in v.allowed) or v.form, v.help)
+        for v in VARIABLES
+    )
     return table(("variable", "allowed (default first)", "what it does"), rows)
 
 
@@ -70,7 +75,9 @@ def _command(name: str, parser: argparse.ArgumentParser, groups: dict[str, str])
     yield f"{'#' * len(name.split())} `{name}`"
     yield (parser.description or "").strip().partition("\n\n")[0].replace("\n", " ")
     below: list[argparse._SubParsersAction[argparse.ArgumentParser]] = []
-    tables: dict[str | None, list[tuple[str, str]]] = {None: []}  # arguments of no group of the command's own first
+    tables: dict[str | None, list[tuple[str, str]]] = {
+        None: []
+    }  # arguments of no group of the command's own first
     for group in parser._action_groups:
         title = None if group in (parser._positionals, parser._optionals) else group.title
         for action in group._group_actions:

@@ -29,7 +29,9 @@ def read_pairs(prefix: str, source: str, target: str) -> tuple[list[str], list[s
     """Read two parallel files; raise ValueError when their line counts differ."""
     sides = [Path(f"{prefix}.{lang}").read_text("utf-8").splitlines() for lang in (source, target)]
     if len(sides[0]) != len(sides[1]):
-        raise ValueError(f"{prefix}: {len(sides[0])} {source} lines but {len(sides[1])} {target} lines")
+        raise ValueError(
+            f"{prefix}: {len(sides[0])} {source} lines but {len(sides[1])} {target} lines"
+        )
     return sides[0], sides[1]
 
 
@@ -50,7 +52,9 @@ def learn_vocabulary(lines: list[str], size: int) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(lines, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", EOS)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -88,9 +92,13 @@ def build_model(vocab_size: int) -> MarianMTModel:
     return model
 
 
-def token_batches(pairs: list[tuple[list[int], list[int]]], tokens: int, rng: random.Random) -> list[list[int]]:
+def token_batches(
+    pairs: list[tuple[list[int], list[int]]], tokens: int, rng: random.Random
+) -> list[list[int]]:
     """Group pairs of about equal length into batches of at most `tokens` padded tokens a side, in random order."""
-    order = sorted(range(len(pairs)), key=lambda i: (max(map(len, pairs[i])) + rng.random() * 4, rng.random()))
+    order = sorted(
+        range(len(pairs)), key=lambda i: (max(map(len, pairs[i])) + rng.random() * 4, rng.random())
+    )
     batches, batch, longest = [], [], 0
     for i in order:
         length = max(map(len, pairs[i]))
@@ -139,22 +147,36 @@ def train(args: argparse.Namespace) -> None:
     valid = [p for p in encode(valid_text) if max(map(len, p)) <= args.max_length][:400]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build_model(len(tokenizer)).to(device)
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.998))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.998)
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01
+    )
     autocast = torch.autocast(device, torch.bfloat16)
     tokens = sum(len(target) for _, target in pairs)
-    print(f"{len(pairs)} pairs, {tokens} target tokens, {model.num_parameters()} parameters, {device}", flush=True)
+    print(
+        f"{len(pairs)} pairs, {tokens} target tokens, {model.num_parameters()} parameters, {device}",
+        flush=True,
+    )
 
     begin, updates, epoch, running = time.monotonic(), 0, 0, []
     progress = lambda: (time.monotonic() - begin) / (60 * args.minutes)  # noqa: E731
     while progress() < 1:
         epoch += 1
-        for batch in tqdm(token_batches(pairs, args.tokens, rng), desc=f"epoch {epoch}", mininterval=30):
+        for batch in tqdm(
+            token_batches(pairs, args.tokens, rng), desc=f"epoch {epoch}", mininterval=30
+        ):
             done = progress()
             if done >= 1:
                 break
             model.train()
-            rate = args.lr * min(1, (updates + 1) / args.warmup) * 0.5 * (1 + math.cos(math.pi * min(1, done)))
+            rate = (
+                args.lr
+                * min(1, (updates + 1) / args.warmup)
+                * 0.5
+                * (1 + math.cos(math.pi * min(1, done)))
+            )
             for group in optimizer.param_groups:
                 group["lr"] = rate
             with autocast:
@@ -196,18 +218,41 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--train", required=True, help="prefix of the training files: PREFIX.en and PREFIX.es")
+    parser.add_argument(
+        "--train", required=True, help="prefix of the training files: PREFIX.en and PREFIX.es"
+    )
     parser.add_argument("--valid", required=True, help="prefix of the validation files")
-    parser.add_argument("--out", required=True, help="folder to write the model and the tokenizer to")
-    parser.add_argument("--source", default="en", help="source language, the ending of its files (default: en)")
-    parser.add_argument("--target", default="es", help="target language, the ending of its files (default: es)")
+    parser.add_argument(
+        "--out", required=True, help="folder to write the model and the tokenizer to"
+    )
+    parser.add_argument(
+        "--source", default="en", help="source language, the ending of its files (default: en)"
+    )
+    parser.add_argument(
+        "--target", default="es", help="target language, the ending of its files (default: es)"
+    )
     parser.add_argument("--minutes", type=float, default=90, help="time for training (default: 90)")
-    parser.add_argument("--vocab", type=int, default=5000, help="size of the shared BPE vocabulary (default: 5000)")
-    parser.add_argument("--tokens", type=int, default=4096, help="padded tokens a side in a batch (default: 4096)")
-    parser.add_argument("--max-length", type=int, default=160, help="longest sentence kept, in tokens (default: 160)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default: 0.002)")
-    parser.add_argument("--warmup", type=int, default=800, help="updates of linear warm-up (default: 800)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of weights, dropout and batch order (default: 1)")
+    parser.add_argument(
+        "--vocab", type=int, default=5000, help="size of the shared BPE vocabulary (default: 5000)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="padded tokens a side in a batch (default: 4096)"
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=160,
+        help="longest sentence kept, in tokens (default: 160)",
+    )
+    parser.add_argument(
+        "--lr", type=float, default=2e-3, help="peak learning rate (default: 0.002)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=800, help="updates of linear warm-up (default: 800)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of weights, dropout and batch order (default: 1)"
+    )
     train(parser.parse_args())
 
 

@@ -29,14 +29,18 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 def read_pairs(prefix: str) -> list[tuple[str, str]]:
     """Read two parallel files; raise ValueError when their line counts differ."""
-    source, target = (Path(f"{prefix}.{side}").read_text("utf-8").splitlines() for side in ("source", "target"))
+    source, target = (
+        Path(f"{prefix}.{side}").read_text("utf-8").splitlines() for side in ("source", "target")
+    )
     return list(zip(source, target, strict=True))
 
 
 def learn_vocabulary(pairs: list[tuple[str, str]], size: int) -> PreTrainedTokenizerFast:
     """Learn a WordPiece vocabulary, with BERT's special tokens and normalisation."""
     learnt = BertWordPieceTokenizer()
-    learnt.train_from_iterator([text for pair in pairs for text in pair], vocab_size=size, show_progress=False)
+    learnt.train_from_iterator(
+        [text for pair in pairs for text in pair], vocab_size=size, show_progress=False
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=learnt._tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
         mask_token="[MASK]", model_input_names=["input_ids", "attention_mask"],
@@ -60,7 +64,10 @@ def encode(tokenizer: Any, pairs: list[tuple[str, str]]) -> list[dict[str, list[
     def ids(text: str, side: str) -> list[int]:
         return [*tokenizer(text, add_special_tokens=False).input_ids[: LONGEST[side]], sep]
 
-    return [{"input_ids": [cls, *ids(source, "source")], "labels": ids(target, "target")} for source, target in pairs]
+    return [
+        {"input_ids": [cls, *ids(source, "source")], "labels": ids(target, "target")}
+        for source, target in pairs
+    ]
 
 
 def loss_of(model: Any, collate: Any, examples: list[Any]) -> float:
@@ -100,28 +107,44 @@ def write(model: Any, tokenizer: Any, collate: Any, examples: list[Any]) -> list
     """Return what the model writes for sources."""
     texts: list[str] = []
     for first in range(0, len(examples), BATCH):
-        batch = collate([{"input_ids": example["input_ids"]} for example in examples[first : first + BATCH]])
-        ids = model.generate(**batch, num_beams=4, max_new_tokens=LONGEST["target"], no_repeat_ngram_size=3)
+        batch = collate(
+            [{"input_ids": example["input_ids"]} for example in examples[first : first + BATCH]]
+        )
+        ids = model.generate(
+            **batch, num_beams=4, max_new_tokens=LONGEST["target"], no_repeat_ngram_size=3
+        )
         texts += tokenizer.batch_decode(ids, skip_special_tokens=True)
     return texts
 
 
 def rouge(texts: list[str], references: list[str]) -> str:
     scorer = RougeScorer(ROUGE)
-    found = [scorer.score(reference, text) for text, reference in zip(texts, references, strict=True)]
-    return ", ".join(f"{name} {100 * sum(f[name].fmeasure for f in found) / len(found):.2f}" for name in ROUGE)
+    found = [
+        scorer.score(reference, text) for text, reference in zip(texts, references, strict=True)
+    ]
+    return ", ".join(
+        f"{name} {100 * sum(f[name].fmeasure for f in found) / len(found):.2f}" for name in ROUGE
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--train", required=True, metavar="PREFIX")
     parser.add_argument("--valid", required=True, metavar="PREFIX")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--bert", type=Path, metavar="FOLDER", help="a BERT or UniLM with its tokenizer")
+    parser.add_argument(
+        "--bert", type=Path, metavar="FOLDER", help="a BERT or UniLM with its tokenizer"
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--vocabulary", type=int, default=3000)
-    parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate; 3e-5 for a trained BERT")
-    parser.add_argument("--texts", type=int, default=96, help="of the valid texts, how many are written")
+    parser.add_argument(
+        "--rate", type=float, default=1e-3, help="highest learning rate; 3e-5 for a trained BERT"
+    )
+    parser.add_argument(
+        "--texts", type=int, default=96, help="of the valid texts, how many are written"
+    )
     args = parser.parse_args()
     random.seed(0)
     torch.manual_seed(0)
@@ -151,7 +174,9 @@ def main() -> None:
         start = time.perf_counter()
         stock = write(model, tokenizer, collate, held_out)
         theirs = time.perf_counter() - start
-    print(f"{len(texts)} texts in {ours:.1f} s, without fastgen {theirs:.1f} s; same texts: {texts == stock}")
+    print(
+        f"{len(texts)} texts in {ours:.1f} s, without fastgen {theirs:.1f} s; same texts: {texts == stock}"
+    )
     common = Counter(word for _, target in pairs for word in target.lower().split())
     constant = " ".join(word for word, _ in common.most_common(20))
     print(f"ROUGE of the model's texts: {rouge(texts, references)}")

@@ -60,9 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser(command: str) -> argparse.ArgumentParser:
     """The parser of a command; the others are there by name, as their options may take a toolkit to find."""
-    parser = argparse.ArgumentParser(prog="fastgen", description="Faster generation with the same output.")
+    parser = argparse.ArgumentParser(
+        prog="fastgen", description="Faster generation with the same output."
+    )
     parser.add_argument("--version", action="version", version=f"fastgen {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=CommandParser
+    )
     for name, module in COMMANDS.items():
         parsed = commands.add_parser(name, help=module.HELP, description=module.__doc__)
         if name == command:

@@ -52,9 +52,19 @@ def call_arguments(parser: argparse.ArgumentParser, command: str, several: bool 
     add = parser.add_argument
     size: dict[str, Any] = {"type": COUNT, "metavar": "N"} | ({"nargs": "+"} if several else {})
     batches, lengths = ([1, 8], [32, 512]) if several else (1, 32)
-    add("model", type=Path, metavar="MODEL", help="folder of the model, or its id on the hub; no tokenizer is needed")
+    add(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="folder of the model, or its id on the hub; no tokenizer is needed",
+    )
     add("--batch-size", default=batches, help=f"sentences in the batch ({_words(batches)})", **size)
-    add("--source-tokens", default=lengths, help=f"tokens in each source or prompt ({_words(lengths)})", **size)
+    add(
+        "--source-tokens",
+        default=lengths,
+        help=f"tokens in each source or prompt ({_words(lengths)})",
+        **size,
+    )
     add("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"],
         help="type of the weights (%(default)s)")  # fmt: skip
     add("--device", help="default: cuda where there is one")
@@ -76,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     model = models.load_model(args.model, models.usable_device(args.device, None), args.dtype)
     try:
-        explanation = fastgen.explain(model, **placeholders(model, args.batch_size, args.source_tokens), **options)
+        explanation = fastgen.explain(
+            model, **placeholders(model, args.batch_size, args.source_tokens), **options
+        )
     except Exception as error:  # `generate` may raise any; a traceback would mean status 1
         problem = f"{type(error).__name__}: {models.first_line(error)}"
         raise CommandError(f"generate would raise {problem}") from error

@@ -64,5 +64,7 @@ def _seconds(model: Any, batch: int, tokens: int, options: dict[str, Any]) -> fl
             torch.cuda.synchronize(model.device)
     except Exception as error:  # `generate` may raise any
         problem = f"{type(error).__name__}: {models.first_line(error)}"
-        raise CommandError(f"{batch} sentences of {tokens} tokens: generate raises {problem}") from error
+        raise CommandError(
+            f"{batch} sentences of {tokens} tokens: generate raises {problem}"
+        ) from error
     return time.perf_counter() - began

@@ -38,7 +38,9 @@ class Names:
             Unknown: there is no such token.
         """
         found = self.tokenizer.convert_tokens_to_ids(name)
-        if found is None or (found == self.tokenizer.unk_token_id and name != self.tokenizer.unk_token):
+        if found is None or (
+            found == self.tokenizer.unk_token_id and name != self.tokenizer.unk_token
+        ):
             raise Unknown(f"{name!r} is no token of {self.folder}")
         return int(found)
 

@@ -42,12 +42,17 @@ def limit_of(model: Any, generation: Mapping[str, Any]) -> Limit:
         generation: arguments of `generate`, which go before the model's generation config.
     """
     stored, start = model.generation_config, int(model.config.is_encoder_decoder)
-    for name, more in (("max_new_tokens", 0), ("max_length", start)):  # where both are set, the first holds
+    for name, more in (
+        ("max_new_tokens", 0),
+        ("max_length", start),
+    ):  # where both are set, the first holds
         if (value := generation.get(name)) is not None:
             return Limit(f"--{name.replace('_', '-')} {value}", value - more)
         value = getattr(stored, name, None)
         if value is not None and (name, value) != ("max_length", _UNSAID):
-            said = f"{name}={value} of the model's generation config; --max-new-tokens N sets another"
+            said = (
+                f"{name}={value} of the model's generation config; --max-new-tokens N sets another"
+            )
             return Limit(said, value - more)
     said = f"{MORE} tokens and {PER_TOKEN} for each of a batch's longest source; --max-new-tokens N sets another"
     return Limit(said, None, _positions(model.config))

@@ -9,7 +9,19 @@ from typing import Any
 
 from fastgen.errors import CommandError, needs
 
-_NOT_NEEDED = ["*/*", "*.bin", "*.ckpt", "*.gguf", "*.h5", "*.md", "*.msgpack", "*.onnx", "*.ot", "*.pt", "*.pth"]
+_NOT_NEEDED = [
+    "*/*",
+    "*.bin",
+    "*.ckpt",
+    "*.gguf",
+    "*.h5",
+    "*.md",
+    "*.msgpack",
+    "*.onnx",
+    "*.ot",
+    "*.pt",
+    "*.pth",
+]
 """Files of a model on the hub that transformers does not read, or reads where there are no safetensors."""
 
 HELP = "folder of the model and its tokenizer, or their id on the hub"
@@ -61,7 +73,9 @@ def folder_of(model: str | Path) -> Path:
         return _snapshot(name)
     except Exception as error:  # of transformers, of the hub, or of the network below it
         told = " ".join(str(error).split())
-        raise CommandError(f"{name}: there is no such folder; as a model's id on the hub: {told}") from error
+        raise CommandError(
+            f"{name}: there is no such folder; as a model's id on the hub: {told}"
+        ) from error
 
 
 @functools.cache
@@ -123,13 +137,22 @@ def load_model(name: Path, device: str, dtype: str) -> Any:
     kind = AutoModelForSeq2SeqLM if load_config(name).is_encoder_decoder else AutoModelForCausalLM
     try:
         found: Any = kind.from_pretrained(
-            folder_of(name), local_files_only=True, dtype=getattr(torch, dtype), output_loading_info=True
+            folder_of(name),
+            local_files_only=True,
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
         )
         model = found[0].to(device).eval()
     except Exception as error:  # of a torn file, too little memory on the device ...
         raise CommandError(f"{name}: the model cannot be loaded: {first_line(error)}") from error
-    parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied weight by all of its names
-    _refuse(name, "its files lack", [key for key in sorted(found[1]["missing_keys"]) if key in parameters])
+    parameters = dict(
+        model.named_parameters(remove_duplicate=False)
+    )  # a tied weight by all of its names
+    _refuse(
+        name,
+        "its files lack",
+        [key for key in sorted(found[1]["missing_keys"]) if key in parameters],
+    )
     _refuse(name, f"in {dtype}, NaN or infinite numbers are in", _not_finite(model))
     return model
 
@@ -141,7 +164,9 @@ def _not_finite(model: Any) -> list[str]:
     """
     import torch
 
-    weights = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
+    weights = {
+        name: weight for name, weight in model.named_parameters() if weight.is_floating_point()
+    }
     if not weights:
         return []
     with torch.no_grad():

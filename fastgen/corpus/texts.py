@@ -173,15 +173,23 @@ class TextGenerator:
         if limit is None and self.tokenizer.model_max_length < _UNLIMITED:
             limit = int(self.tokenizer.model_max_length)
         whole = [self.options.prefix + text for text in texts]
-        found = self.tokenizer(whole, verbose=False)["input_ids"] if texts else []  # of long ones the problem speaks
+        found = (
+            self.tokenizer(whole, verbose=False)["input_ids"] if texts else []
+        )  # of long ones the problem speaks
         sources = [self._source(text, ids, limit) for text, ids in zip(texts, found, strict=True)]
         if self.options.targets is None:
             return sources
         first = {target: self._first_token(target) for target in set(targets)}
-        return [_beginning(source, first[target]) for source, target in zip(sources, targets, strict=True)]
+        return [
+            _beginning(source, first[target])
+            for source, target in zip(sources, targets, strict=True)
+        ]
 
     def generate(
-        self, sources: Sequence[Source | Problem], wanted: Wanted | None = None, on_tokens: OnTokens | None = None
+        self,
+        sources: Sequence[Source | Problem],
+        wanted: Wanted | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Sequences | Problem]:
         """The sequences of each source.
 
@@ -206,7 +214,9 @@ class TextGenerator:
     def _set_first_tokens(self) -> None:
         options, names = self.options, self.names
         if options.forced_bos_token is not None:
-            self.generation["forced_bos_token_id"] = _known("--forced-bos-token", names.token, options.forced_bos_token)
+            self.generation["forced_bos_token_id"] = _known(
+                "--forced-bos-token", names.token, options.forced_bos_token
+            )
         if options.source_lang is not None:
             _known("--source-lang", names.language, options.source_lang)
             self.tokenizer.src_lang = names.code(options.source_lang)
@@ -223,7 +233,10 @@ class TextGenerator:
         from fastgen.patches.transformers.bild.bild_call import options_of
 
         small = {"assistant_model": models.load_model(model, device, self.options.dtype)}
-        tokenizers = {"tokenizer": self.tokenizer, "assistant_tokenizer": models.load_tokenizer(model)}
+        tokenizers = {
+            "tokenizer": self.tokenizer,
+            "assistant_tokenizer": models.load_tokenizer(model),
+        }
         try:
             options_of(self.model, {**self.generation, **small, **tokenizers})
         except (TypeError, ValueError) as error:
@@ -258,7 +271,11 @@ class TextGenerator:
 
     def _first_token(self, target: str) -> int | Problem:
         try:
-            return self.names.language(target) if self.options.targets == "language" else self.names.token(target)
+            return (
+                self.names.language(target)
+                if self.options.targets == "language"
+                else self.names.token(target)
+            )
         except Unknown as error:
             return Problem(str(error))
 
@@ -273,7 +290,9 @@ class TextGenerator:
             said = f"{type(error).__name__}: {models.first_line(error)}"
             if _is_of_the_machine(error, len(sources) == 1 and not self.serves):
                 longest = max(map(len, sources))
-                raise CommandError(f"{said} (texts: {len(sources)}, tokens of the longest: {longest})") from error
+                raise CommandError(
+                    f"{said} (texts: {len(sources)}, tokens of the longest: {longest})"
+                ) from error
             if len(sources) == 1:  # what a model raises for one text is a problem of that text
                 return [Problem(said)]
             _logger.warning("%d texts one by one, after %s", len(sources), said)
@@ -286,7 +305,9 @@ class TextGenerator:
 
         start = 1 if self.model.config.is_encoder_decoder else 0
         ends = torch.tensor(sorted(self.ends), dtype=torch.int64, device="cpu")
-        forced = self._said("forced_eos_token_id") is not None  # as the last token that there may be
+        forced = (
+            self._said("forced_eos_token_id") is not None
+        )  # as the last token that there may be
         limits = {self.limit.of(len(source)) for source in sources}
         for source, found in zip(sources, self._stream(sources, wanted, on_tokens), strict=True):
             ids, scores = found if self.options.scores else (found, None)
@@ -300,7 +321,11 @@ class TextGenerator:
         first = [source.first for source in sources if source.first is not None]
         own: dict[str, Any] = {"forced_bos_token_id": first} if first else {}
         if self.model.config.is_encoder_decoder and self.limit.tokens is None:
-            own |= {"max_new_tokens": self.limit.of} if self.generation.get("max_new_tokens") is None else {}
+            own |= (
+                {"max_new_tokens": self.limit.of}
+                if self.generation.get("max_new_tokens") is None
+                else {}
+            )
         try:
             return fastgen.generate_stream(
                 self.model, [source.ids for source in sources], max_tokens=self.options.batch_tokens,
@@ -327,7 +352,9 @@ class TextGenerator:
         import torch
 
         texts = map(self.text, sequences.ids.tolist())
-        special = torch.tensor(self.tokenizer.all_special_ids, dtype=torch.int64, device=sequences.ids.device)
+        special = torch.tensor(
+            self.tokenizer.all_special_ids, dtype=torch.int64, device=sequences.ids.device
+        )
         tokens = int((~torch.isin(sequences.ids, special)).sum())
         scores = None if sequences.scores is None else sequences.scores.tolist()
         return Output([text.strip() for text in texts], tokens, scores, sequences.at_limit)

@@ -70,7 +70,9 @@ def _never() -> bool:
     return False
 
 
-def decode(search: Search[_Made], model: Stepper[_Made], made: _Made, pause: Callable[[], bool] = _never) -> bool:
+def decode(
+    search: Search[_Made], model: Stepper[_Made], made: _Made, pause: Callable[[], bool] = _never
+) -> bool:
     """Decode until the search is over, or until `pause` asks to stop after a step; return whether it is over.
 
     Args:

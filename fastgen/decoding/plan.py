@@ -48,8 +48,15 @@ class Plan:
     @property
     def missing(self) -> list[str]:
         """Return what costs most of the gain, with the reasons; what would not pay is not missing."""
-        found = [note for note in self.left_off if note.startswith(_COSTLY) and "does not pay" not in note]
-        return [*found, *([f"decode steps run in torch, not in C: {self.not_in_c}"] if self.not_in_c else [])]
+        found = [
+            note
+            for note in self.left_off
+            if note.startswith(_COSTLY) and "does not pay" not in note
+        ]
+        return [
+            *found,
+            *([f"decode steps run in torch, not in C: {self.not_in_c}"] if self.not_in_c else []),
+        ]
 
 
 _COSTLY = ("keys and values are not shared", "decode steps run through the model's own modules")

@@ -43,7 +43,13 @@ def activation_(x: Tensor, kind: str, exactly: bool = True) -> Tensor:
     if kind == "silu":
         return F.silu(x, inplace=True)
     approximate = "tanh" if kind == "gelu_tanh" else "none"
-    few = not exactly and kind == "gelu" and x.numel() <= FEW and x.numel() % 2 == 0 and x.device.type == "cpu"
+    few = (
+        not exactly
+        and kind == "gelu"
+        and x.numel() <= FEW
+        and x.numel() % 2 == 0
+        and x.device.type == "cpu"
+    )
     if few and x.dtype == torch.float32 and x.is_contiguous():
         crossed = x.view(-1, 2).t()
         torch.ops.aten.gelu.out(crossed, approximate=approximate, out=crossed)
@@ -51,7 +57,9 @@ def activation_(x: Tensor, kind: str, exactly: bool = True) -> Tensor:
     return torch.ops.aten.gelu.out(x, approximate=approximate, out=x)
 
 
-def fused_activation_reference(x: Tensor, kind: str, bias: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+def fused_activation_reference(
+    x: Tensor, kind: str, bias: Tensor | None = None, gate: Tensor | None = None
+) -> Tensor:
     """Return the activation function `kind` of x + bias, times gate.
 
     Args:
@@ -66,7 +74,9 @@ def fused_activation_reference(x: Tensor, kind: str, bias: Tensor | None = None,
     return y if gate is None else y.mul_(gate)
 
 
-def fused_activation(x: Tensor, kind: str, bias: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+def fused_activation(
+    x: Tensor, kind: str, bias: Tensor | None = None, gate: Tensor | None = None
+) -> Tensor:
     """Return the activation function `kind` of x + bias, times gate; arguments as `fused_activation_reference`.
 
     Traffic: one read of x and gate, one write. Source: Wang et al. 2021 (LightSeq), section 2.1.
@@ -79,9 +89,13 @@ def fused_activation(x: Tensor, kind: str, bias: Tensor | None = None, gate: Ten
     d = x.shape[-1] if x.dim() else 0
     if (bias is not None and bias.shape != (d,)) or (gate is not None and gate.shape != x.shape):
         given = {"bias": bias, "gate": gate}
-        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in given.items() if tensor is not None)
+        shapes = ", ".join(
+            f"{name} {tuple(tensor.shape)}" for name, tensor in given.items() if tensor is not None
+        )
         raise ValueError(f"{shapes} do not fit x {tuple(x.shape)}")
-    able = lambda: x.dtype != torch.float64 and all(t is None or t.is_contiguous() for t in (x, bias, gate))  # noqa: E731
+    able = lambda: (
+        x.dtype != torch.float64 and all(t is None or t.is_contiguous() for t in (x, bias, gate))
+    )  # noqa: E731
     if not use_triton("activation", able, x, bias, gate):
         return fused_activation_reference(x, kind, bias, gate)
     y = torch.empty_like(x)
@@ -130,7 +144,11 @@ def _activation_kernel(
     narrow = x.dtype
     x = x.to(tl.float32)
     if BIAS:
-        x = (x + tl.load(bias_ptr + at % dims, mask=inside, other=0.0).to(tl.float32)).to(narrow).to(tl.float32)
+        x = (
+            (x + tl.load(bias_ptr + at % dims, mask=inside, other=0.0).to(tl.float32))
+            .to(narrow)
+            .to(tl.float32)
+        )
     if KIND == "relu":
         y = tl.where(x < 0, 0.0, x)  # NaN stays NaN
     elif KIND == "silu":
@@ -138,7 +156,11 @@ def _activation_kernel(
     elif KIND == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
-        y = x * tl.sigmoid(2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x))  # 0.5 * (1 + tanh(z)) = sigmoid(2z)
+        y = x * tl.sigmoid(
+            2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        )  # 0.5 * (1 + tanh(z)) = sigmoid(2z)
     if GATE:
-        y = y.to(narrow).to(tl.float32) * tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        y = y.to(narrow).to(tl.float32) * tl.load(gate_ptr + at, mask=inside, other=0.0).to(
+            tl.float32
+        )
     tl.store(y_ptr + at, y.to(narrow), mask=inside)

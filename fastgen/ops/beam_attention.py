@@ -83,8 +83,13 @@ def beam_attention_reference(
         scores = scores + mask
     if seen is not None:
         unseen = torch.arange(keys.shape[2], device=keys.device, dtype=torch.int64) >= seen
-        scores, values = scores.masked_fill(unseen, -torch.inf), values.masked_fill(unseen[:, None], 0.0)
-    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
+        scores, values = (
+            scores.masked_fill(unseen, -torch.inf),
+            values.masked_fill(unseen[:, None], 0.0),
+        )
+    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
+        values.dtype
+    )
     return torch.einsum("bhmn,bhnd->bmhd", weights, values)
 
 
@@ -124,7 +129,10 @@ def beam_attention(
         )
     groups = h // kv_heads
     able = lambda: (  # noqa: E731
-        query.dtype in (torch.float32, torch.float16, torch.bfloat16) and d <= DIMS and groups * m <= ROWS and n > 0
+        query.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and d <= DIMS
+        and groups * m <= ROWS
+        and n > 0
     )
     in_c_too = lambda: (  # noqa: E731
         softcap is None
@@ -144,16 +152,22 @@ def beam_attention(
         return beam_attention_reference(query, keys, values, mask, scale, softcap, seen)
     if query.device.type == "cpu" and softcap is None and _at_once(query, b * kv_heads, groups, n):
         rows = query.transpose(1, 2)
-        return F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale, enable_gqa=groups > 1).transpose(
-            1, 2
-        )
+        return F.scaled_dot_product_attention(
+            rows, keys, values, mask, scale=scale, enable_gqa=groups > 1
+        ).transpose(1, 2)
     # (B, M, Hkv * G, D) -> (B * Hkv, G * M, D), side by side: the products of a transposed copy take twice as long.
-    folded = query.view(b, m, kv_heads, groups, d).permute(0, 2, 3, 1, 4).reshape(b * kv_heads, groups * m, d)
+    folded = (
+        query.view(b, m, kv_heads, groups, d)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(b * kv_heads, groups * m, d)
+    )
     keys, values, ignored = keys.flatten(0, 1), values.flatten(0, 1), query.new_empty(1)
     if groups * m >= MANY or n <= SHORT:
         scores = torch.baddbmm(ignored, folded, keys.transpose(1, 2), beta=0, alpha=scale)
     else:
-        scores = torch.baddbmm(ignored, keys, folded.transpose(1, 2), beta=0, alpha=scale).transpose(1, 2)
+        scores = torch.baddbmm(
+            ignored, keys, folded.transpose(1, 2), beta=0, alpha=scale
+        ).transpose(1, 2)
     if softcap is not None:
         scores = torch.tanh_(scores.div_(softcap)).mul_(softcap)
     if mask is not None:
@@ -161,7 +175,9 @@ def beam_attention(
         per_head = mask.shape[1] != 1
         wide = mask.view(-1, kv_heads, groups, *mask.shape[2:]) if per_head else mask.unsqueeze(1)
         scores.view(b, kv_heads, groups, m, n).add_(wide)
-    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
+    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
+        values.dtype
+    )
     mixed = torch.bmm(weights, values)
     return mixed.view(b, kv_heads, groups, m, -1).permute(0, 3, 1, 2, 4).reshape(b, m, h, -1)
 
@@ -224,7 +240,11 @@ def _tile(dtype: torch.dtype, rows: int, dims: int) -> _Tile:
 
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 3
+    )
 
 
 def _beam_attention_triton(
@@ -243,7 +263,12 @@ def _beam_attention_triton(
     tile = _tile(query.dtype, rows, d)
     chunks = cdiv(rows, tile.rows)
     # Enough programs to fill the device twice over, each with several blocks of keys.
-    parts = max(1, min(cdiv(n, 4 * tile.block), cdiv(2 * _multiprocessors(query.device), b * kv_heads * chunks)))
+    parts = max(
+        1,
+        min(
+            cdiv(n, 4 * tile.block), cdiv(2 * _multiprocessors(query.device), b * kv_heads * chunks)
+        ),
+    )
     length = cdiv(cdiv(n, parts), tile.block) * tile.block
     parts = cdiv(n, length)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -302,26 +327,41 @@ def _attention_kernel(
         last = tl.minimum(last, tl.load(seen_ptr)).to(tl.int32)
     end = tl.minimum(room, last)
     if NEW > 0:
-        if (last > part * length) & (last - beams < end):  # each program writes all that it will read
+        if (last > part * length) & (
+            last - beams < end
+        ):  # each program writes all that it will read
             new = tl.arange(0, NEW)
             from_row = sentence * beams + new
             slot = (last - beams + new).to(tl.int64)
             is_new = (new < beams)[:, None] & is_dim[None, :]
             keys = tl.load(
-                new_keys_ptr + (from_row * new_keys_r + kv_head * new_keys_h)[:, None] + dim[None, :], mask=is_new
-            )
-            values = tl.load(
-                new_values_ptr + (from_row * new_values_r + kv_head * new_values_h)[:, None] + dim[None, :],
+                new_keys_ptr
+                + (from_row * new_keys_r + kv_head * new_keys_h)[:, None]
+                + dim[None, :],
                 mask=is_new,
             )
-            tl.store(keys_ptr + (slot * keys_n)[:, None] + (dim * keys_d)[None, :], keys, mask=is_new)
-            tl.store(values_ptr + (slot * values_n)[:, None] + (dim * values_d)[None, :], values, mask=is_new)
+            values = tl.load(
+                new_values_ptr
+                + (from_row * new_values_r + kv_head * new_values_h)[:, None]
+                + dim[None, :],
+                mask=is_new,
+            )
+            tl.store(
+                keys_ptr + (slot * keys_n)[:, None] + (dim * keys_d)[None, :], keys, mask=is_new
+            )
+            tl.store(
+                values_ptr + (slot * values_n)[:, None] + (dim * values_d)[None, :],
+                values,
+                mask=is_new,
+            )
         tl.debug_barrier()
     for start in range(part * length, end, BLOCK):
         slot = (start + tl.arange(0, BLOCK)).to(tl.int64)
         is_slot = slot < end
         there = is_slot[:, None] & is_dim[None, :]
-        keys = tl.load(keys_ptr + (slot * keys_n)[:, None] + (dim * keys_d)[None, :], mask=there, other=0.0)
+        keys = tl.load(
+            keys_ptr + (slot * keys_n)[:, None] + (dim * keys_d)[None, :], mask=there, other=0.0
+        )
         if WIDE:
             keys = keys.to(tl.float32)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
@@ -338,10 +378,16 @@ def _attention_kernel(
         weights = tl.exp(scores - base[:, None])
         shrink = tl.exp(highest - base)
         total = total * shrink + tl.sum(weights, 1)
-        values = tl.load(values_ptr + (slot * values_n)[:, None] + (dim * values_d)[None, :], mask=there, other=0.0)
+        values = tl.load(
+            values_ptr + (slot * values_n)[:, None] + (dim * values_d)[None, :],
+            mask=there,
+            other=0.0,
+        )
         if WIDE:
             values = values.to(tl.float32)
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        mixed = mixed * shrink[:, None] + tl.dot(
+            weights.to(values.dtype), values, input_precision="ieee"
+        )
         highest = higher
     at = (sentence * beams + beam) * (kv_heads * groups) + head
     out = (at * dims)[:, None] + dim[None, :]
@@ -359,14 +405,20 @@ def _attention_kernel(
             mixed = tl.zeros([ROWS, DIMS], tl.float32)
             for part in range(tl.num_programs(1)):
                 of_part = part * rows + at
-                its = tl.load(highest_ptr + of_part, mask=is_row, other=float("-inf"), cache_modifier=".cg")
+                its = tl.load(
+                    highest_ptr + of_part, mask=is_row, other=float("-inf"), cache_modifier=".cg"
+                )
                 higher = tl.maximum(highest, its)
                 base = tl.where(higher == float("-inf"), 0.0, higher)
                 shrink, share = tl.exp(highest - base), tl.exp(its - base)
                 part_sum = tl.load(sum_ptr + of_part, mask=is_row, other=0.0, cache_modifier=".cg")
-                part_mixed = tl.load(mixed_ptr + part * rows * dims + out, mask=seen, other=0.0, cache_modifier=".cg")
+                part_mixed = tl.load(
+                    mixed_ptr + part * rows * dims + out, mask=seen, other=0.0, cache_modifier=".cg"
+                )
                 total = total * shrink + part_sum * share
                 mixed = mixed * shrink[:, None] + part_mixed * share[:, None]
                 highest = higher
-            tl.store(out_ptr + out, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=seen)
+            tl.store(
+                out_ptr + out, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=seen
+            )
             tl.store(ended_ptr + tl.program_id(0), 0)  # for the next launch

@@ -33,10 +33,14 @@ def write_slots_reference(buffer: Tensor, new: Tensor, start: int | Tensor) -> T
     """
     beams = new.shape[0] // max(1, buffer.shape[0])
     slots = torch.arange(beams, device=buffer.device, dtype=torch.int64) + start
-    return buffer.index_copy(2, slots, new.view(-1, beams, new.shape[1], new.shape[3]).transpose(1, 2))
+    return buffer.index_copy(
+        2, slots, new.view(-1, beams, new.shape[1], new.shape[3]).transpose(1, 2)
+    )
 
 
-def write_slots_(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, start: int | Tensor) -> None:
+def write_slots_(
+    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, start: int | Tensor
+) -> None:
     """Write the keys and values of one token of every beam into their slots; arguments as `write_slots_reference`.
 
     A `start` that is on the device is not checked against the buffer.
@@ -53,11 +57,15 @@ def write_slots_(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Ten
             raise ValueError(
                 f"{tuple(new.shape)} (B * M, H, 1, D) at slot {start} of {tuple(buffer.shape)} (B, H, N, D)"
             )
-    if not use_triton("cache", lambda: keys.shape == values.shape, keys, values, new_keys, new_values):
+    if not use_triton(
+        "cache", lambda: keys.shape == values.shape, keys, values, new_keys, new_values
+    ):
         for buffer, new in ((keys, new_keys), (values, new_values)):
             moved = new.view(b, m, new.shape[1], new.shape[3]).transpose(1, 2)
             if isinstance(start, Tensor):
-                buffer.index_copy_(2, torch.arange(m, device=buffer.device, dtype=torch.int64) + start, moved)
+                buffer.index_copy_(
+                    2, torch.arange(m, device=buffer.device, dtype=torch.int64) + start, moved
+                )
             else:
                 buffer.narrow(2, start, m).copy_(moved)
         return
@@ -115,7 +123,9 @@ def reorder_rows_(table: Tensor, parents: Tensor) -> None:
         ValueError: on shapes that do not fit; the message holds them.
     """
     if table.dim() != 3 or parents.shape != table.shape[:2]:
-        raise ValueError(f"table {tuple(table.shape)} must be (B, M, N) and parents {tuple(parents.shape)} (B, M)")
+        raise ValueError(
+            f"table {tuple(table.shape)} must be (B, M, N) and parents {tuple(parents.shape)} (B, M)"
+        )
     b, m, n = table.shape
     if not use_triton("cache", lambda: m <= 128, table, parents):
         table.copy_(reorder_rows_reference(table, parents))
@@ -139,14 +149,28 @@ def _write_slots_kernel(
     sentence, slot = row // beams, start + row % beams
     dim = tl.arange(0, BLOCK)
     there = dim < dims
-    keys = tl.load(new_keys_ptr + row * new_keys_r + head * new_keys_h + dim * new_keys_d, mask=there)
-    values = tl.load(new_values_ptr + row * new_values_r + head * new_values_h + dim * new_values_d, mask=there)
-    tl.store(keys_ptr + sentence * keys_b + head * keys_h + slot * keys_n + dim * keys_d, keys, mask=there)
-    tl.store(values_ptr + sentence * values_b + head * values_h + slot * values_n + dim * values_d, values, mask=there)
+    keys = tl.load(
+        new_keys_ptr + row * new_keys_r + head * new_keys_h + dim * new_keys_d, mask=there
+    )
+    values = tl.load(
+        new_values_ptr + row * new_values_r + head * new_values_h + dim * new_values_d, mask=there
+    )
+    tl.store(
+        keys_ptr + sentence * keys_b + head * keys_h + slot * keys_n + dim * keys_d,
+        keys,
+        mask=there,
+    )
+    tl.store(
+        values_ptr + sentence * values_b + head * values_h + slot * values_n + dim * values_d,
+        values,
+        mask=there,
+    )
 
 
 @jit("size", "sentence_stride", "head_stride")
-def _move_sentences_kernel(buffer_ptr, to_ptr, origin_ptr, size, sentence_stride, head_stride, BLOCK: constexpr):
+def _move_sentences_kernel(
+    buffer_ptr, to_ptr, origin_ptr, size, sentence_stride, head_stride, BLOCK: constexpr
+):
     pair, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = head * head_stride + tl.program_id(2).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK) < size
@@ -163,9 +187,13 @@ def _reorder_rows_kernel(
     sentence = tl.program_id(0).to(tl.int64)
     beam = tl.arange(0, BEAMS)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    parents = tl.load(parents_ptr + sentence * parents_b + beam * parents_m, mask=beam < beams, other=0)
+    parents = tl.load(
+        parents_ptr + sentence * parents_b + beam * parents_m, mask=beam < beams, other=0
+    )
     there = (beam < beams)[:, None] & (column < count)[None, :]
     table_ptr += sentence * table_b
-    rows = tl.load(table_ptr + (parents * table_m)[:, None] + (column * table_n)[None, :], mask=there)
+    rows = tl.load(
+        table_ptr + (parents * table_m)[:, None] + (column * table_n)[None, :], mask=there
+    )
     tl.debug_barrier()  # the rows of one column may lie with several threads
     tl.store(table_ptr + (beam * table_m)[:, None] + (column * table_n)[None, :], rows, mask=there)

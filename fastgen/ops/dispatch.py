@@ -48,7 +48,9 @@ def jit(*varying: str) -> Callable[[Callable[..., Any]], Any]:
     varying: names of its integers that are compiled for no value: Triton compiles a kernel anew for a 1 and for a
         multiple of 16 in place of another number, which pays for strides and for what ends an aligned load alone.
     """
-    return lambda kernel: kernel if triton is None else triton.jit(kernel, do_not_specialize=list(varying))
+    return lambda kernel: (
+        kernel if triton is None else triton.jit(kernel, do_not_specialize=list(varying))
+    )
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -114,10 +116,16 @@ def runs_kernels(tensor: Tensor) -> bool:
             )
         return False
     kind = tensor.device.type
-    return INTERPRETED and wanted == "triton" if kind == "cpu" else kind == "cuda" and wanted != "reference"
+    return (
+        INTERPRETED and wanted == "triton"
+        if kind == "cpu"
+        else kind == "cuda" and wanted != "reference"
+    )
 
 
-def use_triton(operation: str, able: Callable[[], bool], tensor: Tensor, *others: Tensor | None) -> bool:
+def use_triton(
+    operation: str, able: Callable[[], bool], tensor: Tensor, *others: Tensor | None
+) -> bool:
     """Decide whether `operation`, of which there is nothing in C, runs its kernel on these tensors, and count it.
 
     Args:
@@ -129,7 +137,11 @@ def use_triton(operation: str, able: Callable[[], bool], tensor: Tensor, *others
 
 
 def chosen(
-    operation: str, able: Callable[[], bool], able_in_c: Callable[[], bool], tensor: Tensor, *others: Tensor | None
+    operation: str,
+    able: Callable[[], bool],
+    able_in_c: Callable[[], bool],
+    tensor: Tensor,
+    *others: Tensor | None,
 ) -> "native.Library | str":
     """Decide what runs `operation` on these tensors, and count it: `TRITON`, `REFERENCE`, or a library in C.
 
@@ -141,7 +153,9 @@ def chosen(
     """
     found: native.Library | str = REFERENCE
     if tensor.numel() > 0:
-        if runs_kernels(tensor) and all(other is None or other.device == tensor.device for other in others):
+        if runs_kernels(tensor) and all(
+            other is None or other.device == tensor.device for other in others
+        ):
             found = TRITON if able() else REFERENCE
         elif able_in_c is not never and (by := native.library()) is not None:
             found = by if _in_the_open() and able_in_c() else REFERENCE

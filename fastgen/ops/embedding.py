@@ -12,7 +12,11 @@ from fastgen.ops.dispatch import chosen, in_c, in_memory, never, plain
 
 
 def embedding_reference(
-    ids: Tensor, tokens: Tensor, scale: float, position: Tensor | None = None, padding: tuple[int, Tensor] | None = None
+    ids: Tensor,
+    tokens: Tensor,
+    scale: float,
+    position: Tensor | None = None,
+    padding: tuple[int, Tensor] | None = None,
 ) -> Tensor:
     """Return (R, C): rows of `tokens` times `scale`, plus that of a position.
 
@@ -29,11 +33,19 @@ def embedding_reference(
 
 def rows_of_positions(ids: Tensor, position: Tensor, padding: tuple[int, Tensor] | None) -> Tensor:
     """The row of each id's position, (C,) or (R, C); arguments as `embedding_reference`."""
-    return position if padding is None else torch.where((ids == padding[0])[:, None], padding[1], position)
+    return (
+        position
+        if padding is None
+        else torch.where((ids == padding[0])[:, None], padding[1], position)
+    )
 
 
 def embedding(
-    ids: Tensor, tokens: Tensor, scale: float, position: Tensor | None = None, padding: tuple[int, Tensor] | None = None
+    ids: Tensor,
+    tokens: Tensor,
+    scale: float,
+    position: Tensor | None = None,
+    padding: tuple[int, Tensor] | None = None,
 ) -> Tensor:
     """Return what `embedding_reference` does, for the same arguments.
 
@@ -49,7 +61,9 @@ def embedding(
     return embedding_reference(ids, tokens, scale, position, padding)
 
 
-def _covered_in_c(ids: Tensor, tokens: Tensor, position: Tensor | None, other: Tensor | None) -> bool:
+def _covered_in_c(
+    ids: Tensor, tokens: Tensor, position: Tensor | None, other: Tensor | None
+) -> bool:
     rows = [row for row in (position, other) if row is not None]
     return (
         ids.dim() == 1

@@ -41,7 +41,13 @@ Small weights stay in the cache, where the fixed cost of a oneDNN call (about 10
 rows with large ones take as long as it takes to read them. Measured from 256 x 256 to 1024 x 50264 and 1 to 2,048 rows
 (AMD EPYC): 4.4 times as fast at 256 x 5000, 2 rows."""
 
-LEAST_ROWS_ZEN5 = ((24 * 1024, 128), (48 * 1024, 64), (96 * 1024, 32), (160 * 1024, 4), (math.inf, 1))
+LEAST_ROWS_ZEN5 = (
+    (24 * 1024, 128),
+    (48 * 1024, 64),
+    (96 * 1024, 32),
+    (160 * 1024, 4),
+    (math.inf, 1),
+)
 """The same on Zen 5, from 128 x 128 to 512 x 10000, weights in the cache and not, one thread and two: calls of oneDNN's
 take 15 us there, and reach 300 to 440 GFLOP/s from 64 rows on, torch's 110 to 190. With one row 256 x 1024 is 2.2 to
 2.7 times as fast where the weight is read from memory, and 0.6 to 0.8 in the cache, where few models lie."""
@@ -93,7 +99,11 @@ CHUNK, CHUNK_ROWS = 2 * 2**20, 64
 """Bytes of output, and rows at least, that `linear_into` computes at a time."""
 
 
-_NAMES = {"mkl": "MKL's product", "onednn": "oneDNN's product with a packed weight", "plain": "oneDNN's product"}
+_NAMES = {
+    "mkl": "MKL's product",
+    "onednn": "oneDNN's product with a packed weight",
+    "plain": "oneDNN's product",
+}
 
 # How oneDNN's operator calls what comes behind a product.
 _ACTIVATIONS: dict[str | None, tuple[str, str]] = {
@@ -137,7 +147,9 @@ Packed = Tensor | MklWeight | PanelWeight
 
 def reason_off() -> str | None:
     """Return why every product is torch's own; None where another one may be faster."""
-    reason = unusable("mkl" if by_mkl() else "plain")  # for C as well, which leaves small weights to oneDNN
+    reason = unusable(
+        "mkl" if by_mkl() else "plain"
+    )  # for C as well, which leaves small weights to oneDNN
     return None if native.library() is not None else reason
 
 
@@ -218,13 +230,24 @@ def _agrees(library: str) -> bool:
         pairs = [(_product_by_mkl(x, _pack_for_mkl(weight, 16), bias), own)]
     else:
         form = weight if library == "plain" else _pack_for_onednn(weight, 16)
-        pairs = [(_product_by_onednn(x, form, bias), own), (_product_by_onednn(x, form, bias, residual=own), own + own)]
-    for kind in FUNCTIONS if library == "plain" else ():  # in fp64, as torch's gelu in fp32 is oneDNN's
-        pairs.append((_product_by_onednn(x, weight, bias, kind), activation_reference(own.double(), kind)))
-    return all(y.shape == z.shape and torch.allclose(y.double(), z.double(), atol=1e-4) for y, z in pairs)
+        pairs = [
+            (_product_by_onednn(x, form, bias), own),
+            (_product_by_onednn(x, form, bias, residual=own), own + own),
+        ]
+    for kind in (
+        FUNCTIONS if library == "plain" else ()
+    ):  # in fp64, as torch's gelu in fp32 is oneDNN's
+        pairs.append(
+            (_product_by_onednn(x, weight, bias, kind), activation_reference(own.double(), kind))
+        )
+    return all(
+        y.shape == z.shape and torch.allclose(y.double(), z.double(), atol=1e-4) for y, z in pairs
+    )
 
 
-def useful_rows(outputs: int, inputs: int, activation: str | None = None, packed: bool = True) -> range:
+def useful_rows(
+    outputs: int, inputs: int, activation: str | None = None, packed: bool = True
+) -> range:
     """Rows of x with which a product with a packed weight (outputs, inputs) is faster than `F.linear`.
 
     Args:
@@ -236,9 +259,15 @@ def useful_rows(outputs: int, inputs: int, activation: str | None = None, packed
         filled = outputs >= FILLED * _in_panels(by, outputs)
         return range(_at(LEAST_ROWS_NATIVE, elements) if filled else sys.maxsize, sys.maxsize)
     if not by_mkl() and not unusable("plain"):
-        return range(_at(LEAST_ROWS_ZEN5 if processor.on_zen5() else LEAST_ROWS, elements), sys.maxsize)
+        return range(
+            _at(LEAST_ROWS_ZEN5 if processor.on_zen5() else LEAST_ROWS, elements), sys.maxsize
+        )
     library = _library_for(activation)
-    if not (packed and by_mkl()) or unusable(library) or (library == "mkl" and outputs < FEWEST_OUTPUTS_MKL):
+    if (
+        not (packed and by_mkl())
+        or unusable(library)
+        or (library == "mkl" and outputs < FEWEST_OUTPUTS_MKL)
+    ):
         return range(sys.maxsize, sys.maxsize)
     if library == "onednn":
         return range(max(DEAR_ROWS, -(-DEAR_WORK // max(1, elements))), sys.maxsize)
@@ -284,7 +313,11 @@ def _contiguous(weight: Tensor) -> Tensor:
     """
     if weight.is_contiguous():
         return weight
-    return torch.frombuffer(mmap.mmap(-1, weight.nbytes), dtype=weight.dtype).view(weight.shape).copy_(weight)
+    return (
+        torch.frombuffer(mmap.mmap(-1, weight.nbytes), dtype=weight.dtype)
+        .view(weight.shape)
+        .copy_(weight)
+    )
 
 
 def packed_bytes(packed: Packed) -> int:
@@ -304,7 +337,11 @@ def suits(packed: Packed, outputs: int, inputs: int, activation: str | None = No
     """Whether `pack` would pack a weight (outputs, inputs) with the same library for this activation."""
     by = native_for(outputs, inputs)
     if by is not None or isinstance(packed, PanelWeight):
-        return isinstance(packed, PanelWeight) and by is not None and packed.panels.shape[2] == by.panel
+        return (
+            isinstance(packed, PanelWeight)
+            and by is not None
+            and packed.panels.shape[2] == by.panel
+        )
     return isinstance(packed, MklWeight) == (_library_for(activation) == "mkl")
 
 
@@ -344,11 +381,17 @@ def linear(
 
 
 def _product_by_mkl(x: Tensor, weight: MklWeight, bias: Tensor | None) -> Tensor:
-    return operator(torch_private.MKL_LINEAR)(x, weight.layout, weight.sizes, bias, x.numel() // x.shape[-1])
+    return operator(torch_private.MKL_LINEAR)(
+        x, weight.layout, weight.sizes, bias, x.numel() // x.shape[-1]
+    )
 
 
 def _product_by_onednn(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     # oneDNN reads a bias as if its elements lay side by side.
     bias = None if bias is None else bias.contiguous()
@@ -400,7 +443,11 @@ def _finished(y: Tensor, activation: str | None, residual: Tensor | None) -> Ten
 
 
 def linear_into(
-    y: Tensor, x: Tensor, weight: Tensor | PanelWeight, bias: Tensor | None = None, activation: str | None = None
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor | PanelWeight,
+    bias: Tensor | None = None,
+    activation: str | None = None,
 ) -> None:
     """Write `linear(x, weight, bias, activation)` to y (..., N), contiguous; not of a weight that MKL has packed.
 
@@ -428,4 +475,8 @@ def _is_own(weight: Packed) -> TypeGuard[Tensor]:
 
 
 def _own_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+    return (
+        torch.mm(x, weight.t(), out=out)
+        if bias is None
+        else torch.addmm(bias, x, weight.t(), out=out)
+    )

@@ -56,7 +56,9 @@ def norm_reference(
     if dtype is wide:
         normalised = _rms_norm(total, scale, eps)
     else:
-        normalised = torch.mul(total, total.to(wide).pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_())
+        normalised = torch.mul(
+            total, total.to(wide).pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        )
         if scale is not None:
             normalised = normalised.mul_(scale) if offset else normalised.to(x.dtype).mul_(scale)
         normalised = normalised.to(x.dtype)
@@ -73,7 +75,9 @@ def _rms_norm(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
         return _scaled(x, scale, eps)
     normalised = torch.empty_like(x, memory_format=torch.contiguous_format)
     step = max(1, CHUNK // x.shape[-1])
-    for part, target in zip(*(t.reshape(-1, x.shape[-1]).split(step) for t in (x, normalised)), strict=True):
+    for part, target in zip(
+        *(t.reshape(-1, x.shape[-1]).split(step) for t in (x, normalised)), strict=True
+    ):
         _scaled(part, scale, eps, target)
     return normalised
 
@@ -110,8 +114,13 @@ def norm(
         return norm_reference(x, weight, bias, eps, residual, added, rms, offset)
     d = x.shape[-1]
     given = {"weight": weight, "bias": bias, "residual": residual, "added": added}
-    if any(t is not None and t.shape != (x.shape if name == "residual" else (d,)) for name, t in given.items()):
-        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in given.items() if tensor is not None)
+    if any(
+        t is not None and t.shape != (x.shape if name == "residual" else (d,))
+        for name, t in given.items()
+    ):
+        shapes = ", ".join(
+            f"{name} {tuple(tensor.shape)}" for name, tensor in given.items() if tensor is not None
+        )
         raise ValueError(f"{shapes} do not fit x {tuple(x.shape)}")
     adds = added is not None or residual is not None
     normalised = torch.empty_like(x)
@@ -140,7 +149,11 @@ def _norm_kernel(
     narrow = total.dtype
     total = total.to(tl.float32)
     if ADDED:
-        total = (total + tl.load(added_ptr + dim, mask=inside, other=0.0).to(tl.float32)).to(narrow).to(tl.float32)
+        total = (
+            (total + tl.load(added_ptr + dim, mask=inside, other=0.0).to(tl.float32))
+            .to(narrow)
+            .to(tl.float32)
+        )
     if RESIDUAL:
         other = tl.load(residual_ptr + row + dim, mask=inside, other=0.0).to(tl.float32)
         total = (total + other).to(narrow).to(tl.float32)

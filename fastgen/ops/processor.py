@@ -34,7 +34,9 @@ def without_avx512() -> bool:
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Return how many cores this process may use: those it may run on, and no more than a container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     if quota.is_file():
         allowed, period = quota.read_text("utf-8").split()
         if allowed != "max":
@@ -45,5 +47,7 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 def in_tf32() -> bool:
     """Whether products in fp32 run in TF32 on a GPU, as torch is set now."""
     matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)  # where it is there, the older name may refuse to answer
+    precision = getattr(
+        matmul, "fp32_precision", None
+    )  # where it is there, the older name may refuse to answer
     return bool(matmul.allow_tf32) if precision is None else precision == "tf32"

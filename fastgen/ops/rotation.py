@@ -44,7 +44,13 @@ def rotated(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def turn_into_slots_(
-    query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, start: int | Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotation: Rotation,
+    keys: Tensor,
+    values: Tensor,
+    start: int | Tensor,
 ) -> Tensor:
     """Write the newest tokens' turned keys, and their values, to their slots; return the turned queries (R, H, D).
 
@@ -62,7 +68,14 @@ def turn_into_slots_(
             f"query {tuple(query.shape)} (R, H, D), key {tuple(key.shape)} and value {tuple(value.shape)} (R, Hkv, D) "
             f"do not fit {tuple(keys.shape)} (B, Hkv, N, D)"
         )
-    if not use_triton("rotation", lambda: _able(query, key, value, rotation, keys, values), query, key, value, keys):
+    if not use_triton(
+        "rotation",
+        lambda: _able(query, key, value, rotation, keys, values),
+        query,
+        key,
+        value,
+        keys,
+    ):
         query, key = rotated(query, rotation), rotated(key, rotation)
         write_slots_(keys, values, key[:, :, None], value[:, :, None], start)
         return query
@@ -81,14 +94,35 @@ def turn_into_slots_(
 def _able(query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, *buffers: Tensor) -> bool:
     cosine, sine, _ = rotation
     contiguous = all(each.stride(-1) == 1 for each in (query, key, value, cosine, sine, *buffers))
-    same = key.dtype == value.dtype == query.dtype and all(each.dtype == query.dtype for each in buffers)
-    angles = (
-        cosine.dtype == sine.dtype and cosine.dtype in (query.dtype, torch.float32) and cosine.stride() == sine.stride()
+    same = key.dtype == value.dtype == query.dtype and all(
+        each.dtype == query.dtype for each in buffers
     )
-    return query.dtype in _KERNEL_DTYPES and contiguous and same and angles and cosine.shape[-1] % 2 == 0
+    angles = (
+        cosine.dtype == sine.dtype
+        and cosine.dtype in (query.dtype, torch.float32)
+        and cosine.stride() == sine.stride()
+    )
+    return (
+        query.dtype in _KERNEL_DTYPES
+        and contiguous
+        and same
+        and angles
+        and cosine.shape[-1] % 2 == 0
+    )
 
 
-@jit("beams", "heads", "kv_heads", "start", "query_r", "key_r", "value_r", "angle_r", "keys_b", "values_b")
+@jit(
+    "beams",
+    "heads",
+    "kv_heads",
+    "start",
+    "query_r",
+    "key_r",
+    "value_r",
+    "angle_r",
+    "keys_b",
+    "values_b",
+)
 def _turn_kernel(
     query_ptr, key_ptr, value_ptr, cosine_ptr, sine_ptr, out_ptr, keys_ptr, values_ptr, start, beams, heads, kv_heads,
     dims, turned, query_r, query_h, key_r, key_h, value_r, value_h, angle_r, keys_b, keys_h, keys_n, values_b, values_h,
@@ -104,7 +138,11 @@ def _turn_kernel(
     if head >= heads + kv_heads:
         head -= heads + kv_heads
         value = tl.load(value_ptr + row * value_r + head * value_h + dim, mask=there)
-        tl.store(values_ptr + sentence * values_b + head * values_h + slot * values_n + dim, value, mask=there)
+        tl.store(
+            values_ptr + sentence * values_b + head * values_h + slot * values_n + dim,
+            value,
+            mask=there,
+        )
     else:
         if head < heads:
             from_ptr = query_ptr + row * query_r + head * query_h
@@ -125,5 +163,8 @@ def _turn_kernel(
         sine = tl.load(sine_ptr + row * angle_r + dim, mask=is_turned, other=0.0).to(tl.float32)
         straight, crossed = x.to(tl.float32) * cosine, tl.where(first, -other, other) * sine
         if ROUNDS:  # as torch's operators do
-            straight, crossed = straight.to(x.dtype).to(tl.float32), crossed.to(x.dtype).to(tl.float32)
+            straight, crossed = (
+                straight.to(x.dtype).to(tl.float32),
+                crossed.to(x.dtype).to(tl.float32),
+            )
         tl.store(to_ptr + dim, tl.where(is_turned, (straight + crossed).to(x.dtype), x), mask=there)

@@ -14,7 +14,18 @@ from torch import Tensor
 
 from fastgen.ops import native
 from fastgen.ops.cache import reorder_rows_reference
-from fastgen.ops.dispatch import TRITON, cdiv, chosen, constexpr, in_c, in_memory, jit, launch, power_of_two, tl
+from fastgen.ops.dispatch import (
+    TRITON,
+    cdiv,
+    chosen,
+    constexpr,
+    in_c,
+    in_memory,
+    jit,
+    launch,
+    power_of_two,
+    tl,
+)
 
 
 class Table(NamedTuple):
@@ -64,7 +75,11 @@ def extend_rows_(tables: Sequence[Table], parents: Tensor, steps: int | Tensor) 
     if in_c(by) and native.move_rows(by, tables, (), parents, None, cast(int, steps)):
         return
     if by is not TRITON:
-        if parents.device.type == "cpu" and isinstance(steps, int) and all(t.rows.is_contiguous() for t in tables):
+        if (
+            parents.device.type == "cpu"
+            and isinstance(steps, int)
+            and all(t.rows.is_contiguous() for t in tables)
+        ):
             _extend_all(tables, parents, steps)
             return
         for table in tables:
@@ -78,7 +93,9 @@ def extend_rows_(tables: Sequence[Table], parents: Tensor, steps: int | Tensor) 
     )  # fmt: skip
 
 
-def finish_rows_reference(finished: Tensor, table: Table, order: Tensor, beams: Tensor, steps: int | Tensor) -> Tensor:
+def finish_rows_reference(
+    finished: Tensor, table: Table, order: Tensor, beams: Tensor, steps: int | Tensor
+) -> Tensor:
     """Return the finished rows after a step, of those before and of candidates, which extend running rows.
 
     Args:
@@ -94,7 +111,11 @@ def finish_rows_reference(finished: Tensor, table: Table, order: Tensor, beams: 
 
 
 def finish_rows_(
-    finished: Sequence[Tensor], tables: Sequence[Table], order: Tensor, beams: Tensor, steps: int | Tensor
+    finished: Sequence[Tensor],
+    tables: Sequence[Table],
+    order: Tensor,
+    beams: Tensor,
+    steps: int | Tensor,
 ) -> None:
     """Choose the finished rows of some tables anew, in place, in one launch; arguments as `finish_rows_reference`.
 
@@ -131,12 +152,16 @@ def finish_rows_(
 def _check(table: Table, steps: int | Tensor) -> None:
     rows, newest = table.rows, table.newest
     if rows.dim() != 3 or newest.dim() != 3 or newest.shape[0] != rows.shape[0]:
-        raise ValueError(f"rows {tuple(rows.shape)} must be (B, M, N) and newest {tuple(newest.shape)} (B, M or K, C)")
+        raise ValueError(
+            f"rows {tuple(rows.shape)} must be (B, M, N) and newest {tuple(newest.shape)} (B, M or K, C)"
+        )
     if (
         not isinstance(steps, Tensor)
         and not 0 <= steps * newest.shape[2] <= rows.shape[2] - table.prefix - newest.shape[2]
     ):
-        raise ValueError(f"{steps} steps of {tuple(newest.shape)} behind {table.prefix} of rows {tuple(rows.shape)}")
+        raise ValueError(
+            f"{steps} steps of {tuple(newest.shape)} behind {table.prefix} of rows {tuple(rows.shape)}"
+        )
 
 
 def _able(tables: Sequence[Table]) -> bool:
@@ -148,14 +173,20 @@ def _able_in_c(tables: Sequence[Table], steps: int | Tensor, *others: Tensor) ->
     if isinstance(steps, Tensor) or not in_memory(*others, dtype=torch.int64):
         return False
     for rows, newest, _ in tables:
-        alike = newest.dtype == rows.dtype or (newest.dtype, rows.dtype) == (torch.int64, torch.int32)
+        alike = newest.dtype == rows.dtype or (newest.dtype, rows.dtype) == (
+            torch.int64,
+            torch.int32,
+        )
         if not (alike and rows.stride(2) == 1 and in_memory(rows, newest)):
             return False
     return True
 
 
 def _tensors(tables: Sequence[Table], steps: int | Tensor) -> list[Tensor | None]:
-    return [*(part for table in tables for part in table[:2]), steps if isinstance(steps, Tensor) else None]
+    return [
+        *(part for table in tables for part in table[:2]),
+        steps if isinstance(steps, Tensor) else None,
+    ]
 
 
 def _columns(tables: Sequence[Table]) -> tuple[tuple[object, ...], ...]:
@@ -183,7 +214,10 @@ def _extend(table: Table, parents: Tensor, steps: int | Tensor) -> None:
     if isinstance(steps, Tensor):
         moved = rows[:, :, prefix:]
         moved.copy_(reorder_rows_reference(moved, parents))
-        columns = torch.arange(prefix, prefix + count, device=rows.device, dtype=torch.int64) + steps * count
+        columns = (
+            torch.arange(prefix, prefix + count, device=rows.device, dtype=torch.int64)
+            + steps * count
+        )
         rows.index_copy_(2, columns, newest.to(rows.dtype))
     else:
         moved = rows.narrow(2, prefix, steps * count)
@@ -194,7 +228,9 @@ def _extend(table: Table, parents: Tensor, steps: int | Tensor) -> None:
 def _extend_all(tables: Sequence[Table], parents: Tensor, steps: int) -> None:
     """As `_extend`, of tables on a CPU: whole rows are copied, which takes a third of the time of single entries."""
     b, m = parents.shape
-    index = (parents + torch.arange(0, b * m, m, device=parents.device, dtype=torch.int64)[:, None]).view(-1)
+    index = (
+        parents + torch.arange(0, b * m, m, device=parents.device, dtype=torch.int64)[:, None]
+    ).view(-1)
     for rows, newest, prefix in tables:
         count = newest.shape[2]
         flat = rows.view(b * m, -1)
@@ -204,7 +240,9 @@ def _extend_all(tables: Sequence[Table], parents: Tensor, steps: int) -> None:
         rows.narrow(2, prefix + steps * count, count).copy_(newest)
 
 
-def _finish(finished: Tensor, table: Table, order: Tensor, beams: Tensor, steps: int | Tensor) -> None:
+def _finish(
+    finished: Tensor, table: Table, order: Tensor, beams: Tensor, steps: int | Tensor
+) -> None:
     rows, newest, prefix = table
     end = rows.shape[2] if isinstance(steps, Tensor) else prefix + steps + 1
     candidates = reorder_rows_reference(rows[:, :, prefix:end], beams)
@@ -234,17 +272,32 @@ def _extend_rows_kernel(
             filled = prefixes[i] + steps * counts[i]
             column = prefixes[i] + tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
             old = is_beam[:, None] & (column < filled)[None, :]
-            new = is_beam[:, None] & (column >= filled)[None, :] & (column < filled + counts[i])[None, :]
-            at = (beam * newest_strides[i][1])[:, None] + ((column - filled) * newest_strides[i][2])[None, :]
+            new = (
+                is_beam[:, None]
+                & (column >= filled)[None, :]
+                & (column < filled + counts[i])[None, :]
+            )
+            at = (beam * newest_strides[i][1])[:, None] + (
+                (column - filled) * newest_strides[i][2]
+            )[None, :]
             added = tl.load(newest[i] + sentence * newest_strides[i][0] + at, mask=new)
             moved = tl.load(table + (parents * strides[i][1])[:, None] + column[None, :], mask=old)
             tl.debug_barrier()  # the rows of one column may lie with several threads
             values = tl.where(new, added.to(moved.dtype), moved)
-            tl.store(table + (beam * strides[i][1])[:, None] + column[None, :], values, mask=old | new)
+            tl.store(
+                table + (beam * strides[i][1])[:, None] + column[None, :], values, mask=old | new
+            )
 
 
 @jit(
-    "steps", "beams", "order_strides", "candidates_strides", "finished_strides", "strides", "newest_strides", "prefixes"
+    "steps",
+    "beams",
+    "order_strides",
+    "candidates_strides",
+    "finished_strides",
+    "strides",
+    "newest_strides",
+    "prefixes",
 )
 def _finish_rows_kernel(
     order_ptr, order_strides, candidates_ptr, candidates_strides, steps, beams, finished, finished_strides, rows,
@@ -256,7 +309,9 @@ def _finish_rows_kernel(
     if COUNTED:
         steps = tl.load(steps)
     is_beam = beam < beams
-    order = tl.load(order_ptr + sentence * order_strides[0] + beam * order_strides[1], mask=is_beam, other=0)
+    order = tl.load(
+        order_ptr + sentence * order_strides[0] + beam * order_strides[1], mask=is_beam, other=0
+    )
     candidate = order - beams  # below zero: a row that had finished before
     ends = is_beam & (candidate >= 0)
     candidates_ptr += sentence * candidates_strides[0]
@@ -268,11 +323,22 @@ def _finish_rows_kernel(
             column = prefixes[i] + tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
             inside = is_beam[:, None] & (column <= filled)[None, :]
             stays = inside & (candidate < 0)[:, None]
-            kept = tl.load(table + (order * finished_strides[i][1])[:, None] + column[None, :], mask=stays)
-            running = rows[i] + sentence * strides[i][0] + (parents * strides[i][1])[:, None] + column[None, :]
+            kept = tl.load(
+                table + (order * finished_strides[i][1])[:, None] + column[None, :], mask=stays
+            )
+            running = (
+                rows[i]
+                + sentence * strides[i][0]
+                + (parents * strides[i][1])[:, None]
+                + column[None, :]
+            )
             ended = tl.load(running, mask=ends[:, None] & (column < filled)[None, :])
             last = newest[i] + sentence * newest_strides[i][0] + candidate * newest_strides[i][1]
             added = tl.load(last, mask=ends).to(ended.dtype)[:, None]
             tl.debug_barrier()  # the rows of one column may lie with several threads
             values = tl.where(stays, kept, tl.where((column == filled)[None, :], added, ended))
-            tl.store(table + (beam * finished_strides[i][1])[:, None] + column[None, :], values, mask=inside)
+            tl.store(
+                table + (beam * finished_strides[i][1])[:, None] + column[None, :],
+                values,
+                mask=inside,
+            )

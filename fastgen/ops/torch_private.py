@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 # As torch prints them. Inductor multiplies by these where weights are frozen.
-ONEDNN_LINEAR = (
-    "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) -> Tensor Y"
-)
-ONEDNN_LINEAR_ADD = (
-    "mkldnn::_linear_pointwise.binary(Tensor X, Tensor other, Tensor W, Tensor? B, str attr) -> Tensor Y"
-)
+ONEDNN_LINEAR = "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) -> Tensor Y"
+ONEDNN_LINEAR_ADD = "mkldnn::_linear_pointwise.binary(Tensor X, Tensor other, Tensor W, Tensor? B, str attr) -> Tensor Y"
 ONEDNN_PACK = "mkldnn::_reorder_linear_weight(Tensor self, int? batch_size=None) -> Tensor Y"
-MKL_LINEAR = "mkl::_mkl_linear(Tensor X, Tensor MKL_W, Tensor ORI_W, Tensor? B, int batch_size) -> Tensor"
+MKL_LINEAR = (
+    "mkl::_mkl_linear(Tensor X, Tensor MKL_W, Tensor ORI_W, Tensor? B, int batch_size) -> Tensor"
+)
 MKL_PACK = "mkl::_mkl_reorder_linear_weight(Tensor X, int batch_size) -> Tensor"
 
 _functions: Any = torch._C

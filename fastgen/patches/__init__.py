@@ -4,7 +4,16 @@ Each subfolder is one toolkit. Its ``__init__`` holds plain data, `TOOLKIT` and 
 """
 
 from fastgen.patches import fairseq, transformers
-from fastgen.patches.engine.engine import check, declare, disable, disabled, enable, release, start, status
+from fastgen.patches.engine.engine import (
+    check,
+    declare,
+    disable,
+    disabled,
+    enable,
+    release,
+    start,
+    status,
+)
 
 __all__ = ["check", "disable", "disabled", "enable", "release", "start", "status"]
 

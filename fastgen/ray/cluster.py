@@ -42,8 +42,13 @@ class Connection:
             if not _holds(found, actors * cpus, actors * gpus):
                 raise CommandError(f"{actors} times {_said(cpus, gpus)} are asked for; this machine has "
                                    f"{_said(found.get('CPU', 0), found.get('GPU', 0))}")  # fmt: skip
-        elif not any(node["Alive"] and _holds(node["Resources"], cpus, gpus) for node in ray.nodes()):
-            print(f"no machine of the cluster has {_said(cpus, gpus)} now: waiting for one", file=sys.stderr)
+        elif not any(
+            node["Alive"] and _holds(node["Resources"], cpus, gpus) for node in ray.nodes()
+        ):
+            print(
+                f"no machine of the cluster has {_said(cpus, gpus)} now: waiting for one",
+                file=sys.stderr,
+            )
 
     def close(self) -> None:
         if self.ours:
@@ -91,7 +96,10 @@ def connect(address: str | None) -> Connection:
 
 
 def _holds(resources: Mapping[str, float], cpus: float, gpus: float) -> bool:
-    return all(resources.get(name, 0) >= round(amount, 4) for name, amount in (("CPU", cpus), ("GPU", gpus)))
+    return all(
+        resources.get(name, 0) >= round(amount, 4)
+        for name, amount in (("CPU", cpus), ("GPU", gpus))
+    )
 
 
 def _said(cpus: float, gpus: float) -> str:

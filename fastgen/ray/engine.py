@@ -116,7 +116,10 @@ def run(
     tables = Tables(input, input_format)
     begin = time.perf_counter()
     summary = Summary(input, output, _recorded(options))
-    with _discarded_on_error(Folder(output, output_format or tables.kind)) as folder, _cluster(address) as cluster:
+    with (
+        _discarded_on_error(Folder(output, output_format or tables.kind)) as folder,
+        _cluster(address) as cluster,
+    ):
         from ray.data import ActorPoolStrategy, from_arrow_refs
 
         cluster.check(least, cpus, gpus)
@@ -131,7 +134,9 @@ def run(
             )  # fmt: skip
             held: list[pa.Table] = []
             for table in made.iter_batches(batch_size=rows, batch_format="pyarrow"):
-                held.append(_counted(table, summary, on_error, tables.kind == "txt", folder.kind == "txt"))
+                held.append(
+                    _counted(table, summary, on_error, tables.kind == "txt", folder.kind == "txt")
+                )
                 if sum(map(len, held)) >= rows_per_file:
                     folder.write(_joined(held))
                     held = []
@@ -150,10 +155,15 @@ def _with_folders(options: Options) -> Options:
 
 def _recorded(options: Options) -> dict[str, Any]:
     """The options as JSON has them."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in _arguments(options).items()}
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in _arguments(options).items()
+    }
 
 
-def _blocks(tables: Tables, folder: Folder, needed: list[str], rows: int, options: Options) -> list[Any]:
+def _blocks(
+    tables: Tables, folder: Folder, needed: list[str], rows: int, options: Options
+) -> list[Any]:
     """The input in Ray's object store, with a column of numbers; the types of its columns are the same everywhere.
 
     Raises:
@@ -165,8 +175,12 @@ def _blocks(tables: Tables, folder: Folder, needed: list[str], rows: int, option
     blocks, schemas, first = list[Any](), list[pa.Schema](), 1
     for table in tables.read(rows):
         # What fields JSON lines have is known when all are read.
-        _check_columns(tables.place, [*table.column_names, *(needed if tables.kind == "jsonl" else [])], needed)
-        table = table.add_column(0, "number", pa.array(range(first, first + len(table)), pa.int64()))
+        _check_columns(
+            tables.place, [*table.column_names, *(needed if tables.kind == "jsonl" else [])], needed
+        )
+        table = table.add_column(
+            0, "number", pa.array(range(first, first + len(table)), pa.int64())
+        )
         first += len(table)
         schemas.append(table.schema)
         blocks.append(ray.put(table))
@@ -174,7 +188,9 @@ def _blocks(tables: Tables, folder: Folder, needed: list[str], rows: int, option
         return []
     try:
         schema = pa.unify_schemas(schemas, promote_options="permissive")
-        folder.check(schema, options.scores, (options.generation.get("num_return_sequences") or 1) > 1)
+        folder.check(
+            schema, options.scores, (options.generation.get("num_return_sequences") or 1) > 1
+        )
         for place, own in enumerate(schemas):
             if own != schema:
                 parts = [schema.empty_table(), ray.get(blocks[place])]
@@ -224,7 +240,9 @@ def _counts() -> Counter[tuple[str, str]]:
     return counts
 
 
-def _counted(table: pa.Table, summary: Summary, on_error: OnError, of_lines: bool, to_lines: bool) -> pa.Table:
+def _counted(
+    table: pa.Table, summary: Summary, on_error: OnError, of_lines: bool, to_lines: bool
+) -> pa.Table:
     """The rows of a block, as `on_error` says; the summary counts them.
 
     of_lines: they come from lines of text, which may be blank. to_lines: they become such, and none may be missing.
@@ -238,7 +256,9 @@ def _counted(table: pa.Table, summary: Summary, on_error: OnError, of_lines: boo
     numbers = table["number"].to_pylist()
     first = summary.rows + 1
     if numbers != list(range(first, first + len(numbers))):
-        raise RuntimeError(f"rows {first} to {first + len(numbers) - 1} were to come, not {numbers}")
+        raise RuntimeError(
+            f"rows {first} to {first + len(numbers) - 1} were to come, not {numbers}"
+        )
     problems: list[str | None] = table["problem"].to_pylist()
     if of_lines and NO_TEXT in problems:
         summary.blank += problems.count(NO_TEXT)

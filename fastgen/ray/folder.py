@@ -58,9 +58,13 @@ class Folder:
         scores: of the outputs. several: more than one output of a row.
         """
         if scores and self.kind == "txt":
-            raise CommandError("--scores: lines of text have no place for them; write Parquet, JSONL or CSV")
+            raise CommandError(
+                "--scores: lines of text have no place for them; write Parquet, JSONL or CSV"
+            )
         if several and self.kind in ("csv", "txt"):
-            raise CommandError(f"--n-best: {self.kind} has no place for several outputs here; write Parquet or JSONL")
+            raise CommandError(
+                f"--n-best: {self.kind} has no place for several outputs here; write Parquet or JSONL"
+            )
         if self.kind != "csv":
             return
         for each in schema:
@@ -69,7 +73,9 @@ class Folder:
                     f"column {each.name!r} holds {each.type}, which CSV does not; write Parquet or JSONL"
                 )
             if scores and each.name == SCORE:
-                raise CommandError(f"a column is named {SCORE!r}, as that of --scores in CSV: rename it")
+                raise CommandError(
+                    f"a column is named {SCORE!r}, as that of --scores in CSV: rename it"
+                )
 
     def write(self, table: pa.Table) -> None:
         """Write the next part."""
@@ -95,7 +101,9 @@ class Folder:
             except CommandError as error:
                 raise CommandError(f"{error}; the finished output is {self.scratch}") from error
             if self.system.get_file_info(self.path).type != fs.FileType.NotFound:
-                self.system.delete_dir(self.path)  # it is empty; not every filesystem renames over it
+                self.system.delete_dir(
+                    self.path
+                )  # it is empty; not every filesystem renames over it
             self.system.move(self.scratch, self.path)
 
     def discard(self) -> None:
@@ -107,8 +115,12 @@ class Folder:
         found = self.system.get_file_info(self.path)
         if found.type == fs.FileType.File:
             raise CommandError(f"{self.place} is a file; the output is a folder")
-        if found.type == fs.FileType.Directory and self.system.get_file_info(fs.FileSelector(self.path)):
-            raise CommandError(f"{self.place} holds files already: name another folder, or empty it")
+        if found.type == fs.FileType.Directory and self.system.get_file_info(
+            fs.FileSelector(self.path)
+        ):
+            raise CommandError(
+                f"{self.place} holds files already: name another folder, or empty it"
+            )
 
     def _file(self, name: str) -> Any:
         return self.system.open_output_stream(posixpath.join(self.scratch, name))

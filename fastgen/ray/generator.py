@@ -50,7 +50,9 @@ class Generator:
         check_on_error(on_error)
         targets = options.get("targets")
         if (target_column is None) != (targets is None):
-            raise ValueError(f"target_column={target_column!r} and targets={targets!r}: they go together")
+            raise ValueError(
+                f"target_column={target_column!r} and targets={targets!r}: they go together"
+            )
         self.columns = (column,) if target_column is None else (column, target_column)
         self.on_error = on_error
         self.at_limit = 0  # outputs that ended because they may not be longer
@@ -64,31 +66,46 @@ class Generator:
         self.at_limit += sum(isinstance(one, Output) and one.at_limit for one in found)
         problems = [one for one in found if isinstance(one, Problem)]
         if problems and self.on_error == "fail":
-            raise CommandError(f"{len(problems)} of {len(found)} texts have no output, the first: {problems[0].reason}")
+            raise CommandError(
+                f"{len(problems)} of {len(found)} texts have no output, the first: {problems[0].reason}"
+            )
         if problems and self.on_error == "skip":
             kept = np.array([not isinstance(one, Problem) for one in found])
-            batch, found = _rows(batch, kept), [one for one in found if not isinstance(one, Problem)]
+            batch, found = (
+                _rows(batch, kept),
+                [one for one in found if not isinstance(one, Problem)],
+            )
         return _with(batch, found, self.generator.options.scores)
 
     def _texts(self, column: str, values: Any) -> list[str]:
         texts: list[Any] = values.to_pylist() if hasattr(values, "to_pylist") else list(values)
         for text in texts:
-            if text is not None and not isinstance(text, str) and text == text:  # pandas' nulls differ from themselves
-                raise TypeError(f"column {column!r} holds {text!r}, a {type(text).__name__}, not text")
+            if (
+                text is not None and not isinstance(text, str) and text == text
+            ):  # pandas' nulls differ from themselves
+                raise TypeError(
+                    f"column {column!r} holds {text!r}, a {type(text).__name__}, not text"
+                )
         return [text if isinstance(text, str) else "" for text in texts]
 
 
 def check_on_error(on_error: str) -> None:
     """Raise ValueError where it is none that there is."""
     if on_error not in get_args(OnError):
-        raise ValueError(f"on_error={on_error!r} must be one of {', '.join(map(repr, get_args(OnError)))}")
+        raise ValueError(
+            f"on_error={on_error!r} must be one of {', '.join(map(repr, get_args(OnError)))}"
+        )
 
 
-def check_columns(names: Sequence[str], needed: Sequence[str], taken: Sequence[str] = COLUMNS) -> None:
+def check_columns(
+    names: Sequence[str], needed: Sequence[str], taken: Sequence[str] = COLUMNS
+) -> None:
     """Raise ValueError where a batch has no such columns, or one that would be written over."""
     for column in needed:
         if column not in names:
-            raise ValueError(f"there is no column {column!r}, but {', '.join(map(repr, names)) or 'none'}")
+            raise ValueError(
+                f"there is no column {column!r}, but {', '.join(map(repr, names)) or 'none'}"
+            )
     if both := [name for name in taken if name in names]:
         raise ValueError(f"a column is named {both[0]!r}, as one of the output's is: rename it")
 

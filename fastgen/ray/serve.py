@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--{name.replace('_', '-')} {given[name]}: {first['msg']}") from error
     models.need("ray", "starlette", "prometheus_client")
     try:
-        connection = start(settings.model_copy(update={"model": models.shared_name(settings.model)}), **where)
+        connection = start(
+            settings.model_copy(update={"model": models.shared_name(settings.model)}), **where
+        )
     except NoAddress as error:
         print(f"fastgen serve: {error}", file=sys.stderr)
         return 1
@@ -75,7 +77,9 @@ def check_address(host: str, port: int) -> None:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise NoAddress(f"--host {host}: {error.strerror if isinstance(error, OSError) else error}") from error
+        raise NoAddress(
+            f"--host {host}: {error.strerror if isinstance(error, OSError) else error}"
+        ) from error
     if not 0 < port < 2**16:
         raise NoAddress(f"--port {port}: must be from 1 to 65535")
     family, kind, protocol, _, address = found[0]
@@ -86,7 +90,9 @@ def check_address(host: str, port: int) -> None:
             listening.listen()  # where another socket that listens is noticed in any case
         except OSError as error:
             name = "host" if error.errno == errno.EADDRNOTAVAIL else "port"
-            raise NoAddress(f"--{name} {host if name == 'host' else port}: {error.strerror}") from error
+            raise NoAddress(
+                f"--{name} {host if name == 'host' else port}: {error.strerror}"
+            ) from error
 
 
 def start(
@@ -120,7 +126,9 @@ def start(
 
     try:
         if application in serve.status().applications:
-            raise CommandError(f"--application {application}: one of this name is running; stop it, or name another")
+            raise CommandError(
+                f"--application {application}: one of this name is running; stop it, or name another"
+            )
         connection.check(settings.replicas, settings.cpus, settings.gpus)
     except CommandError:
         connection.close()
@@ -140,7 +148,9 @@ def stop(connection: Connection, application: str = APPLICATION) -> None:
     from ray.exceptions import RayActorError
 
     if connection.alone:
-        with contextlib.suppress(RayActorError):  # its controller may be gone before it has answered
+        with contextlib.suppress(
+            RayActorError
+        ):  # its controller may be gone before it has answered
             serve.shutdown()
     else:
         serve.delete(application)
@@ -158,15 +168,28 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=int, default=8000, metavar="N", help="port to listen on (%(default)s)")
     add("--address", help="of a Ray cluster (default: RAY_ADDRESS, or this machine alone)")
-    add("--application", default=APPLICATION, metavar="NAME", help="name in Ray Serve (%(default)s)")
-    add("--route-prefix", default="/", metavar="PATH", help="what all paths begin with (%(default)s)")
+    add(
+        "--application", default=APPLICATION, metavar="NAME", help="name in Ray Serve (%(default)s)"
+    )
+    add(
+        "--route-prefix",
+        default="/",
+        metavar="PATH",
+        help="what all paths begin with (%(default)s)",
+    )
     settings = parser.add_argument_group("settings")
     for name, each in Settings.model_fields.items():
         if name == "model":
             continue
-        shown = "" if each.default in (None, "", False) or each.default_factory else f" ({each.default})"
+        shown = (
+            ""
+            if each.default in (None, "", False) or each.default_factory
+            else f" ({each.default})"
+        )
         metavar = _METAVARS.get(_kind(each.annotation), "VALUE")
-        settings.add_argument(f"--{name.replace('_', '-')}", help=f"{each.description}{shown}", metavar=metavar)
+        settings.add_argument(
+            f"--{name.replace('_', '-')}", help=f"{each.description}{shown}", metavar=metavar
+        )
 
 
 _METAVARS = {bool: "true|false", int: "N", float: "X", dict: "JSON"}
@@ -175,7 +198,11 @@ _METAVARS = {bool: "true|false", int: "N", float: "X", dict: "JSON"}
 def _kind(annotation: Any) -> Any:
     """The type that an optional or parametrised one stands for."""
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
-    return _kind(kinds[-1]) if kinds and get_origin(annotation) is not dict else get_origin(annotation) or annotation
+    return (
+        _kind(kinds[-1])
+        if kinds and get_origin(annotation) is not dict
+        else get_origin(annotation) or annotation
+    )
 
 
 if __name__ == "__main__":

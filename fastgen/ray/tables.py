@@ -16,7 +16,14 @@ from fastgen.errors import CommandError
 from fastgen.ray.folder import FORMATS, located
 
 _COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
-_KINDS = {"parquet": "parquet", "jsonl": "jsonl", "json": "jsonl", "ndjson": "jsonl", "csv": "csv", "txt": "txt"}
+_KINDS = {
+    "parquet": "parquet",
+    "jsonl": "jsonl",
+    "json": "jsonl",
+    "ndjson": "jsonl",
+    "csv": "csv",
+    "txt": "txt",
+}
 
 
 class Tables:
@@ -40,7 +47,9 @@ class Tables:
         kinds = {_kind(path) for path in self.paths} if kind is None else {kind}
         found = kinds.pop() if len(kinds) == 1 else None
         if found not in FORMATS:
-            raise CommandError(f"{place}: its format is not told by names; say which of {', '.join(FORMATS)} it is")
+            raise CommandError(
+                f"{place}: its format is not told by names; say which of {', '.join(FORMATS)} it is"
+            )
         self.kind = found
 
     def read(self, rows: int) -> Iterator[pa.Table]:
@@ -66,7 +75,9 @@ class Tables:
             yield path
             return
         inside = self.system.get_file_info(fs.FileSelector(path))
-        yield from sorted(one.path for one in inside if one.is_file and one.base_name[0] not in "._")
+        yield from sorted(
+            one.path for one in inside if one.is_file and one.base_name[0] not in "._"
+        )
 
 
 def _kind(path: str) -> str | None:
@@ -103,7 +114,9 @@ def _jsonl(system: Any, path: str, rows: int) -> Iterator[pa.Table]:
         try:
             table = pa.Table.from_struct_array(pa.array(objects))  # of objects without fields, too
         except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-            raise ValueError(f"lines {some[0][0]} to {some[-1][0]}: {models.first_line(error)}") from error
+            raise ValueError(
+                f"lines {some[0][0]} to {some[-1][0]}: {models.first_line(error)}"
+            ) from error
         yield table.select(list(dict.fromkeys(name for one in objects for name in one)))
 
 
@@ -122,7 +135,10 @@ def _csv(system: Any, path: str, rows: int) -> Iterator[pa.Table]:
 
     # All columns are strings, as they stand: "001" is no number, "NA" no null, and an empty line a row.
     parsing = pyarrow.csv.ParseOptions(newlines_in_values=True, ignore_empty_lines=False)
-    with system.open_input_stream(path) as file, pyarrow.csv.open_csv(file, parse_options=parsing) as reader:
+    with (
+        system.open_input_stream(path) as file,
+        pyarrow.csv.open_csv(file, parse_options=parsing) as reader,
+    ):
         strings = dict.fromkeys(reader.schema.names, pa.string())
     converting = pyarrow.csv.ConvertOptions(column_types=strings, strings_can_be_null=False)
     with (

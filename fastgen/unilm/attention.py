@@ -18,9 +18,14 @@ class UniLMSelfAttention(nn.Module):
 
     def __init__(self, config: UniLMConfig, layer: int) -> None:
         super().__init__()
-        self.heads, self.head_dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        self.heads, self.head_dim = (
+            config.num_attention_heads,
+            config.hidden_size // config.num_attention_heads,
+        )
         self.layer, self.scaling = layer, self.head_dim**-0.5
-        self.query, self.key, self.value = (nn.Linear(config.hidden_size, config.hidden_size) for _ in range(3))
+        self.query, self.key, self.value = (
+            nn.Linear(config.hidden_size, config.hidden_size) for _ in range(3)
+        )
         self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
 
     def forward(self, x: Tensor, masks: int, visible: Tensor | None, past: Cache | None) -> Tensor:
@@ -74,7 +79,10 @@ class UniLMSelfAttention(nn.Module):
         slots = step.begin_layer(layer, visible, None, query.dtype)
         slots = None if slots is None else slots.repeat_interleave(n, 2)  # (B, 1, M * L, N)
         query, own_keys, own_values = (
-            part.unflatten(0, (b, m)).transpose(1, 2).flatten(2, 3) for part in (query, own_keys, own_values)
+            part.unflatten(0, (b, m)).transpose(1, 2).flatten(2, 3)
+            for part in (query, own_keys, own_values)
         )
-        mixed = self.mix(query, layer.keys, layer.values, slots, own_keys, own_values, asks.repeat(m))
+        mixed = self.mix(
+            query, layer.keys, layer.values, slots, own_keys, own_values, asks.repeat(m)
+        )
         return mixed.unflatten(2, (m, n)).transpose(1, 2).flatten(0, 1)

@@ -49,14 +49,21 @@ class UniLMConfig(BertConfig):
         super().__post_init__(**kwargs)
         # A BERT's own config has no use for these.
         self.is_encoder_decoder = True
-        self.decoder_start_token_id = 101 if self.decoder_start_token_id is None else self.decoder_start_token_id
+        self.decoder_start_token_id = (
+            101 if self.decoder_start_token_id is None else self.decoder_start_token_id
+        )
         self.eos_token_id = 102 if self.eos_token_id is None else self.eos_token_id
-        for name, many in (("mask_token_id", self.vocab_size), ("decoder_start_token_id", self.vocab_size)):
+        for name, many in (
+            ("mask_token_id", self.vocab_size),
+            ("decoder_start_token_id", self.vocab_size),
+        ):
             _check(name, getattr(self, name), many)
         for name in ("source_type_id", "target_type_id"):
             _check(name, getattr(self, name), self.type_vocab_size)
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"hidden_size={self.hidden_size} is no multiple of {self.num_attention_heads} heads")
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is no multiple of {self.num_attention_heads} heads"
+            )
 
 
 def _check(name: str, index: int, many: int) -> None:

@@ -11,8 +11,15 @@ from transformers import AutoTokenizer
 from fastgen.unilm.config import UniLMConfig
 from fastgen.unilm.model import UniLMForConditionalGeneration
 
-_SPECIAL = {"mask_token_id": "mask_token", "decoder_start_token_id": "cls_token", "eos_token_id": "sep_token"}
-_TOKENIZERS = ("tokenizer.json", "vocab.txt")  # without one of these files transformers makes a small one up
+_SPECIAL = {
+    "mask_token_id": "mask_token",
+    "decoder_start_token_id": "cls_token",
+    "eos_token_id": "sep_token",
+}
+_TOKENIZERS = (
+    "tokenizer.json",
+    "vocab.txt",
+)  # without one of these files transformers makes a small one up
 _POSITIONS = "bert.embeddings.position_embeddings.weight"
 
 
@@ -44,18 +51,28 @@ def load(
     if weights.is_dir():
         model = _of_folder(weights, config, kwargs)
     elif config is None:
-        raise ValueError(f"config is None: it must name the JSON file that was published beside {weights}")
+        raise ValueError(
+            f"config is None: it must name the JSON file that was published beside {weights}"
+        )
     else:
         wanted, model = _of_file(weights, Path(config), kwargs)
         max_position_embeddings = max_position_embeddings or wanted
-    if max_position_embeddings is not None and max_position_embeddings != model.config.max_position_embeddings:
+    if (
+        max_position_embeddings is not None
+        and max_position_embeddings != model.config.max_position_embeddings
+    ):
         _set_positions(model, max_position_embeddings)
     return model.eval()
 
 
-def _of_folder(folder: Path, config: str | Path | None, kwargs: dict[str, Any]) -> UniLMForConditionalGeneration:
+def _of_folder(
+    folder: Path, config: str | Path | None, kwargs: dict[str, Any]
+) -> UniLMForConditionalGeneration:
     file = folder / "config.json" if config is None else Path(config)
-    if (kind := json.loads(file.read_text("utf-8")).get("model_type")) not in (None, UniLMConfig.model_type):
+    if (kind := json.loads(file.read_text("utf-8")).get("model_type")) not in (
+        None,
+        UniLMConfig.model_type,
+    ):
         kwargs = _special_tokens(folder, kind, kwargs) | kwargs
     read, rest = _config(file, kwargs)
     return UniLMForConditionalGeneration.from_pretrained(folder, config=read, **rest)
@@ -76,16 +93,23 @@ def _special_tokens(folder: Path, kind: str, given: dict[str, Any]) -> dict[str,
             f"{', '.join(missing)} must be given"
         )
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return {name: tokenizer.convert_tokens_to_ids(getattr(tokenizer, _SPECIAL[name])) for name in missing}
+    return {
+        name: tokenizer.convert_tokens_to_ids(getattr(tokenizer, _SPECIAL[name]))
+        for name in missing
+    }
 
 
-def _of_file(file: Path, config: Path, kwargs: dict[str, Any]) -> tuple[int, UniLMForConditionalGeneration]:
+def _of_file(
+    file: Path, config: Path, kwargs: dict[str, Any]
+) -> tuple[int, UniLMForConditionalGeneration]:
     """Return how many positions the config of a published file asks for, and the model with those that it has."""
     read, rest = _config(config, kwargs)
     found: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
     # Older files name a norm's parameters as TensorFlow did.
     state = {
-        name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias"): value
+        name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
+            "LayerNorm.beta", "LayerNorm.bias"
+        ): value
         for name, value in found.items()
     }
     if _POSITIONS not in state:
@@ -107,13 +131,17 @@ def _config(file: Path, kwargs: dict[str, Any]) -> tuple[UniLMConfig, dict[str, 
     values.pop("model_type", None)
     known = UniLMConfig.__dataclass_fields__
     given = {name: value for name, value in kwargs.items() if name in known and name != "dtype"}
-    return UniLMConfig(**values | given), {name: value for name, value in kwargs.items() if name not in given}
+    return UniLMConfig(**values | given), {
+        name: value for name, value in kwargs.items() if name not in given
+    }
 
 
 def _set_positions(model: UniLMForConditionalGeneration, count: int) -> None:
     """Give a model a table of `count` positions."""
     embeddings: Any = model.bert.embeddings
-    rows = torch.arange(count, dtype=torch.int64, device="cpu") % model.config.max_position_embeddings
+    rows = (
+        torch.arange(count, dtype=torch.int64, device="cpu") % model.config.max_position_embeddings
+    )
     table = embeddings.position_embeddings.weight.detach()[rows.to(model.device)]
     embeddings.position_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
     embeddings.position_ids = torch.arange(count, device=model.device, dtype=torch.int64)[None]

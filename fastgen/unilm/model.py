@@ -65,7 +65,9 @@ class UniLMLayers(nn.Module):
 
     def __init__(self, config: UniLMConfig) -> None:
         super().__init__()
-        self.layer = nn.ModuleList(UniLMLayer(config, index) for index in range(config.num_hidden_layers))
+        self.layer = nn.ModuleList(
+            UniLMLayer(config, index) for index in range(config.num_hidden_layers)
+        )
 
     def forward(self, x: Tensor, masks: int, visible: Tensor | None, past: Cache | None) -> Tensor:
         for layer in self.layer:
@@ -94,9 +96,9 @@ class UniLMStack(nn.Module):
     ) -> BaseModelOutput:
         """Embed a source: input_ids and attention_mask (B, S) int64, padded at any side, to (B, S, C)."""
         if attention_mask is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device, dtype=torch.int64).expand_as(
-                input_ids
-            )
+            positions = torch.arange(
+                input_ids.shape[1], device=input_ids.device, dtype=torch.int64
+            ).expand_as(input_ids)
         else:
             positions = (attention_mask.long().cumsum(1) - 1).clamp_(0)
         embedded = self.embed(input_ids, positions, self.config.source_type_id, input_ids.shape[1])
@@ -134,7 +136,9 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
     _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
         r"cls\.predictions\.decoder_weight", r"bert\.pooler\.", r"cls\.seq_relationship\."
     ]  # fmt: skip
-    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = False
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = (
+        False
+    )
     supports_gradient_checkpointing = False
     _can_record_outputs = None
 
@@ -173,7 +177,9 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Return decoder_input_ids (B, T) for labels (B, T): shifted by one, behind the start token."""
         start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
-        targets = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, self.config.pad_token_id or 0)
+        targets = labels[:, :-1].masked_fill(
+            labels[:, :-1] == IGNORED, self.config.pad_token_id or 0
+        )
         return torch.cat([start, targets], 1)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
@@ -222,7 +228,9 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
                 hidden states or a mask of the target are asked for.
         """
         if output_attentions or output_hidden_states:
-            raise ValueError(f"{output_attentions=}, {output_hidden_states=}: a UniLM returns neither")
+            raise ValueError(
+                f"{output_attentions=}, {output_hidden_states=}: a UniLM returns neither"
+            )
         if position_ids is not None:
             raise ValueError(
                 f"position_ids are given, {tuple(position_ids.shape)}: a UniLM counts its positions itself"
@@ -237,11 +245,15 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
             encoder_outputs = self.bert(input_ids, attention_mask)
         cache = past_key_values if cache is None else cache
         if cache is None and use_cache:
-            cache = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+            cache = EncoderDecoderCache(
+                DynamicCache(config=self.config), DynamicCache(config=self.config)
+            )
         # The source's keys and values stand in one cache with the target's: both are read by one softmax.
         past = getattr(cache, "self_attention_cache", cache)
         if past is not None and past.is_compileable:
-            raise ValueError(f"a UniLM's cache holds source and target, for which a {type(past).__name__} has no room")
+            raise ValueError(
+                f"a UniLM's cache holds source and target, for which a {type(past).__name__} has no room"
+            )
         if decoder_attention_mask is not None:
             raise ValueError(
                 f"decoder_attention_mask is given, {tuple(decoder_attention_mask.shape)}: targets have none"
@@ -261,12 +273,19 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
         return outputs.to_tuple() if return_dict is False else outputs
 
     def _read(
-        self, source: Tensor, source_mask: Tensor | None, ids: Tensor, past: Cache | None, labels: Tensor | None
+        self,
+        source: Tensor,
+        source_mask: Tensor | None,
+        ids: Tensor,
+        past: Cache | None,
+        labels: Tensor | None,
     ) -> Tensor:
         """Return what the last layer makes of a mask behind each of ids (B, T), (B, T, C)."""
         asked, length = ids.shape[1], source.shape[1]
         if source_mask is not None and source_mask.shape[1] != length:
-            raise ValueError(f"attention_mask is {tuple(source_mask.shape)}, and the source has {length} tokens")
+            raise ValueError(
+                f"attention_mask is {tuple(source_mask.shape)}, and the source has {length} tokens"
+            )
         held = 0 if past is None else past.get_seq_length()
         targets = ids if held else ids[:, 1:]
         before = held - length if held else 0
@@ -284,15 +303,23 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
             positions = positions * torch.cat([labels[:, : asked - 1], labels], 1).ne(IGNORED)
         both = torch.cat([targets, torch.full_like(ids, self.config.mask_token_id)], 1)
         x = self.bert.embed(both, positions, self.config.target_type_id, length + end + 1)
-        visible = None if source_mask is None else F.pad(source_mask.bool(), (0, end), value=True)[:, None, None]
+        visible = (
+            None
+            if source_mask is None
+            else F.pad(source_mask.bool(), (0, end), value=True)[:, None, None]
+        )
         if end and (asked > 1 or not held):
             # A token's rank is the number of targets that it comes behind: it sees what has no higher one.
             none, start = index.new_zeros(length), 0 if held else length
             seen = torch.cat([none[:start], index[: end - before] + 1, index[end - before :]])
-            ranks = torch.cat([none, torch.arange(1, end + 1, device=ids.device, dtype=torch.int64)])
+            ranks = torch.cat(
+                [none, torch.arange(1, end + 1, device=ids.device, dtype=torch.int64)]
+            )
             causal = (ranks <= seen[:, None])[None, None]
             visible = causal if visible is None else visible & causal
         if visible is not None:
-            visible = torch.zeros_like(visible, dtype=x.dtype).masked_fill_(~visible, torch.finfo(x.dtype).min)
+            visible = torch.zeros_like(visible, dtype=x.dtype).masked_fill_(
+                ~visible, torch.finfo(x.dtype).min
+            )
         x = x if held else torch.cat([source, x], 1)
         return self.bert.encoder(x, asked, visible, past)[:, -asked:]

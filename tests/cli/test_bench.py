@@ -24,9 +24,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for each kind of model, and a text."""
     place = tmp_path_factory.mktemp("bench")
     torch.manual_seed(0)
-    shape: dict[str, Any] = {"vocab_size": 259, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    unproven = GPT2LMHeadModel(GPT2Config(**shape, initializer_range=0.5, pad_token_id=0, eos_token_id=1))
-    for name, model in {"marian": marian(16, 0), "llama": llama(16, 0), "unproven": unproven}.items():
+    shape: dict[str, Any] = {
+        "vocab_size": 259,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 64,
+    }
+    unproven = GPT2LMHeadModel(
+        GPT2Config(**shape, initializer_range=0.5, pad_token_id=0, eos_token_id=1)
+    )
+    for name, model in {
+        "marian": marian(16, 0),
+        "llama": llama(16, 0),
+        "unproven": unproven,
+    }.items():
         model.save_pretrained(place / name)
         tokenizer_of().save_pretrained(place / name)
     (place / "text").write_text("\n".join(LINES) + "\n", "utf-8")
@@ -34,7 +46,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bench(model: Path, *more: object) -> int:
-    given = ("bench", model, "--threads", 1, "--device", "cpu", "--max-new-tokens", NEW, "--rounds", 2, *more)
+    given = (
+        "bench",
+        model,
+        "--threads",
+        1,
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        NEW,
+        "--rounds",
+        2,
+        *more,
+    )
     return main([str(word) for word in given])
 
 
@@ -78,7 +102,10 @@ def test_text_of_a_file(folder: Path, tmp_path: Path) -> None:
 
 
 def test_no_speed_where_outputs_differ(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = MarianMTModel.generate
 
@@ -111,7 +138,9 @@ def test_what_fastgen_declines_has_its_reason(
     assert bench(folder / "unproven", "--num-beams", 2, "--batch-size", 2) == 0
     shown = capsys.readouterr().out
     assert "fastgen's loops did not run" in shown
-    assert "declined 3 calls: transformers.beam_search, model type 'gpt2' is not proven yet" in shown
+    assert (
+        "declined 3 calls: transformers.beam_search, model type 'gpt2' is not proven yet" in shown
+    )
     assert "the same (rounds: 2)" in shown
 
 
@@ -133,12 +162,32 @@ def test_a_model_that_fails_is_one_cell(
 
 
 def test_it_ends_in_time(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Fewer rounds where they do not fit, and no more cells once the time is over."""
     right = LlamaForCausalLM.generate
-    monkeypatch.setattr(LlamaForCausalLM, "generate", lambda self, **kwargs: time.sleep(0.2) or right(self, **kwargs))
-    given = ("--num-beams", 1, "--batch-size", 1, 2, 3, "--lines", 3, "--rounds", 50, "--minutes", 1.5 / 60)
+    monkeypatch.setattr(
+        LlamaForCausalLM,
+        "generate",
+        lambda self, **kwargs: time.sleep(0.2) or right(self, **kwargs),
+    )
+    given = (
+        "--num-beams",
+        1,
+        "--batch-size",
+        1,
+        2,
+        3,
+        "--lines",
+        3,
+        "--rounds",
+        50,
+        "--minutes",
+        1.5 / 60,
+    )
     assert bench(folder / "llama", *given, "--output", tmp_path) == 0
     cells = list(cells_of(tmp_path).values())
     assert len(cells[0]["outcome"]["rounds"]) == 1
@@ -172,7 +221,9 @@ def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "config.json is missing" in capsys.readouterr().err
 
 
-def test_switched_off(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FASTGEN", "0")
     config.reload()
     try:

@@ -34,7 +34,15 @@ from fastgen.corpus.models import load_tokenizer
 from fastgen.corpus.run.identity import digest
 from fastgen.errors import CommandError
 
-LINES = ["a dog runs", "two men sit on a bench", "", "the cat", "a girl in a red coat", "one", "snow falls on a town"]
+LINES = [
+    "a dog runs",
+    "two men sit on a bench",
+    "",
+    "the cat",
+    "a girl in a red coat",
+    "one",
+    "snow falls on a town",
+]
 SOURCES = [line for line in LINES if line]
 NEW = 8
 
@@ -42,11 +50,17 @@ NEW = 8
 def tokenizer_of(words: str = "</s>") -> PreTrainedTokenizerFast:
     """Bytes; it adds no end token."""
     pieces = ["<pad>", words, "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token=words, unk_token="<unk>", padding_side="left"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token=words,
+        unk_token="<unk>",
+        padding_side="left",
     )
 
 
@@ -87,7 +101,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(folder: Path, tool: str, output: Path, *more: object, kind: str = "marian") -> list[str]:
-    given = ["bild", tool, folder / f"{kind}-large", folder / f"{kind}-small", "--input", folder / "text"]
+    given = [
+        "bild",
+        tool,
+        folder / f"{kind}-large",
+        folder / f"{kind}-small",
+        "--input",
+        folder / "text",
+    ]
     given += ["--output", output, "--max-new-tokens", NEW, "--threads", 1, "--device", "cpu", *more]
     return [str(word) for word in given]
 
@@ -97,7 +118,17 @@ def run_align(folder: Path, output: Path, *more: object, kind: str = "marian") -
 
 
 def run_tune(folder: Path, output: Path, *more: object, kind: str = "marian") -> int:
-    sweep_of = ("--fallback", 0.01, 0.9, "--rollback", 3, "--rounds", 2, "--reference", folder / "reference")
+    sweep_of = (
+        "--fallback",
+        0.01,
+        0.9,
+        "--rollback",
+        3,
+        "--rounds",
+        2,
+        "--reference",
+        folder / "reference",
+    )
     return main(words(folder, "tune", output, "--append-eos", *sweep_of, *more, kind=kind))
 
 
@@ -114,14 +145,18 @@ def loss_of(model: Any, data: list[dict[str, list[int]]]) -> float:
 
 
 @pytest.mark.parametrize("kind", ["marian", "llama"])
-def test_the_small_model_learns_what_the_large_one_writes(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_the_small_model_learns_what_the_large_one_writes(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
     options = ("--max-steps", 40, "--learning-rate", 0.01)
     assert run_align(folder, tmp_path / "aligned", *options, kind=kind) == 0
     large, small, aligned = (
         pair.load_model(path, "cpu", "float32")
         for path in (folder / f"{kind}-large", folder / f"{kind}-small", tmp_path / "aligned")
     )
-    header, *written = map(json.loads, (tmp_path / "aligned.outputs.jsonl").read_text().splitlines())
+    header, *written = map(
+        json.loads, (tmp_path / "aligned.outputs.jsonl").read_text().splitlines()
+    )
     assert header["lines"] == len(SOURCES) == len(written), "blank lines are left out"
     for source, tokens in zip(encoded(), written, strict=True):
         with fastgen.disabled():
@@ -178,7 +213,9 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         f"outputs.finished(pathlib.Path({str(file)!r}), {HEADER!r}, make, restart=False)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, env=os.environ | {"FASTGEN": "0"})
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, env=os.environ | {"FASTGEN": "0"}
+    )
     assert done.returncode == -signal.SIGKILL
     assert not file.exists()
     part = tmp_path / "o.jsonl.part"
@@ -197,11 +234,17 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert file.read_text().splitlines()[-1] == "[3,1]", "the line that was being written is gone"
     assert outputs.finished(file, HEADER, make, restart=False) == expected
     assert asked == [3], "a whole file is read"
-    assert outputs.finished(file, HEADER, lambda at: ([at] for _ in range(5)), restart=True) == [[0]] * 5
+    assert (
+        outputs.finished(file, HEADER, lambda at: ([at] for _ in range(5)), restart=True)
+        == [[0]] * 5
+    )
 
 
 def test_a_run_that_failed_goes_on_with_the_same_result(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run_align(folder, tmp_path / "whole") == 0
     generated = align._generated
@@ -220,7 +263,9 @@ def test_a_run_that_failed_goes_on_with_the_same_result(
     assert f"max_new_tokens was {NEW} and is {NEW + 1}" in capsys.readouterr().err
     assert run_align(folder, tmp_path / "broken") == 0
     assert "goes on behind line 4 of 6" in capsys.readouterr().out
-    whole, broken = ((tmp_path / f"{name}.outputs.jsonl").read_text() for name in ("whole", "broken"))
+    whole, broken = (
+        (tmp_path / f"{name}.outputs.jsonl").read_text() for name in ("whole", "broken")
+    )
     assert whole == broken
 
 
@@ -228,7 +273,9 @@ def test_what_has_changed_is_said(tmp_path: Path) -> None:
     file = tmp_path / "o.jsonl"
     outputs.finished(file, HEADER, lambda at: ([at] for _ in range(5)), restart=False)
     changed = HEADER | {"large": "2", "new": True}
-    with pytest.raises(CommandError, match=r"large was 1 and is 2; new was not there and is True\. --restart"):
+    with pytest.raises(
+        CommandError, match=r"large was 1 and is 2; new was not there and is True\. --restart"
+    ):
         outputs.finished(file, changed, lambda at: (), restart=False)
     file.write_bytes(b"\n".join(file.read_bytes().split(b"\n")[:-2]) + b"\n")
     with pytest.raises(CommandError, match="holds 4 outputs of 5"):
@@ -287,7 +334,10 @@ def test_what_is_wrong_is_said_before_anything_is_done(
 
 
 def test_other_tokenizers_and_a_missing_package_are_said(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     marian(8, 1).save_pretrained(tmp_path / "other")
     tokenizer_of("<end>").save_pretrained(tmp_path / "other")
@@ -296,7 +346,9 @@ def test_other_tokenizers_and_a_missing_package_are_said(
         given[3] = str(tmp_path / "other")
         assert main(given) == 2
         assert "'</s>' is 1 to the large one and None to the small one" in capsys.readouterr().err
-    monkeypatch.setattr("fastgen.corpus.models.find_spec", lambda name: None if name == "accelerate" else name)
+    monkeypatch.setattr(
+        "fastgen.corpus.models.find_spec", lambda name: None if name == "accelerate" else name
+    )
     assert run_align(folder, tmp_path / "new") == 2
     assert 'needs accelerate: pip install "accelerate>=1.1"' in capsys.readouterr().err
     assert not list(tmp_path.glob("new*"))
@@ -321,11 +373,20 @@ def test_lines_and_end_tokens(tmp_path: Path) -> None:
 
 
 def point(rollback: float | None, quality: float, ratio: float, low: float) -> dict[str, Any]:
-    return {"fallback": 0.5, "rollback": rollback, "max_draft": 10, "quality": quality, "ratio": ratio, "low": low}
+    return {
+        "fallback": 0.5,
+        "rollback": rollback,
+        "max_draft": 10,
+        "quality": quality,
+        "ratio": ratio,
+        "low": low,
+    }
 
 
 @pytest.mark.parametrize(
-    ("max_loss", "chosen"), [(0.0, 1.3), (0.5, 1.5), (1.0, 1.8), (5.0, 2.5)], ids=["none", "half", "one", "five"]
+    ("max_loss", "chosen"),
+    [(0.0, 1.3), (0.5, 1.5), (1.0, 1.8), (5.0, 2.5)],
+    ids=["none", "half", "one", "five"],
 )
 def test_the_fastest_point_within_the_loss_is_chosen(max_loss: float, chosen: float) -> None:
     points = [
@@ -338,7 +399,9 @@ def test_the_fastest_point_within_the_loss_is_chosen(max_loss: float, chosen: fl
 
 
 def test_nothing_is_chosen_that_is_not_faster() -> None:
-    assert tune.choose([point(None, 30.0, 1.1, 0.99), point(2.0, 31.0, 0.7, 0.6)], 30.0, 1.0) is None
+    assert (
+        tune.choose([point(None, 30.0, 1.1, 0.99), point(2.0, 31.0, 0.7, 0.6)], 30.0, 1.0) is None
+    )
     assert tune.choose([point(2.0, 28.0, 1.7, 1.6)], 30.0, 1.0) is None
 
 
@@ -355,7 +418,12 @@ def test_a_sweep_ends_in_a_config_that_generate_honours(
     options = ("--batch-size", size, "--max-loss", 0, "--max-draft", 4, "--metric", "chrf")
     assert run_tune(folder, tmp_path / "c.json", *options, kind=kind) == 0
     data = json.loads((tmp_path / "c.sweep.json").read_text())
-    assert [(p["fallback"], p["rollback"]) for p in data["points"]] == [(0.01, 3), (0.01, None), (0.9, 3), (0.9, None)]
+    assert [(p["fallback"], p["rollback"]) for p in data["points"]] == [
+        (0.01, 3),
+        (0.01, None),
+        (0.9, 3),
+        (0.9, None),
+    ]
     assert data["lines"] == len(SOURCES)
     for measured in data["points"]:
         assert len(measured["seconds"]) == len(data["large"]["seconds"]) == 2
@@ -372,39 +440,69 @@ def test_a_sweep_ends_in_a_config_that_generate_honours(
     tuned = GenerationConfig.from_pretrained(tmp_path, config_file_name="c.json")
     assert tuned.fallback_threshold == chosen["fallback"]
     assert tuned.max_draft == 4
-    large, small = (pair.load_model(folder / f"{kind}-{name}", "cpu", "float32") for name in ("large", "small"))
+    large, small = (
+        pair.load_model(folder / f"{kind}-{name}", "cpu", "float32") for name in ("large", "small")
+    )
     inputs = sweep.batches_of(encoded(), 6, large)[0].inputs
-    call = {"assistant_model": small, "max_new_tokens": NEW, "return_dict_in_generate": True, "adaptive_draft": False}
+    call = {
+        "assistant_model": small,
+        "max_new_tokens": NEW,
+        "return_dict_in_generate": True,
+        "adaptive_draft": False,
+    }
     found = large.generate(**inputs, generation_config=tuned, **call)
     given = sweep.Point(chosen["fallback"], chosen["rollback"], 4).options
     expected = large.generate(**inputs, **call, **given)
     assert torch.equal(found.sequences, expected.sequences)
-    assert {name: c.tolist() for name, c in found.bild.items()} == {n: c.tolist() for n, c in expected.bild.items()}
+    assert {name: c.tolist() for name, c in found.bild.items()} == {
+        n: c.tolist() for n, c in expected.bild.items()
+    }
 
 
 def test_where_nothing_is_faster_no_config_is_written(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sweep, "paired_ratio", lambda baseline, seconds: (0.9, 0.8, 1.0))
     assert run_tune(folder, tmp_path / "tuned") == 1
     assert "nothing is faster than the large model alone without a loss" in capsys.readouterr().out
-    assert [file.name for file in (tmp_path / "tuned").iterdir()] == ["generation_config.sweep.json"]
+    assert [file.name for file in (tmp_path / "tuned").iterdir()] == [
+        "generation_config.sweep.json"
+    ]
 
 
-def test_a_tuned_config_can_be_tuned_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tuned_config_can_be_tuned_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What an earlier tuning has left in the large model's own config does not reach the measurement."""
     model = marian(16, 0)
     model.generation_config.num_beams = 4
     vars(model.generation_config).update(
-        lossless=True, fallback_threshold=1.0, speculative_beams=1, length_penalty=2.0, _from_model_config=False
+        lossless=True,
+        fallback_threshold=1.0,
+        speculative_beams=1,
+        length_penalty=2.0,
+        _from_model_config=False,
     )
     model.save_pretrained(tmp_path / "large")
     tokenizer_of().save_pretrained(tmp_path / "large")
     monkeypatch.setattr(sweep, "paired_ratio", lambda baseline, seconds: (2.0, 1.5, 2.5))
-    given = words(folder, "tune", tmp_path / "large", "--reference", folder / "reference", "--fallback", "0.01")
+    given = words(
+        folder,
+        "tune",
+        tmp_path / "large",
+        "--reference",
+        folder / "reference",
+        "--fallback",
+        "0.01",
+    )
     given[2] = str(tmp_path / "large")
     assert main([*given, "--rollback", "99", "--max-loss", "100", "--rounds", "1"]) == 0
-    free, lossless = json.loads((tmp_path / "large" / "generation_config.sweep.json").read_text())["points"]
+    free, lossless = json.loads((tmp_path / "large" / "generation_config.sweep.json").read_text())[
+        "points"
+    ]
     assert free["counts"]["rollbacks"] == 0
     assert lossless["counts"]["rollbacks"] > 0
     tuned = GenerationConfig.from_pretrained(tmp_path / "large")
@@ -429,7 +527,9 @@ def test_texts_come_back_in_the_order_of_the_file(folder: Path) -> None:
         assert once == SOURCES
 
 
-def test_tune_refuses_texts_that_do_not_match(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_refuses_texts_that_do_not_match(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "short").write_text("a\nb\n")
     assert run_tune(folder, tmp_path / "c.json", "--reference", tmp_path / "short") == 2
     assert "has 7 lines" in capsys.readouterr().err
@@ -439,7 +539,10 @@ def test_tune_refuses_texts_that_do_not_match(folder: Path, tmp_path: Path, caps
 
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
-    [("FASTGEN", "0", "FASTGEN=0 switches off"), ("FASTGEN_STEP", "module", "needs decode steps from the weights")],
+    [
+        ("FASTGEN", "0", "FASTGEN=0 switches off"),
+        ("FASTGEN_STEP", "module", "needs decode steps from the weights"),
+    ],
 )
 def test_what_cannot_be_measured_is_said(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -462,7 +565,9 @@ def test_a_generation_config_that_cannot_be_written_is_said(
     """Before anything is trained."""
     marian(8, 1).save_pretrained(tmp_path / "small")
     tokenizer_of().save_pretrained(tmp_path / "small")
-    (tmp_path / "small" / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
+    (tmp_path / "small" / "generation_config.json").write_text(
+        '{"do_sample": false, "temperature": 0.5}'
+    )
     given = words(folder, "align", tmp_path / "new")
     given[3] = str(tmp_path / "small")
     assert main(given) == 2
@@ -477,7 +582,9 @@ def test_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
         assert metric.score(other, same) < 90
         assert metric.signature.startswith("nrefs:1")
     monkeypatch.setattr("fastgen.corpus.models.find_spec", lambda name: None)
-    with pytest.raises(CommandError, match=r'needs rouge_score: pip install "rouge-score>=0\.1\.2"'):
+    with pytest.raises(
+        CommandError, match=r'needs rouge_score: pip install "rouge-score>=0\.1\.2"'
+    ):
         quality.METRICS["rougeL"]()
 
 
@@ -491,9 +598,26 @@ def test_rouge() -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_a_pair(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [folder / "marian-large", folder / "marian-small", "--aligned", tmp_path / "aligned", "--append-eos"]
-    given += ["--align-options", "--max-steps 2", "--reference", folder / "train", "--scale", "tiny", "--threads", 1]
+def test_the_benchmark_of_a_pair(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [
+        folder / "marian-large",
+        folder / "marian-small",
+        "--aligned",
+        tmp_path / "aligned",
+        "--append-eos",
+    ]
+    given += [
+        "--align-options",
+        "--max-steps 2",
+        "--reference",
+        folder / "train",
+        "--scale",
+        "tiny",
+        "--threads",
+        1,
+    ]
     (folder / "train").write_text("\n".join(SOURCES), "utf-8")
     given += ["--input", folder / "train", "--fallback", 0.01, "--out", tmp_path / "results"]
     with pytest.raises(SystemExit, match="no --train to make it from"):
@@ -510,7 +634,9 @@ def test_the_benchmark_of_a_pair(folder: Path, tmp_path: Path, capsys: pytest.Ca
         assert ("ideal" in cell) == (cell["batch"] == 1 and cell["point"] is not None)
         assert cell["ideal"] > 0 if "ideal" in cell else True
     assert "of ideal" in capsys.readouterr().out
-    assert plot.main(["--results", str(tmp_path / "results"), "--out", str(tmp_path / "plots")]) == 0
+    assert (
+        plot.main(["--results", str(tmp_path / "results"), "--out", str(tmp_path / "plots")]) == 0
+    )
     assert (tmp_path / "plots" / "results-bild.svg").is_file()
 
 
@@ -522,8 +648,13 @@ def test_the_ideal_speed_of_counted_passes() -> None:
         "encoder": {"large": 5.0, "small": 1.0},
     }
     counts = {"tokens": 20, "drafted": 16, "large_calls": 8, "small_calls": 18}
-    assert benchmark.ideal(counts, 2, cost) == pytest.approx((2 * 5 + 20 * 10) / (2 * 6 + 18 * 2 + 8 * 12))
-    assert benchmark.ideal(counts | {"drafted": 0, "small_calls": 0, "large_calls": 20}, 0, cost) == 1.0
+    assert benchmark.ideal(counts, 2, cost) == pytest.approx(
+        (2 * 5 + 20 * 10) / (2 * 6 + 18 * 2 + 8 * 12)
+    )
+    assert (
+        benchmark.ideal(counts | {"drafted": 0, "small_calls": 0, "large_calls": 20}, 0, cost)
+        == 1.0
+    )
 
 
 def test_a_folder_of_a_decoder_can_be_read(folder: Path) -> None:

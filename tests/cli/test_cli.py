@@ -31,9 +31,15 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=256
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=256,
     ).save_pretrained(folder / "model")
     torch.manual_seed(0)
     config = MarianConfig(
@@ -67,7 +73,9 @@ def test_status_is_a_summary():
     assert "  not running, transformers.sample: FASTGEN_SKIP" in done.stdout
     assert "transformers.beam_search" not in done.stdout
     variables = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("FASTGEN")}
-    assert variables == {"FASTGEN_SKIP", "FASTGEN_CACHE_DIR"} | {"FASTGEN_OPS"} & set(os.environ), "those that are set"
+    assert variables == {"FASTGEN_SKIP", "FASTGEN_CACHE_DIR"} | {"FASTGEN_OPS"} & set(os.environ), (
+        "those that are set"
+    )
 
 
 def test_status_as_json():
@@ -87,7 +95,9 @@ def test_a_broken_toolkit_is_reported(tmp_path: Path):
     assert "half installed" in done.stdout
 
 
-def test_what_a_toolkit_needs_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_what_a_toolkit_needs_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     def without_hydra(module: str) -> None:
         if module.startswith("fairseq"):
             raise ModuleNotFoundError("No module named 'hydra'", name="hydra")
@@ -98,18 +108,25 @@ def test_what_a_toolkit_needs_is_said_once(monkeypatch: pytest.MonkeyPatch, caps
     said = [line for line in capsys.readouterr().out.splitlines() if "hydra" in line]
     assert len(said) == 1
     assert "fairseq.checkpoint_utils, " in said[0]
-    assert said[0].endswith(f"cannot be imported: ModuleNotFoundError: No module named 'hydra'; {FAIRSEQ.install_hint}")
+    assert said[0].endswith(
+        f"cannot be imported: ModuleNotFoundError: No module named 'hydra'; {FAIRSEQ.install_hint}"
+    )
 
 
 def test_help_imports_no_torch():
     code = "import sys, fastgen.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert done.stdout.splitlines()[-1] == "False"
     assert "demo" in done.stdout
 
 
 def test_demo_shows_speed_only_for_equal_output(
-    example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    example: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     figures = tmp_path / "figures.json"
     assert main(["demo", "--quick", "--examples", str(example), "--json", str(figures)]) == 0
@@ -151,7 +168,9 @@ def test_demo_shows_speed_only_for_equal_output(
 
 
 def test_demo_says_that_fastgen_did_not_run(example: Path):
-    done = fastgen_command("demo", "--quick", "--examples", str(example), FASTGEN_SKIP="transformers")
+    done = fastgen_command(
+        "demo", "--quick", "--examples", str(example), FASTGEN_SKIP="transformers"
+    )
     assert done.returncode == 1
     assert "fastgen did not run" in done.stdout
     assert "faster by" not in done.stdout
@@ -164,12 +183,16 @@ def test_demo_says_that_fastgen_did_not_run(example: Path):
         (["--json", "/nowhere/figures.json"], "there is no folder /nowhere"),
     ],
 )
-def test_demo_explains_what_is_missing(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_demo_explains_what_is_missing(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
     assert main(["demo", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["nothing"], ["demo", "--sentences", "0"], ["demo", "--rounds", "x"]])
+@pytest.mark.parametrize(
+    "words", [[], ["nothing"], ["demo", "--sentences", "0"], ["demo", "--rounds", "x"]]
+)
 def test_wrong_usage_exits_with_2(words: list[str]):
     with pytest.raises(SystemExit) as stopped:
         main(words)

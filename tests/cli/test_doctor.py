@@ -39,11 +39,17 @@ FAIRSEQ = ("fairseq", "fairseq_cli")
 PATCHED = len(PATCHES)
 
 
-def doctor(*words: str, hidden: tuple[str, ...] = FAIRSEQ, **variables: str) -> subprocess.CompletedProcess[str]:
+def doctor(
+    *words: str, hidden: tuple[str, ...] = FAIRSEQ, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run `fastgen doctor` where some modules are not installed."""
     command = [sys.executable, "-c", CODE.format(hidden=hidden), "doctor", *words]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300, check=False)
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    } | variables
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300, check=False
+    )
 
 
 def findings(done: subprocess.CompletedProcess[str]) -> dict[str, list[dict[str, str]]]:
@@ -57,17 +63,23 @@ def findings(done: subprocess.CompletedProcess[str]) -> dict[str, list[dict[str,
 
 
 def texts(found: dict[str, list[dict[str, str]]], level: str, *subjects: str) -> list[str]:
-    return [f["text"] for subject in subjects or found for f in found[subject] if f["level"] == level]
+    return [
+        f["text"] for subject in subjects or found for f in found[subject] if f["level"] == level
+    ]
 
 
 def stub(folder: Path, version: str, body: str = "") -> str:
     """Put a transformers into a folder that has a version, its modules, and nothing in them; return PYTHONPATH."""
     modules = [patch.address.module.split(".") for patch in PATCHES]
-    packages = {"/".join([*names[:end], "__init__"]) for names in modules for end in range(1, len(names))}
+    packages = {
+        "/".join([*names[:end], "__init__"]) for names in modules for end in range(1, len(names))
+    }
     for module in packages | {"/".join(names) for names in modules}:
         file = folder / f"{module}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"__version__ = {version!r}\n{body}" if module == "transformers/__init__" else "")
+        file.write_text(
+            f"__version__ = {version!r}\n{body}" if module == "transformers/__init__" else ""
+        )
     return f"{folder}{os.pathsep}{ROOT}"
 
 
@@ -83,7 +95,10 @@ def test_all_is_well() -> None:
     assert any(line.startswith("ok       fairseq: ") for line in lines)
     by = "BART and GPT-2: 9 parts agree; 12 calls ran fastgen's loops, operations by "
     assert any(line.removeprefix(f"ok       {by}") in ("torch", "C and torch") for line in lines)
-    assert any("fairseq's transformer, beams and greedy: equal tokens; 2 calls ran fastgen's" in line for line in lines)
+    assert any(
+        "fairseq's transformer, beams and greedy: equal tokens; 2 calls ran fastgen's" in line
+        for line in lines
+    )
     assert "trouble" not in done.stdout
 
 
@@ -92,7 +107,9 @@ def test_what_is_missing_and_not_needed_is_no_trouble() -> None:
     found = findings(doctor("--json", hidden=(*FAIRSEQ, "triton")))
     assert not texts(found, "trouble")
     assert "fairseq not installed" in texts(found, "note", "versions")[0]
-    assert any("fairseq is not installed; pip install" in text for text in texts(found, "note", "patches"))
+    assert any(
+        "fairseq is not installed; pip install" in text for text in texts(found, "note", "patches")
+    )
     if not torch.cuda.is_available():
         assert "Triton is not installed; on a CPU nothing uses it" in texts(found, "ok", "versions")
 
@@ -100,16 +117,26 @@ def test_what_is_missing_and_not_needed_is_no_trouble() -> None:
 @pytest.mark.slow
 def test_triton_is_asked_for_and_missing() -> None:
     found = findings(doctor("--json", hidden=(*FAIRSEQ, "triton"), FASTGEN_OPS="triton"))
-    assert any("FASTGEN_OPS=triton asks for its kernels" in text for text in texts(found, "trouble", "versions"))
-    assert any("there are no kernels here" in text for text in texts(found, "trouble", "self-check"))
+    assert any(
+        "FASTGEN_OPS=triton asks for its kernels" in text
+        for text in texts(found, "trouble", "versions")
+    )
+    assert any(
+        "there are no kernels here" in text for text in texts(found, "trouble", "self-check")
+    )
 
 
 @pytest.mark.slow
 def test_the_interpreter_is_left_on() -> None:
-    asked = findings(doctor("--json", TRITON_INTERPRET="1", FASTGEN_OPS="triton", FASTGEN_SKIP="transformers"))
-    assert texts(asked, "trouble") == ["TRITON_INTERPRET=1: Triton's kernels run in Python, thousands of times slower"]
+    asked = findings(
+        doctor("--json", TRITON_INTERPRET="1", FASTGEN_OPS="triton", FASTGEN_SKIP="transformers")
+    )
+    assert texts(asked, "trouble") == [
+        "TRITON_INTERPRET=1: Triton's kernels run in Python, thousands of times slower"
+    ]
     assert any(
-        f"transformers: {PATCHED} patches skipped: FASTGEN_SKIP" in text for text in texts(asked, "note", "patches")
+        f"transformers: {PATCHED} patches skipped: FASTGEN_SKIP" in text
+        for text in texts(asked, "note", "patches")
     )
 
 
@@ -120,7 +147,9 @@ def test_no_toolkit() -> None:
 
 def test_no_torch() -> None:
     found = findings(doctor("--json", hidden=(*FAIRSEQ, "transformers", "torch")))
-    assert "torch cannot be imported, and nothing runs without it" in texts(found, "trouble", "versions")
+    assert "torch cannot be imported, and nothing runs without it" in texts(
+        found, "trouble", "versions"
+    )
 
 
 def test_an_unsupported_transformers(tmp_path: Path) -> None:
@@ -131,7 +160,10 @@ def test_an_unsupported_transformers(tmp_path: Path) -> None:
     assert patches.startswith(
         f"transformers: {PATCHED} patches skipped: transformers 4.40.0 found; >=5.17 is supported; pip"
     )
-    assert texts(found, "note", "self-check")[0] == "transformers: not tried, as its loops are not patched"
+    assert (
+        texts(found, "note", "self-check")[0]
+        == "transformers: not tried, as its loops are not patched"
+    )
 
 
 def test_a_transformers_whose_functions_are_others(tmp_path: Path) -> None:
@@ -152,19 +184,27 @@ def test_a_broken_transformers(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_switched_off() -> None:
     found = findings(doctor("--json", FASTGEN="0"))
-    assert texts(found, "trouble", "patches")[0] == f"transformers: {PATCHED} patches off: FASTGEN=0"
+    assert (
+        texts(found, "trouble", "patches")[0] == f"transformers: {PATCHED} patches off: FASTGEN=0"
+    )
     assert texts(found, "note", "variables")[0].startswith("FASTGEN=0 (")
 
 
 def test_variables_that_hold_what_they_cannot() -> None:
-    wrong = {"FASTGEN": "maybe", "FASTGEN_SKIP": "transformers.bem_search", "FASTGEN_CACHE_DIR": "~nobody-here/x"}
+    wrong = {
+        "FASTGEN": "maybe",
+        "FASTGEN_SKIP": "transformers.bem_search",
+        "FASTGEN_CACHE_DIR": "~nobody-here/x",
+    }
     done = subprocess.run(
         [sys.executable, "-m", "fastgen", "doctor", "--json"],
         capture_output=True, text=True, cwd=ROOT, env=os.environ | wrong, timeout=300, check=False,
     )  # fmt: skip
     found = findings(done)
     troubles = [f for f in found["variables"] if f["level"] == "trouble"]
-    assert {f["text"].partition(":")[0] for f in troubles} == {f"{name}={value}" for name, value in wrong.items()}
+    assert {f["text"].partition(":")[0] for f in troubles} == {
+        f"{name}={value}" for name, value in wrong.items()
+    }
     assert {f["advice"] for f in troubles} == {
         "unset it for the default, 1", "did you mean transformers.beam_search?", "name another folder, or unset it",
     }  # fmt: skip
@@ -189,14 +229,25 @@ def test_variables_and_folders(tmp_path: Path) -> None:
     found = findings(doctor("--json", FASTGEN_STRCT="1", FASTGEN_CACHE_DIR=str(folder)))
     assert not texts(found, "trouble")
     advice = {f["text"]: f["advice"] for fs in found.values() for f in fs}
-    assert advice["FASTGEN_STRCT is no variable of fastgen's, and does nothing"] == "did you mean FASTGEN_STRICT?"
-    assert any(text.startswith(f"{folder} cannot be written") for text in texts(found, "note", "surroundings"))
+    assert (
+        advice["FASTGEN_STRCT is no variable of fastgen's, and does nothing"]
+        == "did you mean FASTGEN_STRICT?"
+    )
+    assert any(
+        text.startswith(f"{folder} cannot be written")
+        for text in texts(found, "note", "surroundings")
+    )
 
 
 def test_threads_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = processor.usable_cores(tmp_path / "no quota")
     quota = tmp_path / "cpu.max"
-    for text, allowed in (("max 100000", cores), ("100000 100000", 1), ("50000 100000", 1), ("9900000 100000", cores)):
+    for text, allowed in (
+        ("max 100000", cores),
+        ("100000 100000", 1),
+        ("50000 100000", 1),
+        ("9900000 100000", cores),
+    ):
         quota.write_text(f"{text}\n")
         assert processor.usable_cores(quota) == min(allowed, cores)
 
@@ -224,11 +275,17 @@ def test_two_openmp_runtimes(tmp_path: Path) -> None:
 def test_maps_are_read_to_the_end_of_a_path() -> None:
     line = "7f00-7f01 r-xp 0000 08:01 1234   /opt/with space/{}\n"
     names = ("libgomp.so.1", "libiomp5.so", "libomp-7f.so", "libompi.so", "libc.so.6")
-    maps = "".join(line.format(name) for name in names) + "7f00-7f01 rw-p 0000 00:00 0 \n" + line.format(names[0])
+    maps = (
+        "".join(line.format(name) for name in names)
+        + "7f00-7f01 rw-p 0000 00:00 0 \n"
+        + line.format(names[0])
+    )
     assert openmp_runtimes(maps) == [f"/opt/with space/{name}" for name in sorted(names[:3])]
 
 
-def test_other_tokens_are_trouble(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_tokens_are_trouble(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(canary, "agree", lambda: (False, "BART gave other tokens"))
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
@@ -255,22 +312,36 @@ def test_what_tiny_models_leave_off() -> None:
     found = findings(doctor("--json", FASTGEN_STEP="module", FASTGEN_SKIP="transformers.sample"))
     (equal,) = texts(found, "ok", "self-check")
     assert "6 calls ran fastgen's loops" in equal
-    (left_off,) = [text for text in texts(found, "note", "self-check") if "in 6 of the calls: decode steps" in text]
-    assert left_off.endswith("decode steps run through the model's own modules: FASTGEN_STEP=module")
+    (left_off,) = [
+        text
+        for text in texts(found, "note", "self-check")
+        if "in 6 of the calls: decode steps" in text
+    ]
+    assert left_off.endswith(
+        "decode steps run through the model's own modules: FASTGEN_STEP=module"
+    )
 
 
 def test_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks.sysconfig, "get_path", lambda name: str(tmp_path))
 
     def said() -> Finding:
-        (found,) = [finding for finding in examine(checks.surroundings) if hook.NAME in finding.text]
+        (found,) = [
+            finding for finding in examine(checks.surroundings) if hook.NAME in finding.text
+        ]
         return found
 
     assert said().text == f"fastgen.pth is not in {tmp_path}: programs need `import fastgen`"
     (tmp_path / hook.NAME).write_text(hook.LINE)
-    assert said().text == f"fastgen.pth is in {tmp_path}: every program of this environment is accelerated"
+    assert (
+        said().text
+        == f"fastgen.pth is in {tmp_path}: every program of this environment is accelerated"
+    )
     (tmp_path / hook.NAME).write_text("import other")
-    assert (said().level, said().text) == ("note", f"{tmp_path}/fastgen.pth holds something else: left as it is")
+    assert (said().level, said().text) == (
+        "note",
+        f"{tmp_path}/fastgen.pth holds something else: left as it is",
+    )
 
 
 def test_a_check_that_fails_is_trouble() -> None:
@@ -278,4 +349,7 @@ def test_a_check_that_fails_is_trouble() -> None:
         yield Finding("ok", "first")
         raise LookupError("gone")
 
-    assert examine(check) == [Finding("ok", "first"), Finding("trouble", "this check ended in LookupError: gone")]
+    assert examine(check) == [
+        Finding("ok", "first"),
+        Finding("trouble", "this check ended in LookupError: gone"),
+    ]

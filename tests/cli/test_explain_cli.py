@@ -19,9 +19,18 @@ NEW = ("--max-new-tokens", 4)
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models without tokenizers: `marian`, `llama`, and `mamba`, a family that fastgen declines."""
     root = tmp_path_factory.mktemp("models")
-    shape: dict[str, Any] = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    shape: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "state_size": 4,
+    }
     mamba = tf.MambaForCausalLM(tf.MambaConfig(**shape, intermediate_size=16))
-    for name, model in {"marian": zoo.build("marian"), "llama": zoo.build("llama"), "mamba": mamba}.items():
+    for name, model in {
+        "marian": zoo.build("marian"),
+        "llama": zoo.build("llama"),
+        "mamba": mamba,
+    }.items():
         model.save_pretrained(root / name)
     return root
 
@@ -37,13 +46,21 @@ def explain(model: Path, *words: object) -> int:
 @pytest.mark.parametrize(
     ("model", "words", "loop"),
     [
-        ("marian", ("--num-beams", 4, "--batch-size", 2), "fastgen's beam search, 2 sentences x 4 rows"),
+        (
+            "marian",
+            ("--num-beams", 4, "--batch-size", 2),
+            "fastgen's beam search, 2 sentences x 4 rows",
+        ),
         ("llama", ("--do-sample", "--n-best", 3), "fastgen's sampling, 1 sentences x 3 rows"),
         ("llama", (), "fastgen's greedy search, 1 sentences x 1 rows"),
     ],
 )
 def test_the_loop_and_the_decode_steps_are_named(
-    folders: Path, model: str, words: tuple[object, ...], loop: str, capsys: pytest.CaptureFixture[str]
+    folders: Path,
+    model: str,
+    words: tuple[object, ...],
+    loop: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert explain(folders / model, *words, *NEW) == 0
     shown = capsys.readouterr().out
@@ -53,24 +70,43 @@ def test_the_loop_and_the_decode_steps_are_named(
 
 
 @pytest.mark.parametrize("name", ["marian", "llama", "mamba"])
-def test_json_is_the_explanation(folders: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--batch-size", 3, "--source-tokens", 7, "--num_beams", 2, "--dtype", "float64", "--json")
+def test_json_is_the_explanation(
+    folders: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "--batch-size",
+        3,
+        "--source-tokens",
+        7,
+        "--num_beams",
+        2,
+        "--dtype",
+        "float64",
+        "--json",
+    )
     status = explain(folders / name, *words, *NEW)
     found = json.loads(capsys.readouterr().out)
     kind = tf.MarianMTModel if name == "marian" else tf.AutoModelForCausalLM
     model: Any = kind.from_pretrained(folders / name, dtype=torch.float64).eval()
-    inputs = {"input_ids": torch.full((3, 7), 5), "attention_mask": torch.ones(3, 7, dtype=torch.int64)}
+    inputs = {
+        "input_ids": torch.full((3, 7), 5),
+        "attention_mask": torch.ones(3, 7, dtype=torch.int64),
+    }
     expected = fastgen.explain(model, **inputs, num_beams=2, max_new_tokens=4)
     assert found == json.loads(json.dumps(expected.to_dict()))
     assert status == (0 if expected.plan is not None else 1)
 
 
-def test_a_declined_family_has_status_1_and_its_reason(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_declined_family_has_status_1_and_its_reason(
+    folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert explain(folders / "mamba", *NEW) == 1
     assert "transformers' own: model type 'mamba' is not proven yet" in capsys.readouterr().out
 
 
-def test_declined_calls_have_status_1_and_their_reason(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_declined_calls_have_status_1_and_their_reason(
+    folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert explain(folders / "llama", "--prompt-lookup-num-tokens", 2, *NEW) == 1
     assert "transformers' own: _assisted_decoding is not patched" in capsys.readouterr().out
     with fastgen.disabled():
@@ -103,10 +139,22 @@ def test_options_of_the_model_and_of_a_file_hold(
         (("--source-tokens", "x"), "argument --source-tokens: must be a whole number, not 'x'"),
         (("--dtype", "int8"), "argument --dtype: invalid choice: 'int8'"),
         (("--device", "nothing"), "--device nothing: "),
-        (("--output_scores",), "--output-scores is not an option here: fastgen.explain(model, ...) takes it"),
-        (("--assistant-model", "small"), "--assistant-model is not an option here: fastgen.explain(model, ...)"),
-        (("--max-length", 8), "generate would raise ValueError: Input length of input_ids is 32, but `max_length`"),
-        (("--num-beams", 4, "--num-beam-groups", 3, *NEW), "num_beams=4 cannot be divided by num_beam_groups=3"),
+        (
+            ("--output_scores",),
+            "--output-scores is not an option here: fastgen.explain(model, ...) takes it",
+        ),
+        (
+            ("--assistant-model", "small"),
+            "--assistant-model is not an option here: fastgen.explain(model, ...)",
+        ),
+        (
+            ("--max-length", 8),
+            "generate would raise ValueError: Input length of input_ids is 32, but `max_length`",
+        ),
+        (
+            ("--num-beams", 4, "--num-beam-groups", 3, *NEW),
+            "num_beams=4 cannot be divided by num_beam_groups=3",
+        ),
     ],
 )
 def test_what_the_user_has_to_correct(

@@ -43,9 +43,15 @@ def tokenizer_of(limit: int = 256) -> Any:
     tokenizer = Tokenizer(tokenizer_models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
     return tf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=limit
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=limit,
     )
 
 
@@ -92,14 +98,22 @@ def command(model: Path, text: Path, output: Path | None, *words: object) -> lis
 def by_transformers(folder: Path, lines: list[str], **options: Any) -> list[list[str]]:
     """What unpatched transformers writes for each line by itself."""
     kind = tf.GPT2LMHeadModel if folder.name == "decoder" else tf.MarianMTModel
-    model, tokenizer = kind.from_pretrained(folder, dtype=torch.float64), tf.AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        kind.from_pretrained(folder, dtype=torch.float64),
+        tf.AutoTokenizer.from_pretrained(folder),
+    )
     done: list[list[str]] = []
     for line in lines:
         ids = tokenizer([line], return_tensors="pt")["input_ids"]
         with fastgen.disabled():
             found = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
         prompt = ids.shape[1] if folder.name == "decoder" else 1
-        done.append([one.strip() for one in tokenizer.batch_decode(found[:, prompt:], skip_special_tokens=True)])
+        done.append(
+            [
+                one.strip()
+                for one in tokenizer.batch_decode(found[:, prompt:], skip_special_tokens=True)
+            ]
+        )
     return done
 
 
@@ -111,12 +125,28 @@ def one_line(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["model", "decoder"])
-def test_outputs_are_those_of_transformers(folders: Path, text: Path, tmp_path: Path, name: str) -> None:
-    options = {"num_beams": 3, "no_repeat_ngram_size": 2, "length_penalty": 0.5, "early_stopping": True}
-    flags = ["--num-beams", 3, "--no_repeat_ngram_size", 2, "--length-penalty=0.5", "--early_stopping"]
+def test_outputs_are_those_of_transformers(
+    folders: Path, text: Path, tmp_path: Path, name: str
+) -> None:
+    options = {
+        "num_beams": 3,
+        "no_repeat_ngram_size": 2,
+        "length_penalty": 0.5,
+        "early_stopping": True,
+    }
+    flags = [
+        "--num-beams",
+        3,
+        "--no_repeat_ngram_size",
+        2,
+        "--length-penalty=0.5",
+        "--early_stopping",
+    ]
     assert main(command(folders / name, text, tmp_path / "out.txt", *NEW, *flags)) == 0
     expected = by_transformers(folders / name, LINES, max_new_tokens=8, **options)
-    assert (tmp_path / "out.txt").read_bytes().decode() == "".join(one_line(one[0]) + "\n" for one in expected)
+    assert (tmp_path / "out.txt").read_bytes().decode() == "".join(
+        one_line(one[0]) + "\n" for one in expected
+    )
 
 
 def test_several_with_scores(folders: Path, text: Path, tmp_path: Path) -> None:
@@ -138,10 +168,14 @@ def test_several_with_scores(folders: Path, text: Path, tmp_path: Path) -> None:
         assert (row["output"], row["score"]) == (row["outputs"][0], row["scores"][0])
 
 
-def test_stdout_and_limit(folders: Path, text: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_stdout_and_limit(
+    folders: Path, text: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
     assert main(command(folders / "model", text, None, *NEW, "--n_obs", 2, "--quiet")) == 0
     expected = by_transformers(folders / "model", LINES[:2], max_new_tokens=8)
-    assert capfdbinary.readouterr().out.decode() == "".join(one_line(one[0]) + "\n" for one in expected)
+    assert capfdbinary.readouterr().out.decode() == "".join(
+        one_line(one[0]) + "\n" for one in expected
+    )
 
 
 def test_what_stands_before_a_text(folders: Path, tmp_path: Path) -> None:
@@ -157,16 +191,36 @@ def test_what_stands_before_a_text(folders: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_a_task_of_the_model(folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command(folders / "model", text, tmp_path / "out.txt", "--task", "sum", "--max-new-tokens", 6)) == 0
-    assert (asked[0].options.prefix, asked[0].options.generation) == ("sum: ", {"num_beams": 2, "max_new_tokens": 6})
+def test_a_task_of_the_model(
+    folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            command(
+                folders / "model",
+                text,
+                tmp_path / "out.txt",
+                "--task",
+                "sum",
+                "--max-new-tokens",
+                6,
+            )
+        )
+        == 0
+    )
+    assert (asked[0].options.prefix, asked[0].options.generation) == (
+        "sum: ",
+        {"num_beams": 2, "max_new_tokens": 6},
+    )
     assert main(command(folders / "model", text, tmp_path / "other.txt", "--task", "qa", *NEW)) == 2
     assert "--task qa: the config of" in capsys.readouterr().err
 
 
 def test_draws_depend_on_the_seed(folders: Path, text: Path) -> None:
     """And on what the caller of `generate` does with it: a job seeds each block."""
-    options = Options(folders / "model", {"max_new_tokens": 8, "do_sample": True}, scores=True, seed=3)
+    options = Options(
+        folders / "model", {"max_new_tokens": 8, "do_sample": True}, scores=True, seed=3
+    )
     generator = TextGenerator(options)
     generator(LINES)  # the first call's first token comes through the modules, and rounds otherwise
     torch.manual_seed(options.seed)
@@ -184,7 +238,9 @@ def test_a_small_model_drafts(folders: Path, text: Path, tmp_path: Path, words: 
     assert (tmp_path / "out.txt").read_text() == (tmp_path / "alone.txt").read_text()
     generation = dict(asked[0].options.generation)
     assert generation.pop("max_new_tokens") == 8
-    assert generation == ({"rollback_threshold": 0.0} if "--rollback-threshold" in words else {"lossless": True})
+    assert generation == (
+        {"rollback_threshold": 0.0} if "--rollback-threshold" in words else {"lossless": True}
+    )
     assert asked[0].options.assistant == folders / "small"
 
 
@@ -192,9 +248,20 @@ def test_lower_layers_draft(text: Path, tmp_path: Path, caplog: pytest.LogCaptur
     marian(0, layers=2).save_pretrained(tmp_path / "model")
     tokenizer_of().save_pretrained(tmp_path / "model")
     assert main(command(tmp_path / "model", text, tmp_path / "alone.txt", *NEW)) == 0
-    assert main(command(tmp_path / "model", text, tmp_path / "out.txt", *NEW, "--assistant-early-exit", "1")) == 0
+    assert (
+        main(
+            command(
+                tmp_path / "model", text, tmp_path / "out.txt", *NEW, "--assistant-early-exit", "1"
+            )
+        )
+        == 0
+    )
     assert (tmp_path / "out.txt").read_text() == (tmp_path / "alone.txt").read_text()
-    assert asked[-1].options.generation == {"max_new_tokens": 8, "assistant_early_exit": 1, "lossless": True}
+    assert asked[-1].options.generation == {
+        "max_new_tokens": 8,
+        "assistant_early_exit": 1,
+        "lossless": True,
+    }
     assert "one by one" not in caplog.text
 
 
@@ -203,11 +270,22 @@ def test_another_on_error_goes_on_with_lines_of_text(
 ) -> None:
     """Also behind a blank line, which no --on-error handles."""
     (tmp_path / "in.txt").write_bytes(b"a\n\n\xff\nc\n")
-    words = command(folders / "model", tmp_path / "in.txt", tmp_path / "out.txt", *NEW, "--block", "2")
+    words = command(
+        folders / "model", tmp_path / "in.txt", tmp_path / "out.txt", *NEW, "--block", "2"
+    )
     assert main(words) == 2
-    assert "record 3: not UTF-8: invalid start byte at byte 0. The blocks before" in capsys.readouterr().err
+    assert (
+        "record 3: not UTF-8: invalid start byte at byte 0. The blocks before"
+        in capsys.readouterr().err
+    )
     assert main([*words, "--on-error", "empty"]) == 0
-    assert [bool(line) for line in (tmp_path / "out.txt").read_text().split("\n")] == [True, False, False, True, False]
+    assert [bool(line) for line in (tmp_path / "out.txt").read_text().split("\n")] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("on_error", ["fail", "skip", "empty"])
@@ -216,13 +294,17 @@ def test_a_blank_line_is_a_blank_line_of_the_output(
 ) -> None:
     (tmp_path / "in.txt").write_text("One.\n\n \t\nTwo\n")
     words = [*NEW, "--on-error", on_error, "--summary", tmp_path / "summary.json"]
-    one, two = (texts[0] for texts in by_transformers(folders / "model", ["One.", "Two"], max_new_tokens=8))
+    one, two = (
+        texts[0] for texts in by_transformers(folders / "model", ["One.", "Two"], max_new_tokens=8)
+    )
     assert main(command(folders / "model", tmp_path / "in.txt", tmp_path / "out.txt", *words)) == 0
     assert (tmp_path / "out.txt").read_text() == f"{one_line(one)}\n\n\n{one_line(two)}\n"
     assert "2 of 4 records are blank lines, and so are their outputs" in capsys.readouterr().err
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["blank"], summary["problems"]) == (2, [])
-    assert main(command(folders / "model", tmp_path / "in.txt", tmp_path / "out.jsonl", *words)) == 0
+    assert (
+        main(command(folders / "model", tmp_path / "in.txt", tmp_path / "out.jsonl", *words)) == 0
+    )
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").open()]
     assert [row["output"] for row in rows] == [one, "", "", two]
     assert not any(row.get("problem") for row in rows)
@@ -232,7 +314,9 @@ def test_a_blank_field_of_a_table_is_a_problem(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": " "}\n')
-    words = command(folders / "model", tmp_path / "in.jsonl", tmp_path / "out.txt", *NEW, "--column", "text")
+    words = command(
+        folders / "model", tmp_path / "in.jsonl", tmp_path / "out.txt", *NEW, "--column", "text"
+    )
     assert main(words) == 2
     assert "record 2: there is no text" in capsys.readouterr().err
 
@@ -246,7 +330,12 @@ def limits_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
     generate = tf.MarianMTModel.generate
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        noted.append((kwargs["input_ids"].shape[1] if "input_ids" in kwargs else 0, kwargs.get("max_new_tokens")))
+        noted.append(
+            (
+                kwargs["input_ids"].shape[1] if "input_ids" in kwargs else 0,
+                kwargs.get("max_new_tokens"),
+            )
+        )
         return generate(self, *args, **kwargs)
 
     monkeypatch.setattr(tf.MarianMTModel, "generate", noting)
@@ -264,7 +353,10 @@ def endless(folder: Path, place: Path, **stored: Any) -> Path:
 
 
 def test_without_a_limit_it_goes_by_the_source(
-    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folders: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """2 tokens for each of the batch's longest source and 200 more, and no more than the model has positions for."""
     model = endless(folders, tmp_path / "model")
@@ -273,9 +365,7 @@ def test_without_a_limit_it_goes_by_the_source(
     words = [*("--summary", tmp_path / "summary.json"), "--batch-tokens", 64]
     assert main(command(model, tmp_path / "in.txt", tmp_path / "out.txt", *words)) == 0
     assert noted[-2:] == [(61, 255), (8, 216)]
-    said = (
-        "2 of 2 outputs hit the limit (200 tokens and 2 for each of a batch's longest source; --max-new-tokens N sets"
-    )
+    said = "2 of 2 outputs hit the limit (200 tokens and 2 for each of a batch's longest source; --max-new-tokens N sets"
     assert said in capsys.readouterr().err
     assert json.loads((tmp_path / "summary.json").read_text())["at_limit"] == 2
     assert main(command(model, tmp_path / "in.txt", tmp_path / "two.txt", *NEW)) == 0
@@ -302,22 +392,34 @@ def test_a_limit_that_somebody_has_set_holds(
     assert json.loads(summary.read_text())["tokens"] <= tokens * len(LINES)
 
 
-def test_a_limit_of_20_is_one_that_nobody_has_set(folders: Path, text: Path, tmp_path: Path) -> None:
+def test_a_limit_of_20_is_one_that_nobody_has_set(
+    folders: Path, text: Path, tmp_path: Path
+) -> None:
     model = endless(folders, tmp_path / "model", max_length=20)
     assert TextGenerator(Options(model)).limit.of(10) == 220
 
 
 def test_outputs_that_end_by_themselves_hit_no_limit(folders: Path) -> None:
-    generator = TextGenerator(Options(folders / "model", {"max_new_tokens": 4, "forced_bos_token_id": 1}))
+    generator = TextGenerator(
+        Options(folders / "model", {"max_new_tokens": 4, "forced_bos_token_id": 1})
+    )
     assert [one.at_limit for one in generator(["a"]) if isinstance(one, Output)] == [False]
 
 
 def test_what_a_tokenizer_puts_behind_a_text_is_not_cut_off(folders: Path) -> None:
-    generator = TextGenerator(Options(folders / "model", {"max_new_tokens": 4}, truncate=True, max_source_tokens=6))
+    generator = TextGenerator(
+        Options(folders / "model", {"max_new_tokens": 4}, truncate=True, max_source_tokens=6)
+    )
     end, language, unknown = generator.tokenizer.eos_token_id, 7, generator.tokenizer.unk_token_id
     generator._special |= {language}
-    found = [generator._source("x", ids, 6) for ids in ([*range(8, 20), end, language], [*range(8, 20), unknown])]
-    assert [one.ids for one in found if isinstance(one, Source)] == [[8, 9, 10, 11, end, language], [*range(8, 14)]]
+    found = [
+        generator._source("x", ids, 6)
+        for ids in ([*range(8, 20), end, language], [*range(8, 20), unknown])
+    ]
+    assert [one.ids for one in found if isinstance(one, Source)] == [
+        [8, 9, 10, 11, end, language],
+        [*range(8, 14)],
+    ]
 
 
 def test_a_small_model_of_another_tokenizer(
@@ -327,27 +429,45 @@ def test_a_small_model_of_another_tokenizer(
     other = tokenizer_of()
     other.add_tokens(["new"])
     other.save_pretrained(tmp_path / "other")
-    assert main(command(folders / "model", text, None, *NEW, "--assistant-model", tmp_path / "other")) == 2
-    assert "needs two models of one tokenizer: 'new' is None to the large one" in capsys.readouterr().err
+    assert (
+        main(command(folders / "model", text, None, *NEW, "--assistant-model", tmp_path / "other"))
+        == 2
+    )
+    assert (
+        "needs two models of one tokenizer: 'new' is None to the large one"
+        in capsys.readouterr().err
+    )
 
 
 def test_long_texts(folders: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "in.txt").write_text("short\n" + "x" * 300 + "\n")
-    words = command(folders / "model", tmp_path / "in.txt", tmp_path / "out.jsonl", *NEW, "--on-error", "empty")
+    words = command(
+        folders / "model", tmp_path / "in.txt", tmp_path / "out.jsonl", *NEW, "--on-error", "empty"
+    )
     with caplog.at_level(logging.WARNING):
         assert main(words) == 0
     assert [json.loads(line)["problem"] for line in (tmp_path / "out.jsonl").open()] == [
         None,
         "301 tokens, 256 at most",
     ]
-    assert {record.name for record in caplog.records} == {"fastgen"}, "transformers says nothing of its own"
+    assert {record.name for record in caplog.records} == {"fastgen"}, (
+        "transformers says nothing of its own"
+    )
     assert main([*words, "--overwrite", "--truncate", "--max-tokenizer-length", "40"]) == 0
     expected = by_transformers(folders / "model", ["short", "x" * 39], max_new_tokens=8)
     assert [[json.loads(line)["output"]] for line in (tmp_path / "out.jsonl").open()] == expected
 
 
 def test_special_tokens_and_the_first_one(folders: Path, text: Path, tmp_path: Path) -> None:
-    words = [*NEW, "--forced-bos-token", "Z", "--include-special-tokens", "--eos-token-id", "1", "60"]
+    words = [
+        *NEW,
+        "--forced-bos-token",
+        "Z",
+        "--include-special-tokens",
+        "--eos-token-id",
+        "1",
+        "60",
+    ]
     assert main(command(folders / "model", text, tmp_path / "out.txt", *words)) == 0
     assert all(line.startswith("Z") for line in (tmp_path / "out.txt").read_text().splitlines())
     assert asked[0].options.special_tokens
@@ -368,7 +488,9 @@ def test_languages_of_a_tokenizer_that_knows_none(
         assert "knows no languages" in capsys.readouterr().err
 
 
-def test_warnings_that_say_nothing_are_not_said(folders: Path, text: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_that_say_nothing_are_not_said(
+    folders: Path, text: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         generator = TextGenerator(Options(folders / "decoder", {"max_new_tokens": 4}))
         assert all(isinstance(one, Output) for one in generator(LINES))
@@ -403,13 +525,22 @@ def test_metrics_are_those_of_the_libraries(
             assert found[metric] == pytest.approx(20 * sum(one[metric].fmeasure for one in each))
         assert f"bleu {found['bleu']:.2f} (nrefs:1" in capsys.readouterr().out
     (tmp_path / "ref.txt").write_text("one\n")
-    assert main(command(folders / "model", text, tmp_path / "new.txt", *NEW, "--reference", references)) == 2
+    assert (
+        main(
+            command(folders / "model", text, tmp_path / "new.txt", *NEW, "--reference", references)
+        )
+        == 2
+    )
     assert "has 1 references for 5 records" in capsys.readouterr().err
 
 
-def test_references_of_a_column(folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_references_of_a_column(
+    folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "refs.txt").write_text("".join(f"{line}, yes\n" for line in LINES))
-    (tmp_path / "refs.csv").write_text("id,ref\n" + "".join(f'{i},"{line}, yes"\n' for i, line in enumerate(LINES)))
+    (tmp_path / "refs.csv").write_text(
+        "id,ref\n" + "".join(f'{i},"{line}, yes"\n' for i, line in enumerate(LINES))
+    )
     (tmp_path / "refs.data").write_bytes((tmp_path / "refs.csv").read_bytes())
     scores: list[str] = []
     for words in (
@@ -417,7 +548,14 @@ def test_references_of_a_column(folders: Path, text: Path, tmp_path: Path, capsy
         ["refs.csv", "--reference-column", "ref"],
         ["refs.data", "--reference-format", "csv", "--reference-column", "ref"],
     ):
-        reference = ["--reference", tmp_path / str(words[0]), *words[1:], "--metric", "chrf", "--overwrite"]
+        reference = [
+            "--reference",
+            tmp_path / str(words[0]),
+            *words[1:],
+            "--metric",
+            "chrf",
+            "--overwrite",
+        ]
         assert main(command(folders / "model", text, tmp_path / "out.txt", *NEW, *reference)) == 0
         scores.append(capsys.readouterr().out)
     assert scores[0].startswith("chrf ")
@@ -425,7 +563,10 @@ def test_references_of_a_column(folders: Path, text: Path, tmp_path: Path, capsy
     for words, said in (
         ([], "--reference-column is needed: "),
         (["--reference-column", "no"], "has no column 'no'; there are id, ref"),
-        (["--reference-column", "ref", "--reference-format", "text"], "--reference-column ref: lines of text have no"),
+        (
+            ["--reference-column", "ref", "--reference-format", "text"],
+            "--reference-column ref: lines of text have no",
+        ),
     ):
         reference = ["--reference", tmp_path / "refs.csv", *words]
         assert main(command(folders / "model", text, tmp_path / "new.txt", *NEW, *reference)) == 2
@@ -433,7 +574,10 @@ def test_references_of_a_column(folders: Path, text: Path, tmp_path: Path, capsy
 
 
 def test_too_few_references_for_standard_input_keep_the_output(
-    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folders: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "in.txt").write_text("One.\nTwo\n")
     (tmp_path / "refs.txt").write_text("One.\n")
@@ -453,7 +597,9 @@ def test_too_few_references_for_standard_input_keep_the_output(
 def parsed(folders: Path, *words: str) -> dict[str, Any]:
     from fastgen.cli import _parser
 
-    args = _parser("generate").parse_args(["generate", str(folders / "model"), "--input", "x", *words])
+    args = _parser("generate").parse_args(
+        ["generate", str(folders / "model"), "--input", "x", *words]
+    )
     return generation.given(args)
 
 
@@ -488,23 +634,47 @@ def test_flags(folders: Path, words: str, expected: dict[str, Any]) -> None:
 
 
 def test_every_setting_of_transformers_is_a_flag_or_says_why_not() -> None:
-    known = {name for name in vars(tf.GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
+    known = {name for name in vars(tf.GenerationConfig()) if not name.startswith("_")} - {
+        "transformers_version"
+    }
     flags = set(generation.settings())
     assert {"num_beams", "do_sample", "bad_words_ids", "watermarking_config"} < flags < known
     from fastgen.cli.generate.fastseq import DROPPED
 
-    undocumented = {name for name in known - flags - set(generation.ELSEWHERE) if name.replace("_", "-") not in DROPPED}
+    undocumented = {
+        name
+        for name in known - flags - set(generation.ELSEWHERE)
+        if name.replace("_", "-") not in DROPPED
+    }
     assert undocumented <= {"low_memory", "prefill_chunk_size", "continuous_batching_config"}
 
 
-def test_a_generation_config(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: Path) -> None:
-    tf.GenerationConfig(num_beams=3, length_penalty=0.5, eos_token_id=[1, 2]).save_pretrained(tmp_path)
+def test_a_generation_config(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: Path
+) -> None:
+    tf.GenerationConfig(num_beams=3, length_penalty=0.5, eos_token_id=[1, 2]).save_pretrained(
+        tmp_path
+    )
     file = str(tmp_path / "generation_config.json")
     expected = {"num_beams": 2, "length_penalty": 0.5, "eos_token_id": [1, 2]}
     assert parsed(folders, "--generation-config", file, "--num-beams", "2") == expected
     (tmp_path / "bad.json").write_text('{"num_beamz": 3}')
-    assert main(command(folders / "model", text, tmp_path / "o", "--generation-config", tmp_path / "bad.json")) == 2
-    assert "num_beamz is not an option here: transformers has no such option" in capsys.readouterr().err
+    assert (
+        main(
+            command(
+                folders / "model",
+                text,
+                tmp_path / "o",
+                "--generation-config",
+                tmp_path / "bad.json",
+            )
+        )
+        == 2
+    )
+    assert (
+        "num_beamz is not an option here: transformers has no such option"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.fixture
@@ -557,7 +727,9 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
 
 
 @pytest.mark.usefixtures("no_model")
-def test_outputs_that_cannot_be(folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outputs_that_cannot_be(
+    folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "there").write_text("kept")
     (tmp_path / "in.jsonl").write_text('{"text": "a", "output": "b"}\n')
     jsonl = tmp_path / "in.jsonl"
@@ -579,7 +751,9 @@ def test_outputs_that_cannot_be(folders: Path, text: Path, tmp_path: Path, capsy
     assert (tmp_path / "there").read_text() == "kept"
 
 
-def test_what_was_done_is_said(folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_done_is_said(
+    folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(command(folders / "model", text, tmp_path / "a.txt", *NEW)) == 0
     said = capsys.readouterr().err
     assert f"{len(LINES)} records, " in said
@@ -592,7 +766,11 @@ def test_what_was_done_is_said(folders: Path, text: Path, tmp_path: Path, capsys
 
 
 def test_what_was_not_accelerated_is_said(
-    folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folders: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused(*_: Any) -> Any:
         raise Unsupported("no reason")
@@ -603,13 +781,20 @@ def test_what_was_not_accelerated_is_said(
     assert said[-1] == "not accelerated, calls of transformers.beam_search: 1 (no reason)"
 
 
-def test_what_a_model_cannot_have_is_said_once(folders: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_model_cannot_have_is_said_once(
+    folders: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(command(folders / "decoder", text, None, *NEW, "--min-length", 3)) == 2
     assert "min_length = 3 would count a prompt's padding" in capsys.readouterr().err
 
 
-def test_a_torn_model_is_said(folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for torn, said in (("model.safetensors", "the model cannot be loaded"), ("tokenizer.json", "its tokenizer cannot")):
+def test_a_torn_model_is_said(
+    folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for torn, said in (
+        ("model.safetensors", "the model cannot be loaded"),
+        ("tokenizer.json", "its tokenizer cannot"),
+    ):
         shutil.copytree(folders / "model", tmp_path / torn)
         file = tmp_path / torn / torn
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
@@ -618,15 +803,25 @@ def test_a_torn_model_is_said(folders: Path, text: Path, tmp_path: Path, capsys:
 
 
 def test_too_many_references_are_said_first(
-    folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folders: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fastgen.corpus.models.load_model", None)
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": line}) + "\n\n" for line in LINES))
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"text": line}) + "\n\n" for line in LINES)
+    )
     (tmp_path / "references").write_text("one\n" * (len(LINES) + 1))
     words = ["--reference", tmp_path / "references"]
     for file, column in ((text, []), (tmp_path / "in.jsonl", ["--column", "text"])):
-        assert main(command(folders / "model", file, tmp_path / "out.txt", *NEW, *words, *column)) == 2
-        assert f"has {len(LINES) + 1} references for {len(LINES)} records" in capsys.readouterr().err
+        assert (
+            main(command(folders / "model", file, tmp_path / "out.txt", *NEW, *words, *column)) == 2
+        )
+        assert (
+            f"has {len(LINES) + 1} references for {len(LINES)} records" in capsys.readouterr().err
+        )
     words = ["--summary", tmp_path / "nowhere" / "summary.json"]
     assert main(command(folders / "model", text, tmp_path / "out.txt", *NEW, *words)) == 2
     assert "there is no folder" in capsys.readouterr().err
@@ -648,7 +843,10 @@ def test_a_failing_machine_is_no_problem_of_a_text(
         raise error
 
     monkeypatch.setattr(TextGenerator, "_sequences", failing)
-    assert main(command(folders / "model", text, tmp_path / "out.txt", *NEW, "--on-error", "empty")) == 2
+    assert (
+        main(command(folders / "model", text, tmp_path / "out.txt", *NEW, "--on-error", "empty"))
+        == 2
+    )
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out.txt").exists()
 

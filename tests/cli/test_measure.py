@@ -48,7 +48,9 @@ def test_the_ratio_is_baseline_over_candidate():
 def test_arms_alternate_and_are_warmed_and_synchronized():
     calls = []
     arms = [lambda name=name: calls.append(name) for name in "ABC"]
-    times, difference = interleave(arms, 2, lambda outputs: None, synchronize=lambda: calls.append("|"))
+    times, difference = interleave(
+        arms, 2, lambda outputs: None, synchronize=lambda: calls.append("|")
+    )
     assert difference is None
     assert "".join(calls) == "ABC" + "|A||B||C|" + "|C||B||A|"
     assert [len(row) for row in times] == [3, 3]
@@ -115,7 +117,10 @@ def test_an_exception_of_an_arm_passes_and_garbage_collection_is_on_again():
 
 def test_paired_ratio():
     assert paired_ratio([4.0], [2.0]) == (2.0, 2.0, 2.0)
-    baseline, candidate = [2.0, 4.0, 6.0, 8.0, 90.0], [1.0, 2.0, 3.0, 4.0, 9.0]  # drift within the pairs cancels
+    baseline, candidate = (
+        [2.0, 4.0, 6.0, 8.0, 90.0],
+        [1.0, 2.0, 3.0, 4.0, 9.0],
+    )  # drift within the pairs cancels
     ratio, low, high = paired_ratio(baseline, candidate)
     assert ratio == 2
     assert low == 2 <= high
@@ -128,7 +133,17 @@ def test_environment_is_json():
     place = json.loads(json.dumps(measure.environment()))
     assert place["torch"] == torch.__version__
     assert place["threads"] == torch.get_num_threads()
-    assert {"git_sha", "git_dirty", "cpu", "cores", "date", "python", "transformers", "fastgen", "gpu"} <= set(place)
+    assert {
+        "git_sha",
+        "git_dirty",
+        "cpu",
+        "cores",
+        "date",
+        "python",
+        "transformers",
+        "fastgen",
+        "gpu",
+    } <= set(place)
 
 
 def test_peak_memory_sees_a_large_tensor():
@@ -166,7 +181,9 @@ def generate_with_scores(case, model, **changes):
     return options, run
 
 
-@pytest.mark.parametrize("changes", [{}, {"min_new_tokens": 1, "eos_token_id": list(range(20)), "length_penalty": 0.5}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"min_new_tokens": 1, "eos_token_id": list(range(20)), "length_penalty": 0.5}]
+)
 def test_the_replay_finds_the_toolkits_own_hypotheses(bart, changes):
     case, model = bart
     options, run = generate_with_scores(case, model, **changes)
@@ -209,7 +226,9 @@ def test_twins_are_a_near_tie():
         weight = model.get_input_embeddings().weight.data
         weight[twin] = weight[chosen]
         stock = model.generate(**inputs, **options)
-    place = next(i for i, token in reversed(list(enumerate(stock[1].tolist()))) if token in (chosen, twin))
+    place = next(
+        i for i, token in reversed(list(enumerate(stock[1].tolist()))) if token in (chosen, twin)
+    )
     other = stock.clone()
     other[1, place] = chosen + twin - stock[1, place]
     verdict = Agreement(model, inputs, options)(stock, other)
@@ -278,10 +297,25 @@ def test_no_speed_is_printed_or_written_for_a_wrong_output(tmp_path, capsys, mon
 
 
 def test_a_grid_is_measured_in_pieces(tmp_path):
-    assert bench("--case", "never_worse", "--cells", "small/batch1/*", "--rounds", 1, "--out", tmp_path) == 0
+    assert (
+        bench(
+            "--case", "never_worse", "--cells", "small/batch1/*", "--rounds", 1, "--out", tmp_path
+        )
+        == 0
+    )
     cells = result_of(tmp_path, "never_worse")["result"]["cells"]
     assert {cell["batch"] for cell in cells.values()} == {1}
-    bench("--case", "never_worse", "--cells", "small/*/beams1/*", "--rounds", 1, "--resume", "--out", tmp_path)
+    bench(
+        "--case",
+        "never_worse",
+        "--cells",
+        "small/*/beams1/*",
+        "--rounds",
+        1,
+        "--resume",
+        "--out",
+        tmp_path,
+    )
     merged = result_of(tmp_path, "never_worse")["result"]["cells"]
     assert set(merged) - set(cells) == {"small/batch2/beams1/source12"}
     assert all(merged[key] == cell for key, cell in cells.items())
@@ -296,7 +330,10 @@ def test_step_times_and_their_floor(tmp_path):
     for cell in cells.values():
         count = len(cell["floor"])
         assert len(cell["steps"]["fastgen"]) == len(cell["steps"]["stock"]) == count
-        assert all(seconds > 0 for seconds in (*cell["floor"], *cell["steps"]["fastgen"], *cell["steps"]["stock"]))
+        assert all(
+            seconds > 0
+            for seconds in (*cell["floor"], *cell["steps"]["fastgen"], *cell["steps"]["stock"])
+        )
     first, last = cells["batch1"]["floor"], cells["batch2"]["floor"]
     assert last[0] > first[0], "more sentences read more"
     assert first[-1] > first[0], "a longer text reads more"
@@ -325,7 +362,19 @@ def test_bytes_by_the_formula(bart):
 def test_operations_run_and_say_how_fast_a_copy_is(tmp_path, capsys, monkeypatch):
     small = [row for row in ops.rows() if "128x1024" in row.name or "reorder 4x4" in row.name]
     monkeypatch.setattr(ops, "rows", lambda: iter(small))
-    words = ["--op", "norm", "cache", "--rounds", 3, "--seconds", 0, "--threads", 1, "--out", tmp_path]
+    words = [
+        "--op",
+        "norm",
+        "cache",
+        "--rounds",
+        3,
+        "--seconds",
+        0,
+        "--threads",
+        1,
+        "--out",
+        tmp_path,
+    ]
     assert ops.main(list(map(str, words))) == 0
     data = result_of(tmp_path, "ops")
     assert data["copy_gb_per_s"] > 0
@@ -340,15 +389,32 @@ def test_an_operation_that_computes_something_else_gets_no_speed(tmp_path, capsy
     from fastgen.ops import norm
 
     right = norm.norm
-    monkeypatch.setattr(norm, "norm", lambda *args, **options: (right(*args, **options)[0] + 1, args[0]))
-    words = ["--op", "norm", "--rounds", "3", "--seconds", "0", "--threads", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(
+        norm, "norm", lambda *args, **options: (right(*args, **options)[0] + 1, args[0])
+    )
+    words = [
+        "--op",
+        "norm",
+        "--rounds",
+        "3",
+        "--seconds",
+        "0",
+        "--threads",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     assert ops.main(words) == 1
     assert "outputs differ, no speed given" in capsys.readouterr().out
     assert not any("ratio" in row for row in result_of(tmp_path, "ops")["result"].values())
 
 
 def test_every_operation_has_a_row():
-    files = [path for path in Path(dispatch.__file__).parent.rglob("*.py") if "@jit" in path.read_text("utf-8")]
+    files = [
+        path
+        for path in Path(dispatch.__file__).parent.rglob("*.py")
+        if "@jit" in path.read_text("utf-8")
+    ]
     kernels = {path.stem.removesuffix("_kernels") for path in files}
     assert {row.op for row in ops.rows()} >= kernels - {"dispatch", "token_mask"}
 
@@ -360,7 +426,9 @@ def test_launches_of_a_decode_step(tmp_path):
     assert min(result["fastgen"], result["stock"]) > 0
 
 
-@pytest.mark.skipif(not (EXAMPLE / "model" / "config.json").is_file(), reason="the trained model is not there")
+@pytest.mark.skipif(
+    not (EXAMPLE / "model" / "config.json").is_file(), reason="the trained model is not there"
+)
 def test_the_trained_model(tmp_path):
     assert bench("--case", "trained", "--out", tmp_path) == 0
     result = result_of(tmp_path, "trained")["result"]
@@ -423,7 +491,9 @@ def test_transformers_own_compiled_forward(tmp_path):
 
 
 def test_a_peer_that_has_no_way_to_run_a_case(tmp_path):
-    with pytest.raises(SystemExit, match="no way to run the case 'gpt2': transformers compiles greedy search"):
+    with pytest.raises(
+        SystemExit, match="no way to run the case 'gpt2': transformers compiles greedy search"
+    ):
         bench("--case", "gpt2", "--peer", "compiled", "--out", tmp_path)
 
 
@@ -441,7 +511,9 @@ def test_steps_for_a_gpu_beside_their_floor(tmp_path, capsys):
     assert {"batch1 " in line for line in printed if "ABOVE TARGET 2.5x" in line} == {True}
 
 
-@pytest.mark.parametrize(("case", "before", "now"), [("refill", "off", "on"), ("graphs", "call", "auto")])
+@pytest.mark.parametrize(
+    ("case", "before", "now"), [("refill", "off", "on"), ("graphs", "call", "auto")]
+)
 def test_a_setting_at_two_values(tmp_path, monkeypatch, case, before, now):
     asked, stream = [], fastgen.generate_stream
 
@@ -478,5 +550,7 @@ def test_the_best_batch_of_each(tmp_path, capsys, monkeypatch, full):
     assert set(seconds["stock"]) == ({"2", "4"} if full is None else {"2"})
     assert ("stock: 4 sentences do not fit" in capsys.readouterr().out) == (full is not None)
     best = {name: min(found.values()) for name, found in seconds.items()}
-    assert all(seconds[name][str(batch)] == best[name] for name, batch in result["best_batch"].items())
+    assert all(
+        seconds[name][str(batch)] == best[name] for name, batch in result["best_batch"].items()
+    )
     assert result["ratio"] == pytest.approx(best["stock"] / best["fastgen"], rel=0.5)

@@ -18,7 +18,9 @@ def _model(family: str, dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beams"]
+)
 @pytest.mark.parametrize("family", ["bart", "gpt2", "llama", "t5"])
 def test_fastgen_rounds_no_worse_than_the_toolkit(family, options, dtype):
     model = _model(family, dtype)
@@ -57,7 +59,11 @@ def test_tokens_behind_the_end_do_not_count():
     """Texts that end early: what fills them is not chosen."""
     model = _model("gpt2", torch.bfloat16)
     ends = list(range(2, 60, 3))
-    found = noise(model, zoo.batch(model, 6, 9), {"max_new_tokens": 20, "eos_token_id": ends, "pad_token_id": 2})
+    found = noise(
+        model,
+        zoo.batch(model, 6, 9),
+        {"max_new_tokens": 20, "eos_token_id": ends, "pad_token_id": 2},
+    )
     assert found.explains, found
 
 

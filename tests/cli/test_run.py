@@ -22,9 +22,16 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def _python(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def _python(
+    *arguments: str, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, env=os.environ | environment, check=False
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=os.environ | environment,
+        check=False,
     )
 
 
@@ -39,19 +46,32 @@ def test_file(tmp_path: Path) -> None:
 def test_module(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     found = _python(
-        "-m", "fastgen", "run", "-m", "program", "0", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+        "-m",
+        "fastgen",
+        "run",
+        "-m",
+        "program",
+        "0",
+        PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
     )
     assert (found.returncode, found.stdout) == (0, "__main__ ['0'] True\n"), found.stderr
 
 
-def _command(folder: Path, *words: str, name: str = "fastgen", **environment: str) -> subprocess.CompletedProcess[str]:
+def _command(
+    folder: Path, *words: str, name: str = "fastgen", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command of fastgen's as installed, in a folder."""
     script = folder / "bin" / name
     script.parent.mkdir(exist_ok=True)
     script.write_text(SHORT if name == "fastgen-generate" else COMMAND)
     variables = os.environ | {"PYTHONPATH": str(Path(hook.__file__).parents[3])} | environment
     return subprocess.run(
-        [sys.executable, str(script), *words], capture_output=True, text=True, env=variables, cwd=folder, check=False
+        [sys.executable, str(script), *words],
+        capture_output=True,
+        text=True,
+        env=variables,
+        cwd=folder,
+        check=False,
     )
 
 
@@ -92,7 +112,9 @@ def test_what_there_is_not_to_run(programs: Path, words: list[str], message: str
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("words", [["boom.py"], ["-m", "boom"], ["wrong.py"], ["-m", "package.needs"]])
+@pytest.mark.parametrize(
+    "words", [["boom.py"], ["-m", "boom"], ["wrong.py"], ["-m", "package.needs"]]
+)
 def test_an_exception_is_shown_as_python_shows_it(programs: Path, words: list[str]) -> None:
     ours, plain = _command(programs, "run", *words), _python(*words, cwd=programs)
     assert ours.returncode == plain.returncode == 1
@@ -105,18 +127,25 @@ def test_an_exit_status_is_the_programs_own(programs: Path) -> None:
     assert (done.returncode, done.stderr) == (7, "")
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="whoever is root may read everything")
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() == 0, reason="whoever is root may read everything"
+)
 def test_a_file_that_cannot_be_read(programs: Path) -> None:
     (programs / "closed.py").write_text("")
     (programs / "closed.py").chmod(0)
     done = _command(programs, "run", "closed.py")
-    assert (done.returncode, done.stderr) == (2, "fastgen run: closed.py cannot be read: Permission denied\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "fastgen run: closed.py cannot be read: Permission denied\n",
+    )
 
 
 MAYBE = "FASTGEN=maybe: the value must be one of 1, 0, compat; unset it for the default, 1"
 
 
-@pytest.mark.parametrize("command", ["status", "explain", "run", "install-hook", "fastgen-generate", "python -m"])
+@pytest.mark.parametrize(
+    "command", ["status", "explain", "run", "install-hook", "fastgen-generate", "python -m"]
+)
 def test_a_bad_variable_is_one_line_in_every_command(tmp_path: Path, command: str) -> None:
     words = {"explain": ["explain", "model"], "run": ["run", "x.py"], "fastgen-generate": ["data"]}
     name = command if command == "fastgen-generate" else "fastgen"
@@ -133,7 +162,9 @@ def test_help_is_given_with_a_bad_variable(tmp_path: Path) -> None:
 
 
 def test_a_script_gets_an_exception_for_a_bad_variable(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("try:\n    import fastgen\nexcept ValueError as error:\n    print(error)\n")
+    (tmp_path / "script.py").write_text(
+        "try:\n    import fastgen\nexcept ValueError as error:\n    print(error)\n"
+    )
     done = _python(str(tmp_path / "script.py"), FASTGEN="maybe")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{MAYBE}\n", "")
 
@@ -144,7 +175,9 @@ def test_with_the_hook_programs_run_whatever_keeps_fastgen_from_starting(
 ) -> None:
     (tmp_path / "fairseq").mkdir()
     (tmp_path / "fairseq/__init__.py").write_text("__version__ = '0.12.2'\n")
-    (tmp_path / "fairseq/sequence_scorer.py").write_text("class SequenceScorer:\n    def generate(self): ...\n")
+    (tmp_path / "fairseq/sequence_scorer.py").write_text(
+        "class SequenceScorer:\n    def generate(self): ...\n"
+    )
     missing = "" if variables else "sys.modules['wrapt'] = None; "
     code = f"import sys; {missing}import fastgen_hook; from fairseq.sequence_scorer import SequenceScorer as scorer; "
     done = _python(
@@ -166,7 +199,9 @@ def test_a_missing_package_is_one_line(tmp_path: Path) -> None:
         assert done.stderr == 'fastgen: needs wrapt: pip install "wrapt>=1.16"\n'
     done = _python("-c", "import fastgen", PYTHONPATH=path)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith('MissingPackageError: needs wrapt: pip install "wrapt>=1.16"')
+    assert done.stderr.splitlines()[-1].endswith(
+        'MissingPackageError: needs wrapt: pip install "wrapt>=1.16"'
+    )
 
 
 def test_console_script() -> None:
@@ -186,9 +221,13 @@ def says_what_it_got() -> str:
     return "went wrong"
 
 
-def test_short_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(
-        run, "_script", lambda name: EntryPoint(name, f"{__name__}:says_what_it_got", "console_scripts")
+        run,
+        "_script",
+        lambda name: EntryPoint(name, f"{__name__}:says_what_it_got", "console_scripts"),
     )
     for command in (run.generate, run.interactive):
         monkeypatch.setattr(sys, "argv", ["bin/fastgen-x", "DATA", "--beam", "5"])
@@ -202,10 +241,18 @@ def test_short_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_what_to_install_is_said(
     what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = None if what == "fairseq" else EntryPoint("fairseq-generate", "no_hydra:main", "console_scripts")
+    script = (
+        None
+        if what == "fairseq"
+        else EntryPoint("fairseq-generate", "no_hydra:main", "console_scripts")
+    )
     monkeypatch.setattr(run, "_script", lambda name: script)
     monkeypatch.setattr(sys, "argv", ["bin/fastgen-generate", "DATA"])
-    missing = "there is no console script named" if script is None else "cannot be imported: No module named 'no_hydra'"
+    missing = (
+        "there is no console script named"
+        if script is None
+        else "cannot be imported: No module named 'no_hydra'"
+    )
     for command in (lambda: main(["run", "fairseq-generate", "DATA"]), run.generate):
         assert command() == 2
         said = capsys.readouterr().err
@@ -232,7 +279,9 @@ def test_hook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _python("-c", imports, str(tmp_path), PYTHONPATH=path).stdout == "False\n"
 
 
-def test_hook_leaves_alone_what_is_not_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hook_leaves_alone_what_is_not_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "fastgen.pth").write_text("import other\n")
     for command in ("install-hook", "remove-hook"):
         assert main([command, "--site-packages", str(tmp_path)]) == 2

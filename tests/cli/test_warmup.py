@@ -21,7 +21,9 @@ def warmup(model: Path, *words: object) -> int:
     return main([str(word) for word in ("warmup", model, "--device", "cpu", *words)])
 
 
-def test_each_shape_is_generated_three_times(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_shape_is_generated_three_times(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = fastgen.status()["transformers.beam_search"].hits
     words = ("--batch-size", 1, 3, "--source-tokens", 5, 9, "--num-beams", 2, "--max-new-tokens", 4)
     assert warmup(folder, *words) == 0
@@ -33,7 +35,9 @@ def test_each_shape_is_generated_three_times(folder: Path, capsys: pytest.Captur
 
 
 def test_what_does_not_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tf.MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4, intermediate_size=16)
+    config = tf.MambaConfig(
+        vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4, intermediate_size=16
+    )
     tf.MambaForCausalLM(config).save_pretrained(tmp_path)
     words = ("--batch-size", 1, "--source-tokens", 5, "--num-beams", 2, "--max-new-tokens", 4)
     assert warmup(tmp_path, *words) == 1

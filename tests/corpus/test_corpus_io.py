@@ -47,12 +47,23 @@ def output(*texts: str, scores: list[float] | None = None) -> Output:
 
 
 def write(
-    sink: File, file: Path, outputs: Sequence[Any], records: Sequence[Record] | None = None, size: int = 2
+    sink: File,
+    file: Path,
+    outputs: Sequence[Any],
+    records: Sequence[Record] | None = None,
+    size: int = 2,
 ) -> Path:
     """The output of some blocks, as a job makes it."""
-    records = [Record(i, f"source {i}") for i in range(1, len(outputs) + 1)] if records is None else records
+    records = (
+        [Record(i, f"source {i}") for i in range(1, len(outputs) + 1)]
+        if records is None
+        else records
+    )
     body = file.with_name("body")
-    blocks = [sink.block(records[i : i + size], outputs[i : i + size]) for i in range(0, len(records), size)]
+    blocks = [
+        sink.block(records[i : i + size], outputs[i : i + size])
+        for i in range(0, len(records), size)
+    ]
     body.write_bytes(b"".join(blocks))
     sink.finish(body, file)
     assert not body.exists()
@@ -104,13 +115,17 @@ def test_tables_and_objects(tmp_path_factory: pytest.TempPathFactory, texts: lis
     for kind, delimiter in formats.DELIMITERS.items():
         with (folder / f"a.{kind}").open("w", encoding="utf-8", newline="") as stream:
             writer = csv.writer(stream, delimiter=delimiter, quoting=csv.QUOTE_ALL)
-            writer.writerows([["id", "the text"], *([str(i), text] for i, text in enumerate(texts))])
+            writer.writerows(
+                [["id", "the text"], *([str(i), text] for i, text in enumerate(texts))]
+            )
         found = read(folder / f"a.{kind}", column="the text")
         assert [(r.text, r.fields) for r in found] == [
             (text, {"id": str(i), "the text": text}) for i, text in enumerate(texts)
         ]
     rows = [{"id": i, "text": text, "more": [text]} for i, text in enumerate(texts)]
-    (folder / "a.jsonl").write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    (folder / "a.jsonl").write_bytes(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    )
     assert [r.fields for r in read(folder / "a.jsonl", column="text")] == rows
     pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet", row_group_size=3)
     assert [(r.text, r.fields) for r in read(folder / "a.parquet", column="text")] == [
@@ -126,7 +141,9 @@ def test_a_dataset_on_disk(tmp_path: Path) -> None:
     assert [r.fields for r in read(tmp_path / "whole", column="text")] == rows
     datasets.DatasetDict({"train": whole, "test": whole}).save_to_disk(str(tmp_path / "parts"))
     assert [r.text for r in read(tmp_path / "parts" / "test", column="text", limit=2)] == ODD[:2]
-    with pytest.raises(CommandError, match=r"has several parts, train, test: name one, as .*parts/PART"):
+    with pytest.raises(
+        CommandError, match=r"has several parts, train, test: name one, as .*parts/PART"
+    ):
         read(tmp_path / "parts", column="text")
     with pytest.raises(CommandError, match="no column 'body'; there are id, text"):
         Files((str(tmp_path / "whole"),), column="body").check()
@@ -151,13 +168,21 @@ def test_a_length_is_told_where_it_is_cheap(tmp_path: Path, name: str) -> None:
     column = None if name == "text" else "text"
     pq.write_table(pa.table({"text": ["a"] * 5}), file)
     if name != "a.parquet":
-        file.write_text({"text": "a\n" * 5, "a.jsonl": '{"text": "a"}\n' * 5, "a.csv": "text\n" + "a\n" * 5}[name])
+        file.write_text(
+            {"text": "a\n" * 5, "a.jsonl": '{"text": "a"}\n' * 5, "a.csv": "text\n" + "a\n" * 5}[
+                name
+            ]
+        )
     source = Files((str(file),), column=column)
     assert length_hint(source, -1) == (-1 if name == "a.csv" else 5)
-    assert length_hint(Files((str(file),), column=column, limit=3), -1) == (-1 if name == "a.csv" else 3)
+    assert length_hint(Files((str(file),), column=column, limit=3), -1) == (
+        -1 if name == "a.csv" else 3
+    )
 
 
-def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_before_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Endless(io.RawIOBase):
         def readable(self) -> bool:
             return True
@@ -193,18 +218,36 @@ def test_columns(tmp_path: Path) -> None:
 
 def test_quotes_that_are_letters(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text('1\t"never closed\n2\tb\n')
-    assert [r.text for r in read(tmp_path / "a.tsv", column="2", quotes=False)] == ['"never closed', "b"]
+    assert [r.text for r in read(tmp_path / "a.tsv", column="2", quotes=False)] == [
+        '"never closed',
+        "b",
+    ]
     with pytest.raises(CommandError, match=r"a.tsv, line 2: unexpected end of data; --no-quotes"):
         read(tmp_path / "a.tsv", column="2")
-    for wrong in (lambda: Files(("a.csv",), column="1", quotes=False), lambda: File("csv", quotes=False)):
+    for wrong in (
+        lambda: Files(("a.csv",), column="1", quotes=False),
+        lambda: File("csv", quotes=False),
+    ):
         with pytest.raises(CommandError, match="--no-quotes: a comma"):
             wrong()
 
 
 def test_what_is_no_text_is_a_problem(tmp_path: Path) -> None:
-    lines = ['{"text": "a"}', '{"text": null}', "", '{"text": 3}', '{"other": "b"}', "[1]", "{", '{"text": "\\ud800"}']
+    lines = [
+        '{"text": "a"}',
+        '{"text": null}',
+        "",
+        '{"text": 3}',
+        '{"other": "b"}',
+        "[1]",
+        "{",
+        '{"text": "\\ud800"}',
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    found = [(r.number, r.problem and r.problem.reason) for r in read(tmp_path / "a.jsonl", column="text")]
+    found = [
+        (r.number, r.problem and r.problem.reason)
+        for r in read(tmp_path / "a.jsonl", column="text")
+    ]
     assert found[:5] == [
         (1, None), (2, "'text' is empty or missing"), (3, "'text' is of type int, not text"),
         (4, "'text' is empty or missing"), (5, "not a JSON object: a list, not an object"),
@@ -233,7 +276,9 @@ def test_what_is_no_text_is_a_problem(tmp_path: Path) -> None:
         ("a.txt.bz2", compression.packed(b"x\n" * 5000, ".bz2")[:-3], {}, "a.txt.bz2 is torn or damaged"),
     ],
 )  # fmt: skip
-def test_bad_files(tmp_path: Path, name: str, content: bytes, options: dict[str, Any], said: str) -> None:
+def test_bad_files(
+    tmp_path: Path, name: str, content: bytes, options: dict[str, Any], said: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CommandError, match=said):
         read(tmp_path / name, **options)
@@ -295,10 +340,14 @@ def test_formats_by_name() -> None:
 
 @given(anything)
 @settings(max_examples=60, deadline=None)
-def test_no_output_becomes_two_records(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+def test_no_output_becomes_two_records(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str]
+) -> None:
     folder = tmp_path_factory.mktemp("out")
     outputs = [output(text) for text in texts]
-    joined = [" ".join(text.replace("\r\n", "\n").replace("\r", "\n").split("\n")) for text in texts]
+    joined = [
+        " ".join(text.replace("\r\n", "\n").replace("\r", "\n").split("\n")) for text in texts
+    ]
     lines = write(File("text"), folder / "out.txt", outputs)
     first, *rest = joined
     assert [r.text for r in read(lines)] == [first.removeprefix("\ufeff"), *rest]
@@ -308,13 +357,18 @@ def test_no_output_becomes_two_records(tmp_path_factory: pytest.TempPathFactory,
         assert [r.text for r in read(file, column="output")] == texts
         assert list(sink.best(file)) == list(enumerate(texts, 1))
     bare = write(File("tsv", quotes=False), folder / "bare.tsv", outputs)
-    assert [r.text for r in read(bare, column="output", quotes=False)] == [text.replace("\t", " ") for text in joined]
+    assert [r.text for r in read(bare, column="output", quotes=False)] == [
+        text.replace("\t", " ") for text in joined
+    ]
 
 
 def test_what_is_left_out_shifts_nothing(tmp_path: Path) -> None:
     outputs = [output("a"), None, Problem("why"), output("b")]
     assert write(File("text"), tmp_path / "t", outputs).read_text() == "a\n\n\nb\n"
-    rows = [json.loads(line) for line in write(File("jsonl", problems=True), tmp_path / "j", outputs).open()]
+    rows = [
+        json.loads(line)
+        for line in write(File("jsonl", problems=True), tmp_path / "j", outputs).open()
+    ]
     assert rows == [
         {"number": 1, "text": "source 1", "output": "a", "problem": None},
         {"number": 3, "text": "source 3", "output": None, "problem": "why"},
@@ -324,15 +378,24 @@ def test_what_is_left_out_shifts_nothing(tmp_path: Path) -> None:
         "number,text,output,problem\n1,source 1,a,\n3,source 3,,why\n4,source 4,b,\n"
     )
     late = [None, None, output("c")]
-    assert write(File("csv"), tmp_path / "d", late).read_text() == "number,text,output\n3,source 3,c\n"
+    assert (
+        write(File("csv"), tmp_path / "d", late).read_text() == "number,text,output\n3,source 3,c\n"
+    )
 
 
 def test_several_outputs_and_scores(tmp_path: Path) -> None:
-    outputs = [output("a\tb", "c", scores=[-0.5, -1e-17]), output("d", "e", scores=[-1.0, -2.0]), Problem("why")]
+    outputs = [
+        output("a\tb", "c", scores=[-0.5, -1e-17]),
+        output("d", "e", scores=[-1.0, -2.0]),
+        Problem("why"),
+    ]
     both = {"several": True, "scores": True}
     sinks = {kind: File(kind, **both) for kind in writers.NAMES}
     files = {kind: write(sink, tmp_path / f"out.{kind}", outputs) for kind, sink in sinks.items()}
-    assert files["text"].read_text() == "1\t1\t-0.5\ta b\n1\t2\t-1e-17\tc\n2\t1\t-1.0\td\n2\t2\t-2.0\te\n3\t1\t\t\n"
+    assert (
+        files["text"].read_text()
+        == "1\t1\t-0.5\ta b\n1\t2\t-1e-17\tc\n2\t1\t-1.0\td\n2\t2\t-2.0\te\n3\t1\t\t\n"
+    )
     assert files["tsv"].read_text().splitlines()[:3] == [
         "number\ttext\trank\tscore\toutput", '1\tsource 1\t1\t-0.5\t"a\tb"', "1\tsource 1\t2\t-1e-17\tc",
     ]  # fmt: skip
@@ -343,22 +406,34 @@ def test_several_outputs_and_scores(tmp_path: Path) -> None:
     for kind, sink in sinks.items():
         first = "a b" if kind == "text" else "a\tb"
         assert list(sink.best(files[kind])) == [(1, first), (2, "d"), (3, "")]
-    assert write(File("text", several=True), tmp_path / "n", [output("a", "b")]).read_text() == "1\t1\t\ta\n1\t2\t\tb\n"
+    assert (
+        write(File("text", several=True), tmp_path / "n", [output("a", "b")]).read_text()
+        == "1\t1\t\ta\n1\t2\t\tb\n"
+    )
 
 
 def test_fields_are_kept(tmp_path: Path) -> None:
     fields = {"id": 7, "tags": ["x", "y"], "none": None, "text": "t"}
     records = [Record(1, "t", fields=fields)]
-    (row,) = map(json.loads, write(File("jsonl", columns=tuple(fields)), tmp_path / "j", [output("o")], records).open())
+    (row,) = map(
+        json.loads,
+        write(File("jsonl", columns=tuple(fields)), tmp_path / "j", [output("o")], records).open(),
+    )
     assert row == {"number": 1, **fields, "output": "o"}
-    table = write(File("csv", columns=tuple(fields)), tmp_path / "c", [output("o")], records).read_text()
+    table = write(
+        File("csv", columns=tuple(fields)), tmp_path / "c", [output("o")], records
+    ).read_text()
     assert table == 'number,id,tags,none,text,output\n1,7,"[""x"", ""y""]",,t,o\n'
-    with pytest.raises(CommandError, match="has a column 'output' already, which the output adds; --field-prefix"):
+    with pytest.raises(
+        CommandError, match="has a column 'output' already, which the output adds; --field-prefix"
+    ):
         File("jsonl", columns=("output",))
     renamed = File("jsonl", columns=("output",), prefix="new_")
     line = renamed.block([Record(1, "t", fields={"output": "mine"})], [output("o")])
     assert json.loads(line) == {"new_number": 1, "output": "mine", "new_output": "o"}
-    file = write(renamed, tmp_path / "r", [output("o")], [Record(1, "t", fields={"output": "mine"})])
+    file = write(
+        renamed, tmp_path / "r", [output("o")], [Record(1, "t", fields={"output": "mine"})]
+    )
     assert list(renamed.best(file)) == [(1, "o")]
 
 
@@ -366,7 +441,12 @@ def test_values_that_json_has_no_word_for(tmp_path: Path) -> None:
     import datetime
     import decimal
 
-    fields = {"day": datetime.date(2020, 1, 2), "cost": decimal.Decimal("1.50"), "raw": b"\xff", "half": "\ud800"}
+    fields = {
+        "day": datetime.date(2020, 1, 2),
+        "cost": decimal.Decimal("1.50"),
+        "raw": b"\xff",
+        "half": "\ud800",
+    }
     data = File("jsonl").block([Record(1, "t", fields=fields)], [output("o")])
     assert json.loads(data) == {"number": 1, "day": "2020-01-02", "cost": "1.50", "raw": "/w==", "half": "\ud800",
                                 "output": "o"}  # fmt: skip
@@ -377,19 +457,30 @@ def test_numbers_that_json_has_no_word_for(tmp_path: Path) -> None:
     data = File("jsonl").block([Record(1, "t", fields=fields)], [output("o")])
     assert json.loads(data, parse_constant=pytest.fail) == {"number": 1, "x": None, "deep": [{"y": None}, 1.5],
                                                             "output": "o"}  # fmt: skip
-    file = write(File("parquet"), tmp_path / "p", [output("o")], [Record(1, "t", fields={"x": math.inf})])
+    file = write(
+        File("parquet"), tmp_path / "p", [output("o")], [Record(1, "t", fields={"x": math.inf})]
+    )
     assert pq.read_table(file)["x"].to_pylist() == [math.inf]
 
 
 def test_parquet_of_half_a_pair_of_surrogates(tmp_path: Path) -> None:
     fields = {"half": "a\ud83d", "deep": {"b\ud83d": ["c\ud83d", "\U0001f600"]}}
-    row = pq.read_table(write(File("parquet"), tmp_path / "p", [output("o")], [Record(1, "t", fields=fields)]))
+    row = pq.read_table(
+        write(File("parquet"), tmp_path / "p", [output("o")], [Record(1, "t", fields=fields)])
+    )
     assert row.to_pylist() == [
-        {"number": 1, "half": "a\ufffd", "deep": {"b\ufffd": ["c\ufffd", "\U0001f600"]}, "output": "o"}
+        {
+            "number": 1,
+            "half": "a\ufffd",
+            "deep": {"b\ufffd": ["c\ufffd", "\U0001f600"]},
+            "output": "o",
+        }
     ]
 
 
-def test_parquet_has_a_type_for_every_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_has_a_type_for_every_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the values are, and however they are spread over groups of rows."""
     monkeypatch.setattr("fastgen.corpus.formats.parquet._ROWS", 2)
     values: dict[str, list[Any]] = {
@@ -398,7 +489,10 @@ def test_parquet_has_a_type_for_every_column(tmp_path: Path, monkeypatch: pytest
         "list": [[], [1], None, [2], []], "object": [{"a": 1}, {"a": None}, {"b": "c"}, None, {"a": 2}],
         "nothing": [None] * 5,
     }  # fmt: skip
-    records = [Record(i + 1, "t", fields={name: column[i] for name, column in values.items()}) for i in range(5)]
+    records = [
+        Record(i + 1, "t", fields={name: column[i] for name, column in values.items()})
+        for i in range(5)
+    ]
     table = pq.read_table(write(File("parquet"), tmp_path / "p", [output("o")] * 5, records))
     found = table.to_pydict()
     assert found["ints"] == values["ints"]
@@ -415,7 +509,13 @@ def test_parquet_has_a_type_for_every_column(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_sink_says_what_its_bytes_depend_on() -> None:
-    sinks = [File("text"), File("text", ".gz"), File("jsonl"), File("jsonl", prefix="x"), File("text", several=True)]
+    sinks = [
+        File("text"),
+        File("text", ".gz"),
+        File("jsonl"),
+        File("jsonl", prefix="x"),
+        File("text", several=True),
+    ]
     told = [json.dumps(sink.identity()) for sink in sinks]
     assert len(set(told)) == len(told)
 
@@ -445,7 +545,9 @@ def test_tables_of_other_columns_are_no_one_corpus(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,id\na,1\n")
     (tmp_path / "b.csv").write_text("text,other\nb,2\n")
     names = (str(tmp_path / "a.csv"), str(tmp_path / "b.csv"))
-    with pytest.raises(CommandError, match=r"b.csv has the columns text, other, and .*a.csv text, id"):
+    with pytest.raises(
+        CommandError, match=r"b.csv has the columns text, other, and .*a.csv text, id"
+    ):
         Files(names, column="text").check()
 
 
@@ -459,7 +561,10 @@ def test_columns_of_the_input_that_are_named_like_ours(tmp_path: Path, kind: str
 
 def test_a_field_named_number_does_not_number_a_record(tmp_path: Path) -> None:
     sink = File("jsonl")
-    records = [Record(1, "x", fields={"text": "x"}), Record(2, "x", fields={"text": "x", "number": 77})]
+    records = [
+        Record(1, "x", fields={"text": "x"}),
+        Record(2, "x", fields={"text": "x", "number": 77}),
+    ]
     assert list(sink.best(write(sink, tmp_path / "a.jsonl", [output("one"), output("two")], records))) == [
         (1, "one"), (2, "two"),
     ]  # fmt: skip
@@ -468,7 +573,10 @@ def test_a_field_named_number_does_not_number_a_record(tmp_path: Path) -> None:
 def test_dates_in_a_table_are_text(tmp_path: Path) -> None:
     sink = File("csv", columns=("day", "text"))
     record = Record(1, "x", fields={"day": date(2020, 1, 1), "text": "x"})
-    assert "1,2020-01-01,x,one" in write(sink, tmp_path / "a.csv", [output("one")], [record]).read_text()
+    assert (
+        "1,2020-01-01,x,one"
+        in write(sink, tmp_path / "a.csv", [output("one")], [record]).read_text()
+    )
 
 
 def test_parquet_is_made_beside_nobody(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ from tests.support.corpus_jobs import Lines, Texts, job_of
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/en-es/model"
-LINES = [line[:40] for line in (ROOT / "examples/en-es/test.en").read_text("utf-8").splitlines()[:22]]
+LINES = [
+    line[:40] for line in (ROOT / "examples/en-es/test.en").read_text("utf-8").splitlines()[:22]
+]
 BLOCK = 4
 KILLS = int(os.environ.get("KILLS", "6"))
 
@@ -59,7 +61,9 @@ def whole(text: Path) -> bytes:
 
 def beside(output: Path) -> list[str]:
     """What runs have left beside an output."""
-    return sorted(file.name for file in output.parent.iterdir() if file.name.startswith(f"{output.name}."))
+    return sorted(
+        file.name for file in output.parent.iterdir() if file.name.startswith(f"{output.name}.")
+    )
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,9 @@ def test_each_line_is_what_the_texts_alone_give(text: Path, whole: bytes) -> Non
 
 
 def test_the_summary_says_what_was_done(text: Path, tmp_path: Path) -> None:
-    asked = job_of(MODEL, text, tmp_path / "out", block=BLOCK, summary=tmp_path / "s.json", early_stopping=True)
+    asked = job_of(
+        MODEL, text, tmp_path / "out", block=BLOCK, summary=tmp_path / "s.json", early_stopping=True
+    )
     made = job.run(asked)
     written = json.loads((tmp_path / "s.json").read_text())
     assert written == json.loads(json.dumps(made.to_dict()))
@@ -122,12 +128,22 @@ def test_what_is_done_without_is_in_the_summary(text: Path, tmp_path: Path) -> N
     for name in ("first", "second"):
         made = job.run(job_of(MODEL, text, tmp_path / name, block=len(LINES), max_time=1000.0))
         said = made.left_off["transformers.beam_search"]
-        assert 0 < said["rows that are freed stay empty: max_time"] < len(LINES), "of this run alone"
-    both = summarise([], 0, [Report(fallbacks={"a": {"x": 1}}), Report(fallbacks={"a": {"x": 2, "y": 1}})], [], 1.0)
+        assert 0 < said["rows that are freed stay empty: max_time"] < len(LINES), (
+            "of this run alone"
+        )
+    both = summarise(
+        [],
+        0,
+        [Report(fallbacks={"a": {"x": 1}}), Report(fallbacks={"a": {"x": 2, "y": 1}})],
+        [],
+        1.0,
+    )
     assert both.fallbacks == {"a": {"x": 3, "y": 1}}
 
 
-def test_bad_records_shift_nothing(tmp_path: Path, whole: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_records_shift_nothing(
+    tmp_path: Path, whole: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     bad = tmp_path / "bad"
     lines = list(LINES)
     lines[5], lines[13] = "", " "
@@ -146,14 +162,18 @@ def test_bad_records_shift_nothing(tmp_path: Path, whole: bytes, caplog: pytest.
     assert "2 of 22 records have no output: 6, 14" in caplog.text
 
     made = job.run(job_of(MODEL, bad, tmp_path / "skipped", block=BLOCK, on_error="skip"))
-    assert (tmp_path / "skipped").read_text("utf-8") == "".join([*good[:5], *good[6:13], *good[14:]])
+    assert (tmp_path / "skipped").read_text("utf-8") == "".join(
+        [*good[:5], *good[6:13], *good[14:]]
+    )
 
 
 def test_what_was_done_about_problems_stays(tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     bad.write_text("\n".join(["", *LINES[1:]]) + "\n", "utf-8")
     interrupted(bad, tmp_path / "out", on_error="skip")
-    with pytest.raises(CommandError, match="--on-error was skip and is empty, and record 1 is a problem"):
+    with pytest.raises(
+        CommandError, match="--on-error was skip and is empty, and record 1 is a problem"
+    ):
         job.run(job_of(MODEL, bad, tmp_path / "out", block=BLOCK, on_error="empty"))
 
 
@@ -221,7 +241,9 @@ def test_killed_again_and_again(text: Path, tmp_path: Path, sampled: bool) -> No
     ],
 )
 @pytest.mark.slow
-def test_what_has_changed_is_refused(text: Path, tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+def test_what_has_changed_is_refused(
+    text: Path, tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
     import shutil
 
     interrupted(text, tmp_path / "out")
@@ -237,9 +259,13 @@ def test_what_has_changed_is_refused(text: Path, tmp_path: Path, changed: dict[s
     if changed.get("sink"):
         changed["sink"] = Renamed()
     asked = job_of(model, text, tmp_path / "out", **({"block": BLOCK} | changed))
-    with pytest.raises(CommandError, match=f"was begun otherwise: {message}. --restart begins anew"):
+    with pytest.raises(
+        CommandError, match=f"was begun otherwise: {message}. --restart begins anew"
+    ):
         job.run(asked)
-    assert before == {name: (tmp_path / name).read_bytes() for name in before}, "nothing is lost by asking"
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}, (
+        "nothing is lost by asking"
+    )
     made = job.run(replace(asked, restart=True))
     assert made.made == len(LINES)
 
@@ -248,7 +274,12 @@ def test_what_counts_of_a_model(text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     seen = {digest(folder)}
-    for name, counts in (("source.spm", True), ("vocabulary.tiktoken", True), ("README.md", False), (".cache", False)):
+    for name, counts in (
+        ("source.spm", True),
+        ("vocabulary.tiktoken", True),
+        ("README.md", False),
+        (".cache", False),
+    ):
         (folder / name).write_text(name)
         assert (digest(folder) not in seen) == counts, name
         seen.add(digest(folder))
@@ -287,12 +318,20 @@ class Unnamed(Lines):
 
 def test_other_records_of_a_pipe_are_noticed(text: Path, tmp_path: Path, whole: bytes) -> None:
     interrupted(text, tmp_path / "out", source=Unnamed(text))
-    (tmp_path / "changed").write_text("\n".join([*LINES[:4], "another", *LINES[5:]]) + "\n", "utf-8")
+    (tmp_path / "changed").write_text(
+        "\n".join([*LINES[:4], "another", *LINES[5:]]) + "\n", "utf-8"
+    )
     with pytest.raises(CommandError, match="the input has changed: records 5 to 8 were"):
-        job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK, source=Unnamed(tmp_path / "changed")))
+        job.run(
+            job_of(MODEL, text, tmp_path / "out", block=BLOCK, source=Unnamed(tmp_path / "changed"))
+        )
     (tmp_path / "shorter").write_text("\n".join(LINES[:4]) + "\n", "utf-8")
-    with pytest.raises(CommandError, match=r"it ends behind 1 blocks of 4 records, and an earlier run has read 2\."):
-        job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK, source=Unnamed(tmp_path / "shorter")))
+    with pytest.raises(
+        CommandError, match=r"it ends behind 1 blocks of 4 records, and an earlier run has read 2\."
+    ):
+        job.run(
+            job_of(MODEL, text, tmp_path / "out", block=BLOCK, source=Unnamed(tmp_path / "shorter"))
+        )
     job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK, source=Unnamed(text)))
     assert (tmp_path / "out").read_bytes() == whole
 
@@ -417,7 +456,9 @@ class Copying(Texts):
         output.write_bytes(body.read_bytes())
 
 
-def test_two_runs_at_once_are_refused(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_at_once_are_refused(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     interrupted(text, tmp_path / "out")
     first = held(journal_of(tmp_path / "out"))
     monkeypatch.setattr(journal, "LOCKED", 0.2)
@@ -458,7 +499,9 @@ def test_a_run_that_has_waited_for_another_does_not_make_its_output_again(
     first = held(journal_of(output))
     monkeypatch.setattr(journal, "time", Ends(finish))
     monkeypatch.setattr(worker, "TextGenerator", None)  # cannot be called
-    with pytest.raises(CommandError, match="out: another run has just finished it; --overwrite writes over it"):
+    with pytest.raises(
+        CommandError, match="out: another run has just finished it; --overwrite writes over it"
+    ):
         job.run(job_of(MODEL, text, output, restart=restart))
     assert output.read_bytes() == b"made"
     assert beside(output) == []
@@ -511,7 +554,8 @@ class Ending(Lines):
 
 
 @pytest.mark.parametrize(
-    ("stage", "made"), [("source", 2), ("encode", 0), ("decode", 0), ("sink", 2), ("interrupt", 2), ("stream", 0)]
+    ("stage", "made"),
+    [("source", 2), ("encode", 0), ("decode", 0), ("sink", 2), ("interrupt", 2), ("stream", 0)],
 )
 @pytest.mark.slow
 def test_an_exception_of_any_stage_ends_the_run(
@@ -530,7 +574,9 @@ def test_an_exception_of_any_stage_ends_the_run(
             error = KeyboardInterrupt
             _hear_interrupts(request)
             patched.setattr(TextGenerator, "generate", _interrupted(TextGenerator.generate))
-            failing = replace(asked, source=Ending(text, waits=True))  # nor does a source keep it from ending
+            failing = replace(
+                asked, source=Ending(text, waits=True)
+            )  # nor does a source keep it from ending
         else:
             patched.setattr(TextGenerator, {"stream": "generate"}.get(stage, stage), _broken)
         with pytest.raises(error):
@@ -554,7 +600,9 @@ def _interrupted(generate: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal count
         count += 1
         if count == 2:
-            threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()  # while the source is waited for
+            threading.Timer(
+                1.0, os.kill, [os.getpid(), signal.SIGINT]
+            ).start()  # while the source is waited for
         return generate(*args)
 
     return interrupt
@@ -634,7 +682,9 @@ class Many:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker, "TextGenerator", Fake)
     peaks: dict[int, int] = {}
     for count in (1_000, 4_000, 40_000):
@@ -645,14 +695,18 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytes
         tracemalloc.stop()
         assert len((tmp_path / f"out{count}").read_bytes().splitlines()) == count
     assert peaks[4_000] > 500 * 200, "a block at least"
-    journal = 1_000 * 180  # a line for each block, and that is all; what is on its way is not always as much
+    journal = (
+        1_000 * 180
+    )  # a line for each block, and that is all; what is on its way is not always as much
     assert peaks[40_000] < 1.5 * peaks[4_000] + journal
 
 
 # ---- the system refuses
 
 
-def program(mode: str, text: Path, output: Path | str, fields: dict[str, Any], *more: str, **popen: Any) -> Any:
+def program(
+    mode: str, text: Path, output: Path | str, fields: dict[str, Any], *more: str, **popen: Any
+) -> Any:
     """Run `tests/support/corpus_jobs.py`."""
     if isinstance(output, Path):
         output.parent.mkdir(exist_ok=True)
@@ -662,8 +716,20 @@ def program(mode: str, text: Path, output: Path | str, fields: dict[str, Any], *
     )  # fmt: skip
 
 
-def words(mode: str, text: Path, output: Path | str, fields: dict[str, Any], *more: str) -> list[str]:
-    return [sys.executable, "-m", "tests.support.corpus_jobs", mode, MODEL, text, output, json.dumps(fields), *more]  # type: ignore
+def words(
+    mode: str, text: Path, output: Path | str, fields: dict[str, Any], *more: str
+) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "tests.support.corpus_jobs",
+        mode,
+        MODEL,
+        text,
+        output,
+        json.dumps(fields),
+        *more,
+    ]  # type: ignore
 
 
 def environment(**more: object) -> dict[str, str]:
@@ -688,7 +754,9 @@ def test_a_full_disk(text: Path, tmp_path: Path, whole: bytes) -> None:
 
 
 @pytest.mark.parametrize("file", ["out.part", "out.journal"])
-def test_no_space_left(text: Path, tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+def test_no_space_left(
+    text: Path, tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
     write, left = journal._write, 3
 
     def full(stream: Any, data: bytes) -> None:
@@ -702,7 +770,8 @@ def test_no_space_left(text: Path, tmp_path: Path, whole: bytes, monkeypatch: py
     with monkeypatch.context() as patched:
         patched.setattr(journal, "_write", full)
         with pytest.raises(
-            CommandError, match=rf"{file} cannot be written: No space left on device\. What is finished"
+            CommandError,
+            match=rf"{file} cannot be written: No space left on device\. What is finished",
         ):
             job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK))
     job.run(job_of(MODEL, text, tmp_path / "out", block=BLOCK))
@@ -737,7 +806,10 @@ def test_standard_output_on_a_full_disk(text: Path) -> None:
             stderr=subprocess.PIPE, text=True, timeout=100, check=False,
         )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert "standard output cannot be written: No space left on device. What was written to it" in done.stderr
+    assert (
+        "standard output cannot be written: No space left on device. What was written to it"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
 
@@ -760,9 +832,13 @@ def test_a_file_system_without_locks(
         job.run(job_of(MODEL, text, tmp_path / "out"))
 
 
-def test_a_summary_that_cannot_be_written(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_summary_that_cannot_be_written(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker, "TextGenerator", Fake)
-    with pytest.raises(CommandError, match=r"s\.json cannot be written: No such file .*\. The output is complete$"):
+    with pytest.raises(
+        CommandError, match=r"s\.json cannot be written: No such file .*\. The output is complete$"
+    ):
         job.run(job_of(MODEL, text, tmp_path / "out", summary=tmp_path / "nowhere/s.json"))
     assert len((tmp_path / "out").read_bytes().splitlines()) == len(LINES)
     assert beside(tmp_path / "out") == []
@@ -781,19 +857,25 @@ def test_two_processes_write_what_one_does(text: Path, tmp_path: Path, kills: bo
     made = json.loads(done.stdout)
     assert (tmp_path / "r/out").read_bytes() == (tmp_path / "whole").read_bytes()
     assert made["records"] == len(LINES)
-    assert [one.partition(" ended ")[2] for one in made["lost"]] == (["with signal 9"] if kills else [])
+    assert [one.partition(" ended ")[2] for one in made["lost"]] == (
+        ["with signal 9"] if kills else []
+    )
     assert made["processes"] == (1 if kills else 2)
     assert beside(tmp_path / "r/out") == []
     assert (tmp_path / "mark").exists() == kills
 
 
-def program_with(variables: dict[str, object], text: Path, output: Path, fields: dict[str, Any]) -> Any:
+def program_with(
+    variables: dict[str, object], text: Path, output: Path, fields: dict[str, Any]
+) -> Any:
     with started(variables, text, output, fields) as running:
         stdout, stderr = running.communicate(timeout=300)
     return subprocess.CompletedProcess([], running.returncode, stdout, stderr)
 
 
-def started(variables: dict[str, object], text: Path, output: Path, fields: dict[str, Any]) -> subprocess.Popen[str]:
+def started(
+    variables: dict[str, object], text: Path, output: Path, fields: dict[str, Any]
+) -> subprocess.Popen[str]:
     output.parent.mkdir(exist_ok=True)
     return subprocess.Popen(
         words("run", text, output, fields), env=environment(**variables), cwd=ROOT, stdout=subprocess.PIPE,
@@ -802,7 +884,9 @@ def started(variables: dict[str, object], text: Path, output: Path, fields: dict
 
 
 @pytest.mark.slow
-def test_a_bad_record_ends_several_processes_and_one_goes_on(tmp_path: Path, text: Path, whole: bytes) -> None:
+def test_a_bad_record_ends_several_processes_and_one_goes_on(
+    tmp_path: Path, text: Path, whole: bytes
+) -> None:
     bad = tmp_path / "bad"
     bad.write_text("\n".join([*LINES[:10], "", *LINES[11:]]) + "\n", "utf-8")
     output = tmp_path / "r/out"
@@ -818,13 +902,17 @@ def test_a_bad_record_ends_several_processes_and_one_goes_on(tmp_path: Path, tex
 
 
 @pytest.mark.slow
-def test_who_leads_is_killed_and_another_number_goes_on(text: Path, tmp_path: Path, whole: bytes) -> None:
+def test_who_leads_is_killed_and_another_number_goes_on(
+    text: Path, tmp_path: Path, whole: bytes
+) -> None:
     output = tmp_path / "r/out"
     with started({}, text, output, {"block": 1, "processes": 2}) as running:
         while not journal.read(output).entries and running.poll() is None:
             threading.Event().wait(0.01)
         running.kill()
-        running.communicate(timeout=100)  # those that it has started end too, or this would wait for them
+        running.communicate(
+            timeout=100
+        )  # those that it has started end too, or this would wait for them
     assert running.returncode == -signal.SIGKILL
     made = job.run(job_of(MODEL, text, output, block=1))
     assert 0 < made.made < made.records == len(LINES)
@@ -835,8 +923,30 @@ def test_who_leads_is_killed_and_another_number_goes_on(text: Path, tmp_path: Pa
 @pytest.mark.slow
 def test_two_processes_are_interrupted_and_go_on(text: Path, tmp_path: Path, whole: bytes) -> None:
     output = tmp_path / "out"
-    words = [sys.executable, "-m", "fastgen", "generate", MODEL, "--input", text, "--output", output, "--block", 1]
-    words += ["--append-eos", "--num-beams", 2, "--max-new-tokens", 8, "--device", "cpu", "--processes", 2]
+    words = [
+        sys.executable,
+        "-m",
+        "fastgen",
+        "generate",
+        MODEL,
+        "--input",
+        text,
+        "--output",
+        output,
+        "--block",
+        1,
+    ]
+    words += [
+        "--append-eos",
+        "--num-beams",
+        2,
+        "--max-new-tokens",
+        8,
+        "--device",
+        "cpu",
+        "--processes",
+        2,
+    ]
     with subprocess.Popen(
         list(map(str, words)), env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -848,9 +958,13 @@ def test_two_processes_are_interrupted_and_go_on(text: Path, tmp_path: Path, who
     assert running.returncode == 130, said
     assert "Traceback" not in said
     assert "leaked" not in said
-    done = subprocess.run(list(map(str, words)), env=environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        list(map(str, words)), env=environment(), capture_output=True, text=True, check=True
+    )
     assert "22 records" in done.stderr
-    assert output.read_text("utf-8").splitlines() == [line.split("\t")[1] for line in whole.decode().splitlines()]
+    assert output.read_text("utf-8").splitlines() == [
+        line.split("\t")[1] for line in whole.decode().splitlines()
+    ]
     assert beside(output) == []
 
 
@@ -868,11 +982,15 @@ def test_what_several_processes_cannot_do(text: Path, tmp_path: Path) -> None:
     assert beside(tmp_path / "out") == []
 
 
-def test_torchrun_is_told_of_what_there_is(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_is_told_of_what_there_is(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker, "TextGenerator", Fake)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(CommandError, match=r"^WORLD_SIZE=2: .*--processes N .* --engine ray for many machines$"):
+    with pytest.raises(
+        CommandError, match=r"^WORLD_SIZE=2: .*--processes N .* --engine ray for many machines$"
+    ):
         job.run(job_of(MODEL, text, tmp_path / "out"))
     assert beside(tmp_path / "out") == []
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -883,7 +1001,19 @@ def test_torchrun_is_told_of_what_there_is(text: Path, tmp_path: Path, monkeypat
 @pytest.mark.slow
 def test_standard_input_that_is_waited_for(end: str, tmp_path: Path) -> None:
     """Python ends as it should while a thread waits for more."""
-    words = [sys.executable, "-m", "fastgen", "generate", MODEL, "--input", "-", "--max-new-tokens", 4, "--block", 1]
+    words = [
+        sys.executable,
+        "-m",
+        "fastgen",
+        "generate",
+        MODEL,
+        "--input",
+        "-",
+        "--max-new-tokens",
+        4,
+        "--block",
+        1,
+    ]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with (
         (tmp_path / "said").open("wb") as said,
@@ -894,7 +1024,11 @@ def test_standard_input_that_is_waited_for(end: str, tmp_path: Path) -> None:
     ):  # fmt: skip
         stdin, stdout = cast(Any, process.stdin), cast(Any, process.stdout)
         try:
-            stdin.write(b"Returns the list.\n" + (b"\xff\n" if end == "bad record" else b"A list.\n") + b"x\n" * 8)
+            stdin.write(
+                b"Returns the list.\n"
+                + (b"\xff\n" if end == "bad record" else b"A list.\n")
+                + b"x\n" * 8
+            )
             stdin.flush()
             stdout.readline()  # so that it is under way
             if end == "interrupt":
@@ -905,7 +1039,9 @@ def test_standard_input_that_is_waited_for(end: str, tmp_path: Path) -> None:
     message = (tmp_path / "said").read_text()
     assert status == (2 if end == "bad record" else 130), message
     assert "Fatal Python error" not in message
-    assert ("record 2: not UTF-8" if end == "bad record" else "fastgen generate: interrupted") in message
+    assert (
+        "record 2: not UTF-8" if end == "bad record" else "fastgen generate: interrupted"
+    ) in message
     assert "Traceback" not in message
 
 
@@ -923,7 +1059,11 @@ def test_threads_and_devices_of_a_process(text: Path, monkeypatch: pytest.Monkey
     assert placed(1).threads is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [placed(number, device=None).device for number in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [placed(number, device=None).device for number in range(3)] == [
+        "cuda:0",
+        "cuda:1",
+        "cuda:0",
+    ]
     assert placed(3, device="cuda").device == "cuda:1"
     assert placed(3, device="cpu").device == "cpu"
 
@@ -938,7 +1078,9 @@ class Scripted:
         self.script, self.connection = script, connection
 
     def start(self) -> None:
-        self.connection = Connection(os.dup(self.connection.fileno()))  # the parent closes the other one
+        self.connection = Connection(
+            os.dup(self.connection.fileno())
+        )  # the parent closes the other one
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -979,14 +1121,18 @@ def scripted(
     monkeypatch.setattr(workers.multiprocessing, "get_context", lambda _: Context())
     written: list[bytes] = []
     asked = job_of(MODEL, Path(), None, processes=len(scripts))
-    return written, lambda: workers.run(asked, blocks(source, 1, ()), lambda data, _: written.append(data))
+    return written, lambda: workers.run(
+        asked, blocks(source, 1, ()), lambda data, _: written.append(data)
+    )
 
 
 def numbers(count: int) -> list[bytes]:
     return [b"%d " % number for number in range(count)]
 
 
-def test_the_blocks_of_a_process_that_dies_are_made_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_process_that_dies_are_made_by_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gone = threading.Event()
 
     def dies(process: Scripted) -> None:
@@ -1005,7 +1151,9 @@ def test_the_blocks_of_a_process_that_dies_are_made_by_others(monkeypatch: pytes
     assert (len(reports), lost) == (1, ["process 0 ended with signal 9"])
 
     written, run = scripted(monkeypatch, Many(9), dies, dies)
-    with pytest.raises(CommandError, match=r"process . ended with signal 9; .* What is finished is safe"):
+    with pytest.raises(
+        CommandError, match=r"process . ended with signal 9; .* What is finished is safe"
+    ):
         run()
     assert written == numbers(len(written))
 
@@ -1038,14 +1186,18 @@ def test_blocks_before_one_that_fails_are_written(monkeypatch: pytest.MonkeyPatc
     assert written == numbers(2)
 
 
-def test_a_source_that_fails_behind_what_was_made(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_fails_behind_what_was_made(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written, run = scripted(monkeypatch, Ending(text), Scripted.work, Scripted.work)
     with pytest.raises(Broken):
         run()
     assert written == numbers(9)
 
 
-def test_a_slow_process_holds_up_others_before_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_process_holds_up_others_before_memory_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(workers, "WINDOW", 3)
     held, most, made = threading.Event(), 0, 0
 
@@ -1080,7 +1232,9 @@ def test_a_slow_process_holds_up_others_before_memory_is_full(monkeypatch: pytes
 def test_blocks_behind_those_that_are_known(text: Path) -> None:
     every = list(blocks(Lines(text), BLOCK, ()))
     assert [block.number for block in every] == list(range(6))
-    assert [record.number for block in every for record in block.records] == list(range(1, len(LINES) + 1))
+    assert [record.number for block in every for record in block.records] == list(
+        range(1, len(LINES) + 1)
+    )
     assert len({block.digest for block in every}) == 6
     digests = [block.digest for block in every]
     assert list(blocks(Lines(text), BLOCK, digests[:4])) == every[4:]

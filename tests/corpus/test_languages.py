@@ -20,7 +20,16 @@ CODES = ["eng_Latn", "fra_Latn", "deu_Latn", "spa_Latn"]
 LINES = ["one of them", "a second, longer line of text", "three", "and four", "five in all"]
 TARGETS = ["fra_Latn", "deu_Latn", "fra_Latn", "spa_Latn", "deu_Latn"]
 GENERATION: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 8, "no_repeat_ngram_size": 2}
-BEAMS = ["--num-beams", "3", "--max-new-tokens", "8", "--no-repeat-ngram-size", "2", "--dtype", "float64"]
+BEAMS = [
+    "--num-beams",
+    "3",
+    "--max-new-tokens",
+    "8",
+    "--no-repeat-ngram-size",
+    "2",
+    "--dtype",
+    "float64",
+]
 
 
 def _save(folder: Path, tokenizer: Any, config: Any, kind: Any) -> Path:
@@ -42,7 +51,9 @@ def nllb(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A toy with the tokenizer of NLLB, four languages, and the piece `fr`, which is none."""
     pieces = ["<s>", "<pad>", "</s>", "<unk>", "▁", *"abcdefghijklmnopqrstuvwxyz,.", "fr"]
     tokenizer = tf.NllbTokenizer(
-        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[("f", "r")], extra_special_tokens=CODES
+        vocab={piece: i for i, piece in enumerate(pieces)},
+        merges=[("f", "r")],
+        extra_special_tokens=CODES,
     )
     folder = tmp_path_factory.mktemp("nllb")
     return _save(folder, tokenizer, tf.M2M100Config, tf.M2M100ForConditionalGeneration)
@@ -51,7 +62,10 @@ def nllb(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mbart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _save(
-        tmp_path_factory.mktemp("mbart"), tf.MBartTokenizer(), tf.MBartConfig, tf.MBartForConditionalGeneration
+        tmp_path_factory.mktemp("mbart"),
+        tf.MBartTokenizer(),
+        tf.MBartConfig,
+        tf.MBartForConditionalGeneration,
     )
 
 
@@ -64,7 +78,9 @@ def alone(nllb: Path) -> list[str]:
     for line, target in zip(LINES, TARGETS, strict=True):
         first = tokenizer.convert_tokens_to_ids(target)
         with fastgen.disabled():
-            ids = model.generate(**tokenizer([line], return_tensors="pt"), **GENERATION, forced_bos_token_id=first)
+            ids = model.generate(
+                **tokenizer([line], return_tensors="pt"), **GENERATION, forced_bos_token_id=first
+            )
         found.append(tokenizer.batch_decode(ids, skip_special_tokens=True)[0].strip())
     return found
 
@@ -78,7 +94,18 @@ def _table(folder: Path, targets: list[Any], lines: list[str] = LINES) -> Path:
 
 def _command(model: Path, file: Path, *words: str) -> list[str]:
     output = file.with_name("out.jsonl")
-    return ["generate", str(model), "--input", str(file), "--output", str(output), "--column", "line", *BEAMS, *words]
+    return [
+        "generate",
+        str(model),
+        "--input",
+        str(file),
+        "--output",
+        str(output),
+        "--column",
+        "line",
+        *BEAMS,
+        *words,
+    ]
 
 
 def _rows(folder: Path, column: str = "output") -> list[Any]:
@@ -86,12 +113,16 @@ def _rows(folder: Path, column: str = "output") -> list[Any]:
 
 
 @pytest.mark.parametrize("option", ["--target-lang-column", "--forced-bos-column"])
-def test_each_record_in_its_language(nllb: Path, alone: list[str], tmp_path: Path, option: str) -> None:
+def test_each_record_in_its_language(
+    nllb: Path, alone: list[str], tmp_path: Path, option: str
+) -> None:
     """In batches that mix them, one for each block."""
     before = {row.name: row.hits for row in fastgen.status().rows}
     assert main(_command(nllb, _table(tmp_path, TARGETS), option, "lang", "--block", "3")) == 0
     assert _rows(tmp_path) == alone
-    searches = fastgen.status()["transformers.beam_search"].hits - before["transformers.beam_search"]
+    searches = (
+        fastgen.status()["transformers.beam_search"].hits - before["transformers.beam_search"]
+    )
     assert searches == 2
 
 
@@ -99,11 +130,25 @@ def test_a_small_model_drafts_for_each_language(nllb: Path, tmp_path: Path) -> N
     words = ["--num-beams", "1", "--target-lang-column", "lang"]
     assert main(_command(nllb, _table(tmp_path, TARGETS), *words)) == 0
     plain = _rows(tmp_path)
-    assert main(_command(nllb, _table(tmp_path, TARGETS), *words, "--assistant-model", str(nllb), "--overwrite")) == 0
+    assert (
+        main(
+            _command(
+                nllb,
+                _table(tmp_path, TARGETS),
+                *words,
+                "--assistant-model",
+                str(nllb),
+                "--overwrite",
+            )
+        )
+        == 0
+    )
     assert _rows(tmp_path) == plain
 
 
-def test_an_unknown_language_is_a_problem_of_its_record(nllb: Path, alone: list[str], tmp_path: Path) -> None:
+def test_an_unknown_language_is_a_problem_of_its_record(
+    nllb: Path, alone: list[str], tmp_path: Path
+) -> None:
     """A piece of a word is no language, though it is a token."""
     targets = [*TARGETS[:1], "fr", None, "", TARGETS[4]]
     words = _command(nllb, _table(tmp_path, targets), "--target-lang-column", "lang")
@@ -137,7 +182,9 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
     assert said in capsys.readouterr().err
 
 
-def test_the_column_is_the_run_s_own(nllb: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_column_is_the_run_s_own(
+    nllb: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = _command(nllb, _table(tmp_path, [*TARGETS[:4], "xx"]), "--block", "2")
     assert main([*words, "--target-lang-column", "lang"]) == 2
     assert "record 5: 'xx' is no language" in capsys.readouterr().err
@@ -147,14 +194,21 @@ def test_the_column_is_the_run_s_own(nllb: Path, tmp_path: Path, capsys: pytest.
     assert "source.target_column was lang and is 1" in capsys.readouterr().err
 
 
-def test_the_first_mbart_has_one_for_all(mbart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_mbart_has_one_for_all(
+    mbart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = _table(tmp_path, ["de_DE"] * 5)
     assert main(_command(mbart, file, "--target-lang-column", "lang")) == 2
-    assert "the language in the place of the start token, of which there is one for all" in capsys.readouterr().err
+    assert (
+        "the language in the place of the start token, of which there is one for all"
+        in capsys.readouterr().err
+    )
     assert main(_command(mbart, file, "--target-lang", "xx_YY")) == 2
     assert "--target-lang 'xx_YY' is no language of" in capsys.readouterr().err
     generator = TextGenerator(Options(mbart, {"max_new_tokens": 3}, target_lang="de_DE"))
-    assert generator.generation["decoder_start_token_id"] == generator.tokenizer.convert_tokens_to_ids("de_DE")
+    assert generator.generation[
+        "decoder_start_token_id"
+    ] == generator.tokenizer.convert_tokens_to_ids("de_DE")
 
 
 def test_a_stage_of_ray(nllb: Path, alone: list[str]) -> None:
@@ -170,13 +224,17 @@ def test_a_stage_of_ray(nllb: Path, alone: list[str]) -> None:
     assert made["problem"].to_pylist()[1] == f"'' is no language of {nllb}"
     with pytest.raises(ValueError, match="there is no column 'lang', but 'line'"):
         stage(pa.table({"line": LINES}))
-    with pytest.raises(ValueError, match="target_column=None and targets='token': they go together"):
+    with pytest.raises(
+        ValueError, match="target_column=None and targets='token': they go together"
+    ):
         Generator(nllb, targets="token")
     with pytest.raises(CommandError, match="targets='lang' must be 'language' or 'token'"):
         Generator(nllb, target_column="lang", targets="lang")
 
 
-def test_requests_of_several_languages_are_one_batch(nllb: Path, mbart: Path, alone: list[str]) -> None:
+def test_requests_of_several_languages_are_one_batch(
+    nllb: Path, mbart: Path, alone: list[str]
+) -> None:
     pytest.importorskip("ray.serve", reason="needs fastgen[ray]")
     from fastgen.ray.server.api import Answer, Api
     from fastgen.ray.settings import Settings
@@ -189,7 +247,10 @@ def test_requests_of_several_languages_are_one_batch(nllb: Path, mbart: Path, al
     kinds = ["target_lang", "forced_bos_token", "target_lang", "target_lang", "forced_bos_token"]
 
     async def all_of_them() -> list[Answer]:
-        named = [asked(api, line, **{kind: t}) for line, kind, t in zip(LINES, kinds, TARGETS, strict=True)]
+        named = [
+            asked(api, line, **{kind: t})
+            for line, kind, t in zip(LINES, kinds, TARGETS, strict=True)
+        ]
         return await asyncio.gather(*named, asked(api, LINES[0]))
 
     *answers, plain = asyncio.run(all_of_them())
@@ -200,14 +261,18 @@ def test_requests_of_several_languages_are_one_batch(nllb: Path, mbart: Path, al
     for options, said in (
         ({"target_lang": "fr"}, "'fr' is no language of"),
         ({"forced_bos_token": "François"}, "'François' is no token of"),
-        ({"target_lang": "fra_Latn", "forced_bos_token": "fr"}, "either target_lang or forced_bos_token"),
+        (
+            {"target_lang": "fra_Latn", "forced_bos_token": "fr"},
+            "either target_lang or forced_bos_token",
+        ),
     ):
         refused = asyncio.run(asked(api, "one", **options))
         assert refused.status == 400
         assert said in refused.content["error"]
     of_mbart = Api(Settings(model=mbart, generation={"max_new_tokens": 2}))
     assert (
-        "in the place of the start token" in asyncio.run(asked(of_mbart, "one", target_lang="de_DE")).content["error"]
+        "in the place of the start token"
+        in asyncio.run(asked(of_mbart, "one", target_lang="de_DE")).content["error"]
     )
 
 

@@ -67,7 +67,9 @@ def offline(cache: Path, *runs: list[object]) -> list[tuple[int, str, str]]:
     return [tuple(one) for one in json.loads(done.stdout)]
 
 
-def test_a_cached_id_is_its_folder_in_every_command(cache: Path, folder: Path, text: Path, tmp_path: Path) -> None:
+def test_a_cached_id_is_its_folder_in_every_command(
+    cache: Path, folder: Path, text: Path, tmp_path: Path
+) -> None:
     out, by_folder = tmp_path / "out.txt", tmp_path / "by_folder.txt"
     generate: list[object] = ["--input", text, "--max-new-tokens", 4, "--assistant-model"]
     found = offline(
@@ -75,7 +77,18 @@ def test_a_cached_id_is_its_folder_in_every_command(cache: Path, folder: Path, t
         ["generate", "me/marian", *generate, "me/marian", "--output", out],
         ["generate", folder, *generate, folder, "--output", by_folder],
         ["explain", "me/marian", "--max-new-tokens", 4],
-        ["bench", "me/marian", "--rounds", 2, "--batch-size", 1, "--num-beams", 1, "--max-new-tokens", 4],
+        [
+            "bench",
+            "me/marian",
+            "--rounds",
+            2,
+            "--batch-size",
+            1,
+            "--num-beams",
+            1,
+            "--max-new-tokens",
+            4,
+        ],
     )
     assert [status for status, _, _ in found] == [0, 0, 0, 0], found
     assert out.read_text() == by_folder.read_text()
@@ -83,12 +96,23 @@ def test_a_cached_id_is_its_folder_in_every_command(cache: Path, folder: Path, t
     assert found[3][1].startswith("me/marian: marian")
 
 
-def test_an_unknown_id_is_one_line_of_the_librarys_own(cache: Path, text: Path, tmp_path: Path) -> None:
+def test_an_unknown_id_is_one_line_of_the_librarys_own(
+    cache: Path, text: Path, tmp_path: Path
+) -> None:
     unknown, pair = "me/nothing", ["--input", text, "--output", tmp_path / "new"]
     for status, out, err in offline(
         cache,
         ["generate", unknown, "--input", text, "--max-new-tokens", 4],
-        ["generate", "me/marian", "--input", text, "--max-new-tokens", 4, "--assistant-model", unknown],
+        [
+            "generate",
+            "me/marian",
+            "--input",
+            text,
+            "--max-new-tokens",
+            4,
+            "--assistant-model",
+            unknown,
+        ],
         ["explain", unknown],
         ["bench", unknown],
         ["bild", "align", "me/marian", unknown, *pair],
@@ -97,13 +121,25 @@ def test_an_unknown_id_is_one_line_of_the_librarys_own(cache: Path, text: Path, 
         assert status == 2
         assert out == ""
         (line,) = err.splitlines()
-        assert f"{unknown}: there is no such folder; as a model's id on the hub: We couldn't connect to" in line
+        assert (
+            f"{unknown}: there is no such folder; as a model's id on the hub: We couldn't connect to"
+            in line
+        )
 
 
 @pytest.mark.slow
 def test_a_run_by_an_id_goes_on(cache: Path, text: Path, tmp_path: Path) -> None:
     """Also where files that nobody needs have come to the snapshot since."""
-    words = ["generate", "me/marian", "--input", text, "--output", tmp_path / "out.txt", "--block", 1]
+    words = [
+        "generate",
+        "me/marian",
+        "--input",
+        text,
+        "--output",
+        tmp_path / "out.txt",
+        "--block",
+        1,
+    ]
     code = (
         "from pathlib import Path\nfrom fastgen.corpus import assembly\nfrom fastgen.cli import main\n"
         "deliver = assembly.deliver\n"
@@ -115,13 +151,17 @@ def test_a_run_by_an_id_goes_on(cache: Path, text: Path, tmp_path: Path) -> None
         "assembly.deliver = deliver\n"
         "print(first, main(words))\n"
     )
-    done = python(["-c", code], environment={**os.environ, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"})
+    done = python(
+        ["-c", code], environment={**os.environ, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
+    )
     assert done.stdout.strip() == "130 0", done.stderr
     assert "all by an earlier run" in done.stderr
     assert len((tmp_path / "out.txt").read_text().splitlines()) == 2
 
 
-def test_other_folders_called_snapshots_are_told_by_what_they_hold(folder: Path, tmp_path: Path) -> None:
+def test_other_folders_called_snapshots_are_told_by_what_they_hold(
+    folder: Path, tmp_path: Path
+) -> None:
     copy = shutil.copytree(folder, tmp_path / "snapshots" / "best")
     assert digest(copy) == digest(folder)
     (copy / "more.json").write_text("{}")
@@ -144,14 +184,22 @@ def test_a_model_without_some_weights_is_refused_by_every_command(
     folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def without(weights: dict[str, Any]) -> None:
-        for name in [name for name in weights if name.startswith("model.decoder.layers.0.self_attn.")]:
+        for name in [
+            name for name in weights if name.startswith("model.decoder.layers.0.self_attn.")
+        ]:
             del weights[name]
 
     copy = changed(folder, tmp_path, without)
-    for words in (["generate", copy, "--input", text, "--max-new-tokens", 4], ["explain", copy], ["bench", copy]):
+    for words in (
+        ["generate", copy, "--input", text, "--max-new-tokens", 4],
+        ["explain", copy],
+        ["bench", copy],
+    ):
         assert main([str(word) for word in words]) == 2
         shown = capsys.readouterr()
-        names = ", ".join(f"model.decoder.layers.0.self_attn.k_proj.{name}" for name in ("bias", "weight"))
+        names = ", ".join(
+            f"model.decoder.layers.0.self_attn.k_proj.{name}" for name in ("bias", "weight")
+        )
         expected = f"its files lack 8 weights: {names}, model.decoder.layers.0.self_attn.out_proj.bias and 5 more"
         assert expected in shown.err
         assert shown.out == ""
@@ -164,16 +212,22 @@ def test_a_weight_that_is_not_finite_is_named(folder: Path, tmp_path: Path, valu
 
     copy = changed(folder, tmp_path, spoil)
     for dtype in ("float32", "bfloat16"):
-        with pytest.raises(CommandError, match=f"in {dtype}, NaN or infinite numbers are in 1 weight: {LAST}$"):
+        with pytest.raises(
+            CommandError, match=f"in {dtype}, NaN or infinite numbers are in 1 weight: {LAST}$"
+        ):
             models.load_model(copy, "cpu", dtype)
 
 
-def test_what_a_type_cannot_hold_is_found_and_a_large_sum_is_not(folder: Path, tmp_path: Path) -> None:
+def test_what_a_type_cannot_hold_is_found_and_a_large_sum_is_not(
+    folder: Path, tmp_path: Path
+) -> None:
     def enlarge(weights: dict[str, Any]) -> None:
         weights[LAST].fill_(6e4)  # their sum is infinite in fp16
         weights[LAST.replace("fc2", "fc1")][0, 0] = 1e5
 
     copy = changed(folder, tmp_path, enlarge)
     models.load_model(copy, "cpu", "float32")
-    with pytest.raises(CommandError, match=f"in float16, .* 1 weight: {LAST.replace('fc2', 'fc1')}$"):
+    with pytest.raises(
+        CommandError, match=f"in float16, .* 1 weight: {LAST.replace('fc2', 'fc1')}$"
+    ):
         models.load_model(copy, "cpu", "float16")

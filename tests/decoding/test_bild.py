@@ -64,8 +64,16 @@ def pair(seed: int, rows: int | None = None) -> Pair:
     rng = random.Random(seed)
     vocabulary, length = rng.choice([5, 8, 13]), rng.choice([1, 3])
     large = Toy(vocabulary, 2 * seed)
-    small = Toy(vocabulary + rng.choice([0, 0, -1]), 2 * seed + 1, other=large, own=rng.choice([0.0, 0.2, 0.5, 1.0]))
-    prompts = [[rng.randrange(2, vocabulary - 1) for _ in range(length)] for _ in range(rows or rng.choice([1, 2, 9]))]
+    small = Toy(
+        vocabulary + rng.choice([0, 0, -1]),
+        2 * seed + 1,
+        other=large,
+        own=rng.choice([0.0, 0.2, 0.5, 1.0]),
+    )
+    prompts = [
+        [rng.randrange(2, vocabulary - 1) for _ in range(length)]
+        for _ in range(rows or rng.choice([1, 2, 9]))
+    ]
     longest, late = length + rng.choice([1, 2, 5, 20]), (rng.random() < 0.5, rng.random() < 0.5)
     return Pair(large, small, prompts, longest, late)
 
@@ -74,15 +82,30 @@ def pair(seed: int, rows: int | None = None) -> Pair:
 @pytest.mark.parametrize("seed", range(120))
 def test_every_text_and_event_is_that_of_the_definition(seed: int, paper_compat: bool) -> None:
     rng, toys = random.Random(seed), pair(seed)
-    fallback, rollback = rng.choice([0.0, 0.3, 0.6, 0.9, 1.1]), rng.choice([0.0, 0.3, 0.69, 1.0, 2.0, math.inf])
+    fallback, rollback = (
+        rng.choice([0.0, 0.3, 0.6, 0.9, 1.1]),
+        rng.choice([0.0, 0.3, 0.69, 1.0, 2.0, math.inf]),
+    )
     longest_draft = rng.choice([1, 2, 3, 10])
     search = toys.search(
-        fallback=fallback, policy=Likeliest(rollback), max_draft=longest_draft, paper_compat=paper_compat
+        fallback=fallback,
+        policy=Likeliest(rollback),
+        max_draft=longest_draft,
+        paper_compat=paper_compat,
     )
     texts = toys.texts(search.run())
     assert search.events is not None
     for row, prompt in enumerate(toys.prompts):
-        expected = bild(toys.large, toys.small, prompt, toys.ends, fallback, rollback, longest_draft, paper_compat)
+        expected = bild(
+            toys.large,
+            toys.small,
+            prompt,
+            toys.ends,
+            fallback,
+            rollback,
+            longest_draft,
+            paper_compat,
+        )
         assert (texts[row], search.events[row]) == expected
         kinds, counts = Counter(kind for kind, _, _ in search.events[row]), search.counts[row]
         assert counts.tokens == len(texts[row])
@@ -95,7 +118,9 @@ def test_every_text_and_event_is_that_of_the_definition(seed: int, paper_compat:
 
 @pytest.mark.parametrize("rollback", [0.0, math.log(2.0)])
 @pytest.mark.parametrize("seed", range(60))
-def test_with_a_low_rollback_it_is_the_large_models_greedy_output(seed: int, rollback: float) -> None:
+def test_with_a_low_rollback_it_is_the_large_models_greedy_output(
+    seed: int, rollback: float
+) -> None:
     toys = pair(seed)
     found = toys.texts(toys.search(policy=Likeliest(rollback), fallback=0.3).run())
     assert found == [greedy(toys.large, prompt, toys.ends) for prompt in toys.prompts]
@@ -112,8 +137,12 @@ def test_without_thresholds_and_limit_it_is_the_small_models(seed: int) -> None:
 def test_a_small_model_that_is_never_sure_leaves_all_to_the_large_one(seed: int) -> None:
     toys = pair(seed)
     search = toys.search(fallback=1.1)
-    assert toys.texts(search.run()) == [greedy(toys.large, prompt, toys.ends) for prompt in toys.prompts]
-    assert [counts.large_calls for counts in search.counts] == [counts.tokens for counts in search.counts]
+    assert toys.texts(search.run()) == [
+        greedy(toys.large, prompt, toys.ends) for prompt in toys.prompts
+    ]
+    assert [counts.large_calls for counts in search.counts] == [
+        counts.tokens for counts in search.counts
+    ]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -121,7 +150,9 @@ def test_a_model_rolls_nothing_of_its_own_back(seed: int) -> None:
     toys = pair(seed)
     toys.small = toys.large
     search = toys.search(policy=Likeliest(0.0), fallback=0.0)
-    assert toys.texts(search.run()) == [greedy(toys.large, prompt, toys.ends) for prompt in toys.prompts]
+    assert toys.texts(search.run()) == [
+        greedy(toys.large, prompt, toys.ends) for prompt in toys.prompts
+    ]
     assert all(counts.rollbacks == 0 for counts in search.counts)
 
 
@@ -173,7 +204,9 @@ def test_scores_of_tokens_are_the_large_models(seed: int) -> None:
     texts = toys.texts(search.run())
     assert texts == toys.texts(toys.search(policy=Likeliest(1.0), fallback=0.2, max_draft=3).run())
     for prompt, text, scores in zip(toys.prompts, texts, policy.scores_of(texts), strict=True):
-        assert scores == [float(toys.large(prompt + text[:i])[token]) for i, token in enumerate(text)]
+        assert scores == [
+            float(toys.large(prompt + text[:i])[token]) for i, token in enumerate(text)
+        ]
 
 
 def _frequencies(policy: Rejection | Likeliest | None, draws: int) -> torch.Tensor:
@@ -299,7 +332,9 @@ class Timed(Held):
         return found
 
 
-def _seconds(pace: Pace | None, clock: _Clock, small_seconds: float, calls: int, fallback: float = 0.0) -> float:
+def _seconds(
+    pace: Pace | None, clock: _Clock, small_seconds: float, calls: int, fallback: float = 0.0
+) -> float:
     """What calls take in all, of two texts of 60 tokens each; every second draft of the small model is wrong."""
     began = clock.now
     for seed in range(calls):
@@ -318,7 +353,9 @@ def _seconds(pace: Pace | None, clock: _Clock, small_seconds: float, calls: int,
 
 def test_drafts_that_do_not_pay_are_left_off() -> None:
     clock = _Clock()
-    alone = _seconds(None, clock, 0.0, calls=30, fallback=1.1)  # with a small model that costs nothing and says nothing
+    alone = _seconds(
+        None, clock, 0.0, calls=30, fallback=1.1
+    )  # with a small model that costs nothing and says nothing
     pace = Pace(clock)
     _seconds(pace, clock, 0.9, calls=3)
     later = _seconds(pace, clock, 0.9, calls=30)
@@ -331,7 +368,9 @@ def test_drafts_that_pay_go_on() -> None:
     clock = _Clock()
     always = _seconds(None, clock, 0.05, calls=120)
     measured = _seconds(Pace(clock), clock, 0.05, calls=120)
-    assert always <= measured <= 1.15 * always, "the first trial comes when it costs little of what there was"
+    assert always <= measured <= 1.15 * always, (
+        "the first trial comes when it costs little of what there was"
+    )
     assert _seconds(None, clock, 0.0, calls=120, fallback=1.1) > 1.5 * measured, "they do pay"
 
 
@@ -351,7 +390,9 @@ def test_drafts_are_tried_again_when_they_have_become_cheap() -> None:
     pace.clock = clock
     _seconds(pace, clock, 0.9, calls=3)
     _seconds(pace, clock, 0.05, calls=40)
-    assert _seconds(pace, clock, 0.05, calls=5) < 0.75 * _seconds(None, clock, 0.0, calls=5, fallback=1.1)
+    assert _seconds(pace, clock, 0.05, calls=5) < 0.75 * _seconds(
+        None, clock, 0.0, calls=5, fallback=1.1
+    )
 
 
 def test_a_small_model_that_begins_late_holds_the_texts_that_are_left() -> None:
@@ -366,7 +407,9 @@ def test_a_small_model_that_begins_late_holds_the_texts_that_are_left() -> None:
             return self.rounds > 2
 
     search = toys.search(policy=Likeliest(0.0), fallback=0.0, pace=Late())
-    assert toys.texts(search.run()) == [greedy(toys.large, prompt, toys.ends) for prompt in toys.prompts]
+    assert toys.texts(search.run()) == [
+        greedy(toys.large, prompt, toys.ends) for prompt in toys.prompts
+    ]
     assert isinstance(search.small, Held)
     assert search.small.passes, "it has drafted"
     assert len(search.small.prompts) < 12, "texts had left"
@@ -390,7 +433,10 @@ def _short(pace: Pace | None, clock: _Clock, fallback: float = 0.0) -> float:
     search.stop = Stop(None, [lambda length: length >= end])
     search.large = Timed(toys.large, list(toys.prompts), clock=clock)
     search.small = Timed(toys.small, list(toys.prompts), clock=clock, seconds=0.05)
-    read, search.small.prefill = search.small.prefill, lambda: _late(clock, read) if fallback <= 1.0 else read()  # type: ignore[method-assign]
+    read, search.small.prefill = (
+        search.small.prefill,
+        lambda: _late(clock, read) if fallback <= 1.0 else read(),
+    )  # type: ignore[method-assign]
     search.run()
     return clock.now - began
 

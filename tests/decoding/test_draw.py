@@ -18,11 +18,15 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("left", [1.0, 0.5, 0.0], ids=["all", "half", "few"])
 @pytest.mark.parametrize("count", [1, 2, 9])
 @pytest.mark.parametrize("shape", [(1, 9), (5, 11), (24, 1000), (3, 50264)], ids=str)
-def test_draw(shape: tuple[int, int], count: int, left: float, dtype: torch.dtype, device: str) -> None:
+def test_draw(
+    shape: tuple[int, int], count: int, left: float, dtype: torch.dtype, device: str
+) -> None:
     """Bit by bit the same, and the generator is left where torch.multinomial leaves it."""
     torch.manual_seed(7)
     out = (torch.rand(shape) >= left) & (torch.arange(shape[1]) >= count)
-    weights = torch.randn(shape, dtype=dtype).mul(3).masked_fill(out, -torch.inf).softmax(-1).to(device)
+    weights = (
+        torch.randn(shape, dtype=dtype).mul(3).masked_fill(out, -torch.inf).softmax(-1).to(device)
+    )
     before, source = weights.clone(), graph.generator(weights.device)
     state = source.get_state()
     wanted, after = torch.multinomial(weights, count), source.get_state()

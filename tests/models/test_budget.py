@@ -38,7 +38,9 @@ _system_memory = budget.system_memory  # as it is before a fixture replaces it
     ],
     ids=["unknown", "enough", "short", "reserve", "share short", "share", "within limit", "beyond limit"],
 )  # fmt: skip
-def test_shortage(needed: int, held: int, limit: int | None, system: SystemMemory | None, expected: str | None) -> None:
+def test_shortage(
+    needed: int, held: int, limit: int | None, system: SystemMemory | None, expected: str | None
+) -> None:
     assert shortage(needed, held, limit, system) == expected
 
 
@@ -51,9 +53,16 @@ def _write(root: Path, files: dict[str, str]) -> None:
 def test_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 100, "SC_AVPHYS_PAGES": 10}
     monkeypatch.setattr(budget.os, "sysconf", pages.__getitem__, raising=False)
-    _write(tmp_path, {"proc/meminfo": "MemTotal: 90 kB\nMemFree: 1 kB\nMemAvailable: 8 kB\nHugePages_Total: 0\n"})
+    _write(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal: 90 kB\nMemFree: 1 kB\nMemAvailable: 8 kB\nHugePages_Total: 0\n"
+        },
+    )
     assert _system_memory(tmp_path) == SystemMemory(90 * 1024, 8 * 1024)
-    assert _system_memory(tmp_path / "proc") == SystemMemory(409_600, 40_960), "where there is no meminfo"
+    assert _system_memory(tmp_path / "proc") == SystemMemory(409_600, 40_960), (
+        "where there is no meminfo"
+    )
 
     def unknown(name: str) -> int:
         raise ValueError("unrecognized configuration name")
@@ -99,7 +108,9 @@ def test_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ],
     ids=["v2 without limit", "v2", "v2 with file pages", "v2 exceeded", "v2 nested", "v1 nested", "v1 in a container"],
 )  # fmt: skip
-def test_limits_of_control_groups(files: dict[str, str], expected: tuple[int, int], tmp_path: Path) -> None:
+def test_limits_of_control_groups(
+    files: dict[str, str], expected: tuple[int, int], tmp_path: Path
+) -> None:
     _write(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 8 kB\n"} | files)
     assert _system_memory(tmp_path) == SystemMemory(*expected)
 
@@ -116,20 +127,35 @@ def model() -> Iterator[Any]:
     scratch.release()
     torch.manual_seed(0)
     config = tf.GPT2Config(
-        vocab_size=512, n_embd=256, n_layer=1, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2, pad_token_id=0
+        vocab_size=512,
+        n_embd=256,
+        n_layer=1,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
     )
     yield tf.GPT2LMHeadModel(config).eval()
     packed_weights.release()
 
 
 def _generate(model: Any) -> Any:
-    kwargs = zoo.batch(model, 4, 6, "none") | {"max_new_tokens": 6, "min_new_tokens": 6, "num_beams": 2}
+    kwargs = zoo.batch(model, 4, 6, "none") | {
+        "max_new_tokens": 6,
+        "min_new_tokens": 6,
+        "num_beams": 2,
+    }
     return [model.generate(**kwargs).tolist() for _ in range(packed_weights.OFTEN)]
 
 
 def _weights(model: Any) -> dict[str, int]:
     """Bytes of all weights of linear layers, by name; the head shares its own with the embedding."""
-    sizes = {name: p.nbytes for name, p in model.named_parameters() if name.endswith("weight") and p.dim() == 2}
+    sizes = {
+        name: p.nbytes
+        for name, p in model.named_parameters()
+        if name.endswith("weight") and p.dim() == 2
+    }
     return {name: size for name, size in sizes.items() if "wpe" not in name}
 
 
@@ -137,10 +163,17 @@ def test_what_is_held(model: Any) -> None:
     _generate(model)
     status = fastgen.status()
     held = status.memory
-    assert held["packed weights"] == packed_weights.packed_bytes() == sum(_weights(model).values()), "one copy of each"
+    assert (
+        held["packed weights"] == packed_weights.packed_bytes() == sum(_weights(model).values())
+    ), "one copy of each"
     assert held["buffers"] > 0
-    assert status.memory_by_model == {"GPT2LMHeadModel": {name: size for name, size in held.items() if size}}
-    assert f"\n  GPT2LMHeadModel: packed weights {held['packed weights'] / MIB:.4g} MiB, buffers" in str(status)
+    assert status.memory_by_model == {
+        "GPT2LMHeadModel": {name: size for name, size in held.items() if size}
+    }
+    assert (
+        f"\n  GPT2LMHeadModel: packed weights {held['packed weights'] / MIB:.4g} MiB, buffers"
+        in str(status)
+    )
     assert status.memory == status.to_dict()["memory"]
     assert "GPT2LMHeadModel: packed weights" in str(fastgen.status(verbose=True))
     fastgen.release()
@@ -149,7 +182,9 @@ def test_what_is_held(model: Any) -> None:
     assert released.memory_by_model == {}
     assert "memory held" not in str(released)
     _generate(model)
-    assert fastgen.status().memory["packed weights"] == held["packed weights"], "the next calls pack again"
+    assert fastgen.status().memory["packed weights"] == held["packed weights"], (
+        "the next calls pack again"
+    )
 
 
 def test_nothing_is_held_for_a_model_that_is_gone() -> None:
@@ -210,7 +245,9 @@ def test_a_limit(model: Any, limit: str, setting: Callable[[str, str], None]) ->
         assert "weights: FASTGEN_MEMORY allows 1 MiB in all" in status.not_packed
     if native.library() is not None:
         assert last_call().plan.not_in_c.startswith(
-            "FASTGEN_MEMORY=0" if limit == "0" else "not all weights are packed: FASTGEN_MEMORY allows"
+            "FASTGEN_MEMORY=0"
+            if limit == "0"
+            else "not all weights are packed: FASTGEN_MEMORY allows"
         )
 
 

@@ -46,7 +46,9 @@ def test_generate(variant: str, family: str, padding: str) -> None:  # noqa: F81
     steps = len(model.generate(**kwargs | {"eos_token_id": None})[0]) - 1
     assert _encoded() == 1
     in_a_row = calls["search", "native"] > 0
-    assert calls["decoder_step", "native"] == (1 if in_a_row else steps)  # the first token's among them
+    assert calls["decoder_step", "native"] == (
+        1 if in_a_row else steps
+    )  # the first token's among them
 
 
 def _layers(model: Any, length: int) -> Encoder:
@@ -65,7 +67,9 @@ def _batch(kind: str) -> tuple[Sentences, int]:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", ["alike", "different", "long"])
-@pytest.mark.parametrize("family", ["marian", "pegasus", "t5", "umt5"])  # norms behind and before, biases of scores
+@pytest.mark.parametrize(
+    "family", ["marian", "pegasus", "t5", "umt5"]
+)  # norms behind and before, biases of scores
 def test_layers(
     variant: str,  # noqa: F811
     family: str,
@@ -77,7 +81,9 @@ def test_layers(
     monkeypatch.setattr(native, "threads_for", lambda work: threads)
     model = zoo.build(family, torch.float32)
     sentences, length = _batch(kind)
-    layers = _layers(model, length if family.endswith("t5") else 9)  # others have positions for so many
+    layers = _layers(
+        model, length if family.endswith("t5") else 9
+    )  # others have positions for so many
     rows = sum(group.sentences * group.tokens for group in sentences.groups)
     x = torch.randn(rows, model.config.d_model, generator=torch.Generator().manual_seed(0))
     before = x.clone()
@@ -121,7 +127,9 @@ def test_without_padding_only_for_c(
     """There is nothing to gain elsewhere; parts that are not written in C are looked at once."""
     where(monkeypatch)
     model, times = zoo.build("marian", torch.float32), list[int]()
-    monkeypatch.setattr(unpadded_encoder, "encoder_of", lambda *given: times.append(1) or encoder_of(*given))
+    monkeypatch.setattr(
+        unpadded_encoder, "encoder_of", lambda *given: times.append(1) or encoder_of(*given)
+    )
     for _ in range(3):
         assert assert_same(model, zoo.batch(model, 3, 8) | {"max_new_tokens": 4}).error is None
     assert len(times) == read
@@ -135,7 +143,9 @@ def test_weights_may_change_between_calls(variant: str) -> None:  # noqa: F811
         assert assert_same(model, kwargs).error is None
         layer = model.model.encoder.layers[1]
         layer.fc1.weight.mul_(-1.5)
-        layer.self_attn_layer_norm.weight = torch.nn.Parameter(layer.self_attn_layer_norm.weight + 1.0)
+        layer.self_attn_layer_norm.weight = torch.nn.Parameter(
+            layer.self_attn_layer_norm.weight + 1.0
+        )
     assert _encoded() >= 3
 
 

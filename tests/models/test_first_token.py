@@ -66,7 +66,10 @@ def test_precision(family: str, dtype: torch.dtype, prompts: list[object]) -> No
     "more",
     [
         {"decoder_input_ids": torch.full((4, 2), zoo.START)},
-        {"decoder_input_ids": torch.full((4, 1), zoo.START), "decoder_attention_mask": torch.ones(4, 1).long()},
+        {
+            "decoder_input_ids": torch.full((4, 1), zoo.START),
+            "decoder_attention_mask": torch.ones(4, 1).long(),
+        },
         {"return_dict_in_generate": True, "output_hidden_states": True},
         {"return_dict_in_generate": True, "output_attentions": True},
         {"prefill_chunk_size": 1},
@@ -94,7 +97,9 @@ def test_weights_of_today(prompts: list[object]) -> None:
     assert _by_modules(model, kwargs, prompts) == 1
 
 
-def test_what_computes_something_else(monkeypatch: pytest.MonkeyPatch, prompts: list[object]) -> None:
+def test_what_computes_something_else(
+    monkeypatch: pytest.MonkeyPatch, prompts: list[object]
+) -> None:
     """The steps alone are made from the weights where the keys of the source, which no step makes, are others."""
     source_of = first_token.source_of
 
@@ -107,4 +112,7 @@ def test_what_computes_something_else(monkeypatch: pytest.MonkeyPatch, prompts: 
     kwargs = zoo.batch(model, 4, 9)
     assert _by_modules(model, kwargs, prompts) == 1
     decoder = model.model.decoder
-    assert (equivalence_check._outcomes[decoder][1], equivalence_check._first_outcomes[decoder][1]) == (True, False)
+    assert (
+        equivalence_check._outcomes[decoder][1],
+        equivalence_check._first_outcomes[decoder][1],
+    ) == (True, False)

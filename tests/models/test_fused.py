@@ -51,7 +51,9 @@ def _left_off(model: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
     call = last_call()
     assert call is not None
     if call.plan.shared:
-        assert call.plan.fused == (not any(text.startswith(by_modules("")) for text in call.plan.left_off))
+        assert call.plan.fused == (
+            not any(text.startswith(by_modules("")) for text in call.plan.left_off)
+        )
     return tuple(text for text in call.plan.left_off if text.startswith(by_modules("")))
 
 
@@ -59,17 +61,24 @@ def _left_off(model: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family(family: str, method: str, dtype: torch.dtype, merged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_family(
+    family: str, method: str, dtype: torch.dtype, merged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if merged:
         monkeypatch.setattr(linear, "MERGED", (2**20, 2**20))
     model = _build(family, dtype)
     # transformers gives NaN for Gemma 2 in fp64 with rows that see nothing.
-    for padding in ("none",) if (family, dtype) == ("gemma2", torch.float64) else ("none", "natural"):
+    for padding in (
+        ("none",) if (family, dtype) == ("gemma2", torch.float64) else ("none", "natural")
+    ):
         kwargs = zoo.batch(model, 4, 9, padding) | METHODS[method] | {"max_new_tokens": 14}
         kwargs |= FIELDS if dtype == torch.float64 else {}
         for _ in range(2):  # the first step of the first call is made both ways
             # The softmax of transformers' eager attention, which alone has a soft cap, is in fp32.
-            assert assert_same(model, kwargs, tolerance=1e-5 if family == "gemma2" else 1e-6).error is None
+            assert (
+                assert_same(model, kwargs, tolerance=1e-5 if family == "gemma2" else 1e-6).error
+                is None
+            )
         assert equivalence_check._outcomes[model.get_submodule(LAYOUTS[family].decoder)][1]
         assert _fused()
 
@@ -85,7 +94,12 @@ def test_labels_are_kept_from_the_steps(family: str) -> None:
     """As `Seq2SeqTrainer` gives them: no forward of a generating model sees them."""
     model = _build(family)
     inputs = zoo.batch(model, 3, 7)
-    assert _left_off(model, inputs | {"labels": torch.full((3, 5), 6), "num_beams": 3, "max_new_tokens": 6}) == ()
+    assert (
+        _left_off(
+            model, inputs | {"labels": torch.full((3, 5), 6), "num_beams": 3, "max_new_tokens": 6}
+        )
+        == ()
+    )
 
 
 def test_a_decoder_prompt_with_padding() -> None:
@@ -94,7 +108,11 @@ def test_a_decoder_prompt_with_padding() -> None:
     prompt[:, 0] = zoo.START
     mask = torch.ones_like(prompt)
     mask[1, :3] = mask[3, :1] = 0
-    kwargs = zoo.batch(model, 4, 9) | {"decoder_input_ids": prompt, "decoder_attention_mask": mask, "num_beams": 3}
+    kwargs = zoo.batch(model, 4, 9) | {
+        "decoder_input_ids": prompt,
+        "decoder_attention_mask": mask,
+        "num_beams": 3,
+    }
     for _ in range(2):
         assert _left_off(model, kwargs | {"max_new_tokens": 9}) == ()
 
@@ -103,7 +121,9 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTGEN_STEP", "module")
     config.reload()
     model = _build("bart")
-    assert _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3}) == (by_modules("FASTGEN_STEP=module"),)
+    assert _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3}) == (
+        by_modules("FASTGEN_STEP=module"),
+    )
     monkeypatch.undo()
     config.reload()
 
@@ -181,7 +201,10 @@ DECLINED: dict[str, tuple[Callable[[], Any], str]] = {
         _with(lambda m, layer: setattr(layer.self_attn, "q_proj", _Adapted(16, 16).double())),
         "a tests._Adapted in place of a linear layer",
     ),
-    "inputs of a subclass": (_phi3_of_its_own, "_Phi3OfItsOwn has its own prepare_inputs_for_generation"),
+    "inputs of a subclass": (
+        _phi3_of_its_own,
+        "_Phi3OfItsOwn has its own prepare_inputs_for_generation",
+    ),
     "window": (lambda: zoo.build("gemma3_text"), "the text may outgrow the sliding window"),
     "training": (_with(_train), "a BartAttention is in training mode"),
     "part": (
@@ -201,7 +224,11 @@ DECLINED: dict[str, tuple[Callable[[], Any], str]] = {
         "its decoder cannot be read: '_Passing' object has no attribute 'head_dim'",
     ),
     "inputs": (
-        _with(lambda m, layer: setattr(m, "prepare_inputs_for_generation", m.prepare_inputs_for_generation)),
+        _with(
+            lambda m, layer: setattr(
+                m, "prepare_inputs_for_generation", m.prepare_inputs_for_generation
+            )
+        ),
         "BartForConditionalGeneration has its own prepare_inputs_for_generation",
     ),
 }
@@ -212,10 +239,14 @@ def test_declined(what: str) -> None:
     """The model's own modules make the steps, the output is the same, and the reason is said."""
     build, reason = DECLINED[what]
     model = build()
-    assert _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}) == (by_modules(reason),)
+    assert _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}) == (
+        by_modules(reason),
+    )
 
 
-@pytest.mark.parametrize("what", ["a hook on a Linear", "a hook on a BartModel", "a forward of its own of a Linear"])
+@pytest.mark.parametrize(
+    "what", ["a hook on a Linear", "a hook on a BartModel", "a forward of its own of a Linear"]
+)
 def test_what_is_put_on_modules(what: str) -> None:
     """It finds what transformers gives it, in its own cache."""
     model = _with(lambda *_: None)()
@@ -224,7 +255,9 @@ def test_what_is_put_on_modules(what: str) -> None:
         own = part.forward
         part.forward = lambda x: own(x) + 1.0
     else:
-        part.register_forward_hook(lambda module, args, y: y * 2.0 if isinstance(y, torch.Tensor) else y)
+        part.register_forward_hook(
+            lambda module, args, y: y * 2.0 if isinstance(y, torch.Tensor) else y
+        )
     assert _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}) == ()
     call = last_call()
     assert call is not None
@@ -235,7 +268,9 @@ def test_what_is_put_on_modules(what: str) -> None:
 def test_a_family_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(LAYOUTS, "opt")
     reason = by_modules("there is no record of model type 'opt'")
-    assert _left_off(_build("opt"), {"inputs": torch.randint(4, 90, (3, 7)), "max_new_tokens": 8}) == (reason,)
+    assert _left_off(
+        _build("opt"), {"inputs": torch.randint(4, 90, (3, 7)), "max_new_tokens": 8}
+    ) == (reason,)
 
 
 def test_layers_one_after_the_other() -> None:
@@ -288,7 +323,9 @@ def test_an_activation_function_that_changes() -> None:
     assert _left_off(model, kwargs) == ()
     for block in model.transformer.h:
         block.mlp.act.act = nn.functional.softplus
-    assert _left_off(model, kwargs) == (by_modules("an activation function transformers.GELUActivation"),)
+    assert _left_off(model, kwargs) == (
+        by_modules("an activation function transformers.GELUActivation"),
+    )
 
 
 def test_a_norm_whose_class_is_given_another_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,8 +352,12 @@ def test_positions_that_change_with_the_length() -> None:
     config.max_position_embeddings = 16
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     model = tf.LlamaForCausalLM(config).eval().double()
-    reason = by_modules("rotary positions of type 'dynamic', which change with the length of the text")
-    assert _left_off(model, zoo.batch(model, 3, 9) | {"num_beams": 3, "max_new_tokens": 14}) == (reason,)
+    reason = by_modules(
+        "rotary positions of type 'dynamic', which change with the length of the text"
+    )
+    assert _left_off(model, zoo.batch(model, 3, 9) | {"num_beams": 3, "max_new_tokens": 14}) == (
+        reason,
+    )
 
 
 def test_memory_that_runs_out_in_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +400,9 @@ def test_a_class_with_another_forward(another_forward: None) -> None:
 def test_a_model_that_computes_otherwise(beams: int) -> None:
     """It has the same parts, and is found out in its first step, which is its own already."""
     model = _build("bart")
-    decoder_layouts.LAYOUTS["bart"] = replace(LAYOUTS["bart"], first=lambda _: 1)  # as if positions began a row earlier
+    decoder_layouts.LAYOUTS["bart"] = replace(
+        LAYOUTS["bart"], first=lambda _: 1
+    )  # as if positions began a row earlier
     try:
         kwargs = zoo.batch(model, 3, 7) | {"num_beams": beams, "max_new_tokens": 8}
         for _ in range(2):
@@ -371,7 +414,9 @@ def test_a_model_that_computes_otherwise(beams: int) -> None:
 def test_what_was_written_since_the_proof_asks_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Any] = []
     agree = equivalence_check.agree
-    monkeypatch.setattr(equivalence_check, "agree", lambda *logits: compared.append(logits) or agree(*logits))
+    monkeypatch.setattr(
+        equivalence_check, "agree", lambda *logits: compared.append(logits) or agree(*logits)
+    )
     model = _build("bart")
     layer = model.model.decoder.layers[1]
     changes: list[Callable[[], object]] = [
@@ -385,10 +430,19 @@ def test_what_was_written_since_the_proof_asks_for_another(monkeypatch: pytest.M
     for number, change in enumerate(changes, 1):
         change()
         for _ in range(2):
-            assert _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}) == ()
-        assert sum(found.dim() == 2 for found, *_ in compared) == 2 * number  # of the first token, and of a step
-    monkeypatch.setitem(LAYOUTS, "bart", replace(LAYOUTS["bart"], first=lambda _: 1))  # as another version might need
-    assert _left_off(model, zoo.batch(model, 3, 7) | {"max_new_tokens": 8}) == (by_modules(OTHERWISE),)
+            assert (
+                _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8})
+                == ()
+            )
+        assert (
+            sum(found.dim() == 2 for found, *_ in compared) == 2 * number
+        )  # of the first token, and of a step
+    monkeypatch.setitem(
+        LAYOUTS, "bart", replace(LAYOUTS["bart"], first=lambda _: 1)
+    )  # as another version might need
+    assert _left_off(model, zoo.batch(model, 3, 7) | {"max_new_tokens": 8}) == (
+        by_modules(OTHERWISE),
+    )
 
 
 def test_logits_that_are_not_finite() -> None:
@@ -406,7 +460,9 @@ def test_logits_that_are_not_finite() -> None:
 
 def test_a_decoder_without_its_encoder() -> None:
     model: Any = (
-        tf.BartForCausalLM(tf.BartConfig(**zoo._ENCODER_DECODER | {"is_encoder_decoder": False})).eval().double()
+        tf.BartForCausalLM(tf.BartConfig(**zoo._ENCODER_DECODER | {"is_encoder_decoder": False}))
+        .eval()
+        .double()
     )
     kwargs = {"input_ids": torch.randint(4, 90, (3, 6)), "num_beams": 3, "max_new_tokens": 8}
     assert assert_same(model, kwargs).error is None
@@ -433,15 +489,28 @@ def test_positions_in_two_scales() -> None:
     """Phi-3 computes a text anew when it outgrows its short positions."""
     config = zoo.build("phi3").config
     half = config.hidden_size // config.num_attention_heads // 2
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * half, "long_factor": [3.0] * half, "rope_theta": 10_000.0}
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * half,
+        "long_factor": [3.0] * half,
+        "rope_theta": 10_000.0,
+    }
     rope["original_max_position_embeddings"] = 16
     given = {k: v for k, v in zoo._DECODER.items() if k != "head_dim"} | {"rope_parameters": rope}
     try:
-        model: Any = tf.Phi3ForCausalLM(tf.Phi3Config(**given, original_max_position_embeddings=16)).eval().double()
+        model: Any = (
+            tf.Phi3ForCausalLM(tf.Phi3Config(**given, original_max_position_embeddings=16))
+            .eval()
+            .double()
+        )
     except (KeyError, TypeError, ValueError) as error:
         pytest.skip(f"no such positions in this version: {error}")
     for beams in (1, 3):
-        kwargs = zoo.batch(model, 3, 7) | {"num_beams": beams, "max_new_tokens": 20, "min_new_tokens": 20}
+        kwargs = zoo.batch(model, 3, 7) | {
+            "num_beams": beams,
+            "max_new_tokens": 20,
+            "min_new_tokens": 20,
+        }
         assert_same(model, kwargs)
 
 

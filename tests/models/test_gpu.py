@@ -30,7 +30,9 @@ def _on_device(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
 def test_family(family: str, options: dict[str, Any]) -> None:
     model = zoo.build(family).to("cuda")
     before, served = fallbacks(), hits()
-    result = assert_same(model, _on_device(zoo.batch(model, 4, 11)) | options | {"max_new_tokens": 20})
+    result = assert_same(
+        model, _on_device(zoo.batch(model, 4, 11)) | options | {"max_new_tokens": 20}
+    )
     assert result.error is None
     assert hits() == served + 1
     assert fallbacks() == before
@@ -60,7 +62,9 @@ def test_dtypes(family: str, dtype: torch.dtype, beams: int) -> None:
 def test_sentences_leave() -> None:
     model = zoo.build("gpt2").to("cuda")
     inputs = _on_device(zoo.batch(model, 12, 11))
-    assert_same(model, inputs | {"num_beams": 3, "max_new_tokens": 40, "eos_token_id": list(range(2, 30))})
+    assert_same(
+        model, inputs | {"num_beams": 3, "max_new_tokens": 40, "eos_token_id": list(range(2, 30))}
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,13 +74,19 @@ def test_sentences_leave() -> None:
 )
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
 @pytest.mark.parametrize("step", ["auto", "module"])
-def test_graphs(step: str, family: str, options: dict[str, Any], setting: Callable[[str, str], None]) -> None:
+def test_graphs(
+    step: str, family: str, options: dict[str, Any], setting: Callable[[str, str], None]
+) -> None:
     """Captured steps: while the text outgrows its memory, and while sentences leave."""
     setting("FASTGEN_STEP", step)
     model = zoo.build(family).to("cuda")
     for ends in ([2], list(range(2, zoo.VOCABULARY, 4))):
         for _ in range(2):
-            kwargs = _on_device(zoo.batch(model, 8, 11)) | options | {"max_new_tokens": 100, "eos_token_id": ends}
+            kwargs = (
+                _on_device(zoo.batch(model, 8, 11))
+                | options
+                | {"max_new_tokens": 100, "eos_token_id": ends}
+            )
             assert_same(model, kwargs | {"pad_token_id": 2})
             call = last_call()
             assert call is not None
@@ -86,9 +96,15 @@ def test_graphs(step: str, family: str, options: dict[str, Any], setting: Callab
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
-def test_graphs_that_outlive_a_call(family: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_outlive_a_call(
+    family: str, beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next call captures no step, its weights are its own, and memory does not grow."""
-    model, captures, capture = zoo.build(family, torch.float32).to("cuda"), list[str](), graph.capture
+    model, captures, capture = (
+        zoo.build(family, torch.float32).to("cuda"),
+        list[str](),
+        graph.capture,
+    )
 
     def counted(function: Any, *args: Any) -> Any:
         captures.append(function.func.__name__)
@@ -98,7 +114,9 @@ def test_graphs_that_outlive_a_call(family: str, beams: int, monkeypatch: pytest
     fastgen.release()
     options, held = {"num_beams": beams, "max_new_tokens": 30, "min_new_tokens": 30}, list[int]()
     for seed in range(6):
-        assert_same(model, _on_device(zoo.batch(model, 4, 9, "natural", seed)) | options, tolerance=1e-4)
+        assert_same(
+            model, _on_device(zoo.batch(model, 4, 9, "natural", seed)) | options, tolerance=1e-4
+        )
         call = last_call()
         assert call is not None
         assert call.plan.graphs, call.plan.left_off
@@ -118,7 +136,10 @@ def test_graphs_that_outlive_a_call(family: str, beams: int, monkeypatch: pytest
 def test_caches(kind: str, beams: int) -> None:
     """transformers' own caches; where it compiles the forward, the call is left to it."""
     model = zoo.build("llama").to("cuda")
-    kwargs = _on_device(zoo.batch(model, 4, 11)) | {"cache_implementation": kind, "num_beams": beams}
+    kwargs = _on_device(zoo.batch(model, 4, 11)) | {
+        "cache_implementation": kind,
+        "num_beams": beams,
+    }
     explanation = fastgen.explain(model, **kwargs, max_new_tokens=12)
     if (kind, beams) == ("static", 1):
         assert explanation.reason == "transformers compiles the forward"

@@ -57,7 +57,9 @@ def test_family(family: str, method: str, graphs: Graphs) -> None:
 
 @pytest.mark.parametrize(("family", "beams"), [("bart", 1), ("bart", 3), ("t5", 3), ("llama", 3)])
 @pytest.mark.slow
-def test_kernels(family: str, beams: int, setting: Callable[[str, str], None], graphs: Graphs) -> None:
+def test_kernels(
+    family: str, beams: int, setting: Callable[[str, str], None], graphs: Graphs
+) -> None:
     """The kernels read on the device, too, what changes from step to step."""
     setting("FASTGEN_OPS", "triton")
     model = _build(family, torch.float32)
@@ -83,9 +85,15 @@ def test_each_function_is_captured_once(
     if captures == 2:
         monkeypatch.setattr(graph, "ROOMY", 2**60)
     model = _build(family)
-    kwargs = zoo.batch(model, 2, 5) | {"num_beams": beams, "max_new_tokens": 110, "min_new_tokens": 110}
+    kwargs = zoo.batch(model, 2, 5) | {
+        "num_beams": beams,
+        "max_new_tokens": 110,
+        "min_new_tokens": 110,
+    }
     _same(model, kwargs)
-    assert graphs.captured == Counter({"_body": captures, "_choose" if beams > 1 else "_choose_next": captures})
+    assert graphs.captured == Counter(
+        {"_body": captures, "_choose" if beams > 1 else "_choose_next": captures}
+    )
     # But for the step that is made both ways, and those before a capture.
     assert graphs.replayed["_body"] == 109 - 1 - captures
 
@@ -115,17 +123,27 @@ CHOICES: dict[str, dict[str, Any]] = {
     "words": {"bad_words_ids": [[5], [6, 7], [8, 9, 10]], "no_repeat_ngram_size": 3},
     "penalty": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 1},
     "bias": {"sequence_bias": {(5,): 4.0, (9,): -3.0}},
-    "sequences": {"sequence_bias": {(5,): 4.0, (9, 5): -3.0, (7, 8, 5): 2.5, (11, 12): 6.0, (30, 31, 32, 33): 9.0}},
+    "sequences": {
+        "sequence_bias": {
+            (5,): 4.0,
+            (9, 5): -3.0,
+            (7, 8, 5): 2.5,
+            (11, 12): 6.0,
+            (30, 31, 32, 33): 9.0,
+        }
+    },
     "lengths": {"min_new_tokens": 12, "forced_eos_token_id": 2, "eos_token_id": [2, 7, 9, 11]},
     "suppressed": {"suppress_tokens": [4, 5, 6], "begin_suppress_tokens": [7, 8]},
     "together": {"repetition_penalty": 1.2, "sequence_bias": {(5,): 4.0}},
     "forced": {"forced_eos_token_id": [2, 7], "eos_token_id": [2, 7]},
-    "normalised": {"renormalize_logits": True, "remove_invalid_values": True, "repetition_penalty": 1.3},
+    "normalised": {
+        "renormalize_logits": True,
+        "remove_invalid_values": True,
+        "repetition_penalty": 1.3,
+    },
     "dense": {"exponential_decay_length_penalty": (3, 1.1)},
 }
-NOT_OF_SCORES = (
-    "choices are not captured as CUDA graphs: a logits processor may look at the text, or wait for the device"
-)
+NOT_OF_SCORES = "choices are not captured as CUDA graphs: a logits processor may look at the text, or wait for the device"
 
 
 @pytest.mark.parametrize("options", CHOICES.values(), ids=CHOICES)
@@ -137,7 +155,10 @@ def test_choices(family: str, options: dict[str, Any], graphs: Graphs) -> None:
     if family == "pegasus" and "no_repeat_ngram_size" in options:
         kwargs["encoder_no_repeat_ngram_size"] = 3
     for sentences in (9, 9, 1):
-        batch = {name: value[:sentences] if torch.is_tensor(value) else value for name, value in kwargs.items()}
+        batch = {
+            name: value[:sentences] if torch.is_tensor(value) else value
+            for name, value in kwargs.items()
+        }
         call = _same(model, batch)
     assert (NOT_OF_SCORES in call.plan.left_off) == (options is CHOICES["dense"])
     if options is CHOICES["dense"]:
@@ -160,11 +181,22 @@ def test_greedy_choices(family: str, graphs: Graphs) -> None:
     assert graphs.replayed["_choose_next"] >= 5
 
 
-GREEDY = {name: options for name, options in CHOICES.items() if name not in ("never", "early", "negative")} | {
+GREEDY = {
+    name: options for name, options in CHOICES.items() if name not in ("never", "early", "negative")
+} | {
     "dense": {"exponential_decay_length_penalty": (3, 1.1)},
-    "prompt_ignored": {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.4, prompt_ignore_length=9)]},
-    "warped": {"logits_processor": [TopKLogitsWarper(9), LogitNormalization()], "repetition_penalty": 1.4},
-    "leave": {"eos_token_id": list(range(2, zoo.VOCABULARY, 9)), "pad_token_id": 2, "min_new_tokens": 4},
+    "prompt_ignored": {
+        "logits_processor": [RepetitionPenaltyLogitsProcessor(1.4, prompt_ignore_length=9)]
+    },
+    "warped": {
+        "logits_processor": [TopKLogitsWarper(9), LogitNormalization()],
+        "repetition_penalty": 1.4,
+    },
+    "leave": {
+        "eos_token_id": list(range(2, zoo.VOCABULARY, 9)),
+        "pad_token_id": 2,
+        "min_new_tokens": 4,
+    },
 }
 
 
@@ -179,7 +211,10 @@ def test_greedy_edits(family: str, options: dict[str, Any], graphs: Graphs) -> N
     if family == "pegasus" and "no_repeat_ngram_size" in options:
         kwargs["encoder_no_repeat_ngram_size"] = 3
     for sentences in (24, 24, 1):
-        batch = {name: value[:sentences] if torch.is_tensor(value) else value for name, value in kwargs.items()}
+        batch = {
+            name: value[:sentences] if torch.is_tensor(value) else value
+            for name, value in kwargs.items()
+        }
         call = _same(model, batch)
     assert (NOT_OF_SCORES in call.plan.left_off) == (options is GREEDY["dense"])
     if options is GREEDY["dense"]:
@@ -190,12 +225,33 @@ def test_greedy_edits(family: str, options: dict[str, Any], graphs: Graphs) -> N
 
 DRAWN: dict[str, dict[str, Any]] = {
     "plain": {},
-    "warped": {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.95, "epsilon_cutoff": 3e-4},
-    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "top_k": 0, "top_p": 0.8},
-    "together": {"repetition_penalty": 1.2, "sequence_bias": {(5,): 4.0, (9, 5): -3.0}, "renormalize_logits": True},
+    "warped": {
+        "temperature": 1.3,
+        "top_k": 40,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "typical_p": 0.95,
+        "epsilon_cutoff": 3e-4,
+    },
+    "penalties": {
+        "temperature": 0.8,
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 3,
+        "top_k": 0,
+        "top_p": 0.8,
+    },
+    "together": {
+        "repetition_penalty": 1.2,
+        "sequence_bias": {(5,): 4.0, (9, 5): -3.0},
+        "renormalize_logits": True,
+    },
     "several": {"num_return_sequences": 3, "top_k": 20},
     "lengths": {"min_new_tokens": 12, "forced_eos_token_id": 2, "eos_token_id": [2, 7, 9, 11]},
-    "ends": {"eos_token_id": list(range(2, zoo.VOCABULARY, 9)), "pad_token_id": 2, "temperature": 2.0},
+    "ends": {
+        "eos_token_id": list(range(2, zoo.VOCABULARY, 9)),
+        "pad_token_id": 2,
+        "temperature": 2.0,
+    },
     "no_end": {"eos_token_id": None, "pad_token_id": 2},
     "eta": {"eta_cutoff": 3e-4},  # it validates what it reads
 }
@@ -208,9 +264,16 @@ DRAWN: dict[str, dict[str, Any]] = {
 def test_drawn_choices(family: str, beams: int, options: dict[str, Any], graphs: Graphs) -> None:
     """Sampling and beam sampling whose choices are captured: the same random numbers are drawn, and none beyond."""
     model = _build(family)
-    kwargs = zoo.batch(model, 9, 9) | {"do_sample": True, "num_beams": beams, "max_new_tokens": 33} | options
+    kwargs = (
+        zoo.batch(model, 9, 9)
+        | {"do_sample": True, "num_beams": beams, "max_new_tokens": 33}
+        | options
+    )
     for sentences in (9, 9, 1):
-        batch = {name: value[:sentences] if torch.is_tensor(value) else value for name, value in kwargs.items()}
+        batch = {
+            name: value[:sentences] if torch.is_tensor(value) else value
+            for name, value in kwargs.items()
+        }
         call = _same(model, batch)
         assert (NOT_OF_SCORES in call.plan.left_off) == (options is DRAWN["eta"])
     if options is not DRAWN["eta"]:
@@ -223,8 +286,16 @@ def test_drawn_choices(family: str, beams: int, options: dict[str, Any], graphs:
 def test_a_draw_too_many_is_put_back(new_tokens: int, beams: int, graphs: Graphs) -> None:
     """Calls that follow each other go on where the one before has left the generator, whether texts end or are cut."""
     model = _build("gpt2")
-    ends = {"eos_token_id": list(range(2, zoo.VOCABULARY, 4 if beams > 1 else 8)), "pad_token_id": 2}
-    options = {"do_sample": True, "num_beams": beams, "early_stopping": beams > 1, "max_new_tokens": new_tokens}
+    ends = {
+        "eos_token_id": list(range(2, zoo.VOCABULARY, 4 if beams > 1 else 8)),
+        "pad_token_id": 2,
+    }
+    options = {
+        "do_sample": True,
+        "num_beams": beams,
+        "early_stopping": beams > 1,
+        "max_new_tokens": new_tokens,
+    }
     kwargs = zoo.batch(model, 3, 9) | ends | options
 
     def calls() -> list[list[list[int]]]:
@@ -244,9 +315,15 @@ def test_nothing_to_draw_from(beams: int, graphs: Graphs) -> None:
     model = _build("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = torch.nan
-    kwargs = zoo.batch(model, 2, 3, "none") | {"do_sample": True, "num_beams": beams, "max_new_tokens": 33}
+    kwargs = zoo.batch(model, 2, 3, "none") | {
+        "do_sample": True,
+        "num_beams": beams,
+        "max_new_tokens": 33,
+    }
     errors = [
-        assert_same(model, kwargs | {"eos_token_id": ends}, seed).error for ends in (2, [2, 7]) for seed in range(5)
+        assert_same(model, kwargs | {"eos_token_id": ends}, seed).error
+        for ends in (2, [2, 7])
+        for seed in range(5)
     ]
     assert any(errors)
     assert not all(errors)
@@ -255,11 +332,19 @@ def test_nothing_to_draw_from(beams: int, graphs: Graphs) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_graph_that_draws_otherwise(beams: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_draws_otherwise(
+    beams: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(graph, "draws_alike", lambda _: False)
     model = _build("gpt2")
-    call = _same(model, zoo.batch(model, 3, 9) | {"do_sample": True, "num_beams": beams, "max_new_tokens": 20})
-    assert "choices are not captured as CUDA graphs: a graph draws other random numbers" in call.plan.left_off
+    call = _same(
+        model,
+        zoo.batch(model, 3, 9) | {"do_sample": True, "num_beams": beams, "max_new_tokens": 20},
+    )
+    assert (
+        "choices are not captured as CUDA graphs: a graph draws other random numbers"
+        in call.plan.left_off
+    )
     assert set(graphs.captured) == {"_body"}
 
 
@@ -271,7 +356,10 @@ def test_keys_and_values_are_those_of_the_last_step(beams: int, graphs: Graphs) 
     kwargs = zoo.batch(model, 4, 9) | ends | {"num_beams": beams, "max_new_tokens": 33}
     for _ in range(2):
         call = _same(model, kwargs | {"return_dict_in_generate": True})
-    assert "choices are not captured as CUDA graphs: return_dict_in_generate=True" in call.plan.left_off
+    assert (
+        "choices are not captured as CUDA graphs: return_dict_in_generate=True"
+        in call.plan.left_off
+    )
     assert graphs.replayed["_body"]
 
 
@@ -296,10 +384,17 @@ class _Deaf(BaseStreamer):
     ],
     ids=["criterion", "streamer"],
 )
-def test_choices_that_are_not_captured(options: dict[str, Any], reason: str, graphs: Graphs) -> None:
+def test_choices_that_are_not_captured(
+    options: dict[str, Any], reason: str, graphs: Graphs
+) -> None:
     model = _build("gpt2")
     for _ in range(2):
-        call = _same(model, zoo.batch(model, 1 if "streamer" in options else 3, 9) | {"max_new_tokens": 20} | options)
+        call = _same(
+            model,
+            zoo.batch(model, 1 if "streamer" in options else 3, 9)
+            | {"max_new_tokens": 20}
+            | options,
+        )
     assert f"choices are not captured as CUDA graphs: {reason}" in call.plan.left_off
     assert set(graphs.captured) == {"_body"}
 
@@ -321,7 +416,11 @@ def test_choices_that_cannot_be_captured(
 
     monkeypatch.setattr(graph, "capture", refusing)
     model = _build("gpt2")
-    ends = {"eos_token_id": list(range(2, zoo.VOCABULARY, 12)), "pad_token_id": 2, "min_new_tokens": 8}
+    ends = {
+        "eos_token_id": list(range(2, zoo.VOCABULARY, 12)),
+        "pad_token_id": 2,
+        "min_new_tokens": 8,
+    }
     options = {"num_beams": beams, "do_sample": sample, "max_new_tokens": 60}
     monkeypatch.setattr(graph, "draws_alike", lambda _: True)
     for _ in range(2):
@@ -334,7 +433,11 @@ def test_choices_that_cannot_be_captured(
 def test_scores_alone_are_those_of_their_steps(graphs: Graphs) -> None:
     """A replayed step overwrites its logits: what is kept is a copy."""
     model = _build("gpt2")
-    kwargs = zoo.batch(model, 3, 9) | {"max_new_tokens": 20, "return_dict_in_generate": True, "output_scores": True}
+    kwargs = zoo.batch(model, 3, 9) | {
+        "max_new_tokens": 20,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
     for _ in range(2):
         _same(model, kwargs)
     assert graphs.replays >= 20
@@ -349,8 +452,16 @@ class _Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        old = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
-        new = (leaf.untyped_storage().data_ptr() for leaf in tree_leaves(result) if torch.is_tensor(leaf))
+        old = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if torch.is_tensor(leaf)
+        }
+        new = (
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves(result)
+            if torch.is_tensor(leaf)
+        )
         if not self.graphs.replaying and any(storage not in old for storage in new):
             self.made[str(func)] += 1
         return result
@@ -386,7 +497,9 @@ def test_a_replayed_step_takes_no_memory(
     model.generate(**kwargs, no_repeat_ngram_size=3)
     assert len(made) == 12
     assert made[0]
-    of_a_criterion = Counter({"aten.full.default": 1})  # which answers with a tensor, on the CPU always
+    of_a_criterion = Counter(
+        {"aten.full.default": 1}
+    )  # which answers with a tensor, on the CPU always
     assert all(counted <= of_a_criterion for counted in made[8:-1]), made[8:-1]
 
 
@@ -395,7 +508,11 @@ def test_kernels_of_a_choice(setting: Callable[[str, str], None], graphs: Graphs
     """Two launches move all tables: those of tokens, of rows, and of what each beam sees."""
     setting("FASTGEN_OPS", "triton")
     model = _build("bart", torch.float32)
-    kwargs = zoo.batch(model, 1, 7) | {"num_beams": 2, "max_new_tokens": 12, "no_repeat_ngram_size": 3}
+    kwargs = zoo.batch(model, 1, 7) | {
+        "num_beams": 2,
+        "max_new_tokens": 12,
+        "no_repeat_ngram_size": 3,
+    }
     model.generate(**kwargs | FEW)
     model.generate(**kwargs)
     kernels = graphs.kernels["_choose"]
@@ -423,7 +540,10 @@ def test_what_cannot_be_captured(graphs: Graphs, monkeypatch: pytest.MonkeyPatch
     call = _same(model, zoo.batch(model, 3, 9) | {"num_beams": 3, "max_new_tokens": 20})
     assert not call.plan.graphs
     assert call.plan.fused
-    assert "decode steps are not captured as CUDA graphs: operation not permitted" in call.plan.left_off
+    assert (
+        "decode steps are not captured as CUDA graphs: operation not permitted"
+        in call.plan.left_off
+    )
 
 
 def test_a_value_that_is_asked_for(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +562,9 @@ def test_a_value_that_is_asked_for(graphs: Graphs, monkeypatch: pytest.MonkeyPat
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]) -> None:
     cuda = torch.empty(0, device="meta")
-    monkeypatch.setattr(torch.Tensor, "device", property(lambda _: torch.device("cuda")), raising=False)
+    monkeypatch.setattr(
+        torch.Tensor, "device", property(lambda _: torch.device("cuda")), raising=False
+    )
     assert graph.wanted(cuda)
     setting("FASTGEN_GRAPHS", "off")
     assert not graph.wanted(cuda)

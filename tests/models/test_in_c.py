@@ -26,7 +26,12 @@ from tests.ops.test_native import variant  # noqa: F401  a fixture
 from tests.support import zoo
 from tests.support.parity import assert_same
 
-_TOKENS = {"pad_token_id": zoo.PAD, "bos_token_id": 1, "eos_token_id": zoo.EOS, "vocab_size": zoo.VOCABULARY}
+_TOKENS = {
+    "pad_token_id": zoo.PAD,
+    "bos_token_id": 1,
+    "eos_token_id": zoo.EOS,
+    "vocab_size": zoo.VOCABULARY,
+}
 OWN: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=256, **_TOKENS)),
     "opt": lambda: tf.OPTForCausalLM(
@@ -58,7 +63,10 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for sizes, values in (
         (zoo._ENCODER_DECODER, {"d_model": 32, "decoder_ffn_dim": 72, "init_std": 0.5}),
         (zoo._T5, {"d_kv": 16}),
-        (zoo._DECODER, {"hidden_size": 64, "head_dim": 16, "intermediate_size": 40, "initializer_range": 0.3}),
+        (
+            zoo._DECODER,
+            {"hidden_size": 64, "head_dim": 16, "intermediate_size": 40, "initializer_range": 0.3},
+        ),
         (zoo._GPTJ, {"n_embd": 64}),
     ):
         for name, value in values.items():
@@ -89,11 +97,18 @@ def test_family(variant: str, family: str, method: str) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("family", ["marian", "t5", "llama", "qwen3", "phi", "gpt2", "mistral", "opt"])
+@pytest.mark.parametrize(
+    "family", ["marian", "t5", "llama", "qwen3", "phi", "gpt2", "mistral", "opt"]
+)
 def test_logits(variant: str, family: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Of every step, as operation by operation, whatever the threads share."""
     model = zoo.build(family, torch.float32)
-    options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 20, "min_new_tokens": 20}
+    options = {
+        "output_logits": True,
+        "return_dict_in_generate": True,
+        "max_new_tokens": 20,
+        "min_new_tokens": 20,
+    }
     kwargs = zoo.batch(model, 7, 9) | {"num_beams": 4} | options
     model.generate(**kwargs)
     with monkeypatch.context() as patch:
@@ -126,7 +141,10 @@ def test_weights_may_change_between_steps(variant: str) -> None:  # noqa: F811
 
     class Changing(LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            fc, norm = model.model.decoder.layers[1].fc1, model.model.decoder.layers[0].final_layer_norm
+            fc, norm = (
+                model.model.decoder.layers[1].fc1,
+                model.model.decoder.layers[0].final_layer_norm,
+            )
             with torch.no_grad():
                 if input_ids.shape[1] == 6:
                     fc.weight.mul_(-1)
@@ -143,16 +161,26 @@ def test_weights_may_change_between_steps(variant: str) -> None:  # noqa: F811
     for turn in (contextlib.nullcontext, fastgen.disabled):
         model = zoo.build("bart", torch.float32)
         with turn():
-            kwargs = zoo.batch(model, 3, 7) | {"num_beams": 2, "max_new_tokens": 14, "min_new_tokens": 14}
+            kwargs = zoo.batch(model, 3, 7) | {
+                "num_beams": 2,
+                "max_new_tokens": 14,
+                "min_new_tokens": 14,
+            }
             model.generate(**kwargs)
-            found.append(model.generate(**kwargs, logits_processor=LogitsProcessorList([Changing()])))
+            found.append(
+                model.generate(**kwargs, logits_processor=LogitsProcessorList([Changing()]))
+            )
     assert _steps() > 12
     assert torch.equal(*found)
 
 
-def test_memory_that_is_not_there_is_asked_for_seldom(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_memory_that_is_not_there_is_asked_for_seldom(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # noqa: F811
     model, asked = zoo.build("marian", torch.float32), list[Tensor]()
-    monkeypatch.setattr(packed_weights, "_shortage", lambda plain, always: asked.append(plain) or "memory is short")
+    monkeypatch.setattr(
+        packed_weights, "_shortage", lambda plain, always: asked.append(plain) or "memory is short"
+    )
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": 2, "max_new_tokens": 30, "min_new_tokens": 30}
     assert assert_same(model, kwargs).error is None
     assert _steps() == 0
@@ -160,10 +188,14 @@ def test_memory_that_is_not_there_is_asked_for_seldom(variant: str, monkeypatch:
     assert len(asked) <= 2 * sum(isinstance(module, nn.Linear) for module in model.modules())
 
 
-def test_attention_to_a_long_text_is_shared_among_threads(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_attention_to_a_long_text_is_shared_among_threads(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # noqa: F811
     """Where the products alone would be too little work for two."""
     model, seen, run = zoo.build("llama", torch.float32), list[int](), c.run
-    monkeypatch.setattr(c, "run", lambda by, threads, step: (seen.append(threads), run(by, threads, step))[1])
+    monkeypatch.setattr(
+        c, "run", lambda by, threads, step: (seen.append(threads), run(by, threads, step))[1]
+    )
     for length in (8, 200):
         model.generate(**zoo.batch(model, 2, length, "none"), num_beams=4, max_new_tokens=4)
     assert seen[0] == 1
@@ -172,7 +204,10 @@ def test_attention_to_a_long_text_is_shared_among_threads(variant: str, monkeypa
 
 def test_calls_at_the_same_time(variant: str) -> None:  # noqa: F811
     model = zoo.build("marian", torch.float32)
-    inputs = [zoo.batch(model, 3, 6 + i, seed=i) | {"num_beams": 3, "max_new_tokens": 15} for i in range(4)]
+    inputs = [
+        zoo.batch(model, 3, 6 + i, seed=i) | {"num_beams": 3, "max_new_tokens": 15}
+        for i in range(4)
+    ]
     wanted = [model.generate(**each) for each in inputs]
     found: list[Any] = [None] * len(inputs)
 
@@ -195,13 +230,17 @@ def test_stream(variant: str, family: str, monkeypatch: pytest.MonkeyPatch) -> N
     model = zoo.build(family, torch.float32)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 12, (23,), generator=generator).tolist()
-    sentences = [torch.randint(10, zoo.VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    sentences = [
+        torch.randint(10, zoo.VOCABULARY, (n,), generator=generator).tolist() for n in lengths
+    ]
     options = {"max_new_tokens": 9, "num_beams": 3}
     alone = [model.generate(input_ids=torch.tensor([s]), **options) for s in sentences]
     calls.clear()
     found = list(fastgen.generate_stream(model, sentences, max_tokens=40, window=7, **options))
     assert _steps() > 0
-    assert [sequences.tolist() for sequences in found] == [sequences.tolist() for sequences in alone]
+    assert [sequences.tolist() for sequences in found] == [
+        sequences.tolist() for sequences in alone
+    ]
 
 
 def test_left_to_torch(variant: str, setting: Callable[[str, str], None]) -> None:  # noqa: F811
@@ -221,8 +260,12 @@ def test_left_to_torch(variant: str, setting: Callable[[str, str], None]) -> Non
     assert _steps() > 0
 
 
-@pytest.mark.parametrize(("sublayers", "most"), [(6, 6), (4, 7)])  # of the decoder, and of the encoder
-def test_without_memory(variant: str, sublayers: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    ("sublayers", "most"), [(6, 6), (4, 7)]
+)  # of the decoder, and of the encoder
+def test_without_memory(
+    variant: str, sublayers: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # noqa: F811
     """The batch is split, and the result is the same; steps are made one by one here."""
     model = zoo.build("marian", torch.float32)
     kwargs = zoo.batch(model, 4, 7, "none") | {"num_beams": 3, "max_new_tokens": 8}

@@ -71,7 +71,9 @@ def test_family(family: str, beams: int, graphs: Graphs) -> None:
     """With scores and logits that are kept; the windows of some are shorter than the text, where beams share it."""
     model = _build(family) if beams == 1 else zoo.build(family)
     for padding in ("none",) if family == "gemma2" else ("none", "natural"):
-        kwargs = zoo.batch(model, 4, 9, padding) | {"num_beams": beams, "max_new_tokens": 24} | FIELDS
+        kwargs = (
+            zoo.batch(model, 4, 9, padding) | {"num_beams": beams, "max_new_tokens": 24} | FIELDS
+        )
         if padding == "none":
             kwargs |= ENDS
         call = _same(model, kwargs | {"min_new_tokens": 10})
@@ -86,8 +88,15 @@ def test_family(family: str, beams: int, graphs: Graphs) -> None:
 def test_speech(beams: int, graphs: Graphs) -> None:
     """A model that prepares its inputs in a way of its own, and has no mask of its source."""
     model = zoo.build("whisper")
-    features = torch.randn(2, zoo.MELS, zoo.FRAMES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    kwargs = {"input_features": features, "num_beams": beams, "max_new_tokens": 24, "language": "en"}
+    features = torch.randn(
+        2, zoo.MELS, zoo.FRAMES, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    kwargs = {
+        "input_features": features,
+        "num_beams": beams,
+        "max_new_tokens": 24,
+        "language": "en",
+    }
     call = _same(model, kwargs | {"return_timestamps": False})
     assert call.plan.graphs
     assert graphs.replayed["_run_modules"]
@@ -101,7 +110,11 @@ def test_a_text_that_outgrows_its_memory(
 ) -> None:
     """Few steps are made both ways: many of a model that is new, and one of each capture of one that is known."""
     model, own = _build(family), Counter[str]()
-    kwargs = zoo.batch(model, 2, 5) | {"num_beams": beams, "max_new_tokens": 110, "min_new_tokens": 110}
+    kwargs = zoo.batch(model, 2, 5) | {
+        "num_beams": beams,
+        "max_new_tokens": 110,
+        "min_new_tokens": 110,
+    }
     forward = SharedStepper._of_module
 
     def counted(self: Any, *args: Any, **more: Any) -> Any:
@@ -115,8 +128,12 @@ def test_a_text_that_outgrows_its_memory(
             counts.clear()
         assert _same(model, kwargs).plan.graphs
         captures = graphs.captured["_run_modules"]
-        assert captures == (1 if known and beams == 1 else 2)  # where there is memory of the call before
-        assert graphs.replayed["_run_modules"] == 109 - 1 - captures  # but for the first step, and before a capture
+        assert captures == (
+            1 if known and beams == 1 else 2
+        )  # where there is memory of the call before
+        assert (
+            graphs.replayed["_run_modules"] == 109 - 1 - captures
+        )  # but for the first step, and before a capture
         both = captures if known else 2 * SURE + len((4, 8, 16, 32)) + len((4, 8, 16, 32))
         assert own["steps"] == 1 + both
 
@@ -126,7 +143,11 @@ def test_a_text_that_outgrows_its_memory(
 @pytest.mark.parametrize("family", ["pegasus", "gpt2", "t5"])
 def test_sentences_that_leave(family: str, beams: int, graphs: Graphs) -> None:
     model = _build(family)
-    kwargs = zoo.batch(model, 24, 9) | ENDS | {"num_beams": beams, "early_stopping": beams > 1, "max_new_tokens": 60}
+    kwargs = (
+        zoo.batch(model, 24, 9)
+        | ENDS
+        | {"num_beams": beams, "early_stopping": beams > 1, "max_new_tokens": 60}
+    )
     for _ in range(2):
         call = _same(model, kwargs)
         assert len({rows for rows, _ in call.steps}) > 1
@@ -136,9 +157,13 @@ def test_sentences_that_leave(family: str, beams: int, graphs: Graphs) -> None:
 
 
 @pytest.mark.usefixtures("by_own_modules")
-@pytest.mark.parametrize(("family", "beams"), [("bart", 1), ("bart", 3), ("t5", 3), ("llama", 1), ("llama", 3)])
+@pytest.mark.parametrize(
+    ("family", "beams"), [("bart", 1), ("bart", 3), ("t5", 3), ("llama", 1), ("llama", 3)]
+)
 @pytest.mark.slow
-def test_kernels(family: str, beams: int, setting: Callable[[str, str], None], graphs: Graphs) -> None:
+def test_kernels(
+    family: str, beams: int, setting: Callable[[str, str], None], graphs: Graphs
+) -> None:
     setting("FASTGEN_OPS", "triton")
     model = _build(family, torch.float32)
     _same(model, _call(model, beams, 18, 2), tolerance=1e-4)
@@ -154,7 +179,9 @@ class _Adapted(nn.Module):
         super().__init__()
         self.base, self.active = base, True
         rows, columns = base.weight.shape
-        weights = functools.partial(torch.randn, generator=torch.Generator().manual_seed(1), dtype=base.weight.dtype)
+        weights = functools.partial(
+            torch.randn, generator=torch.Generator().manual_seed(1), dtype=base.weight.dtype
+        )
         self.down, self.up = nn.Parameter(weights(rank, columns)), nn.Parameter(weights(rows, rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -191,7 +218,9 @@ def test_adapters_of_peft(beams: int, graphs: Graphs) -> None:
     assert graphs.captured["_run_modules"] == 2
 
 
-def test_a_model_that_is_not_what_its_family_is(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_what_its_family_is(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The weights make something else, so that modules make the steps: those are captured."""
     monkeypatch.setattr(equivalence_check, "agree", lambda *_: False)
     model = _build("llama")
@@ -224,7 +253,10 @@ def test_a_hook_runs_at_every_step(beams: int, graphs: Graphs) -> None:
     call = last_call()
     assert call is not None
     assert not call.plan.graphs
-    assert not_shared("a hook on a LlamaDecoderLayer may look at rows, or at the cache") in call.plan.left_off
+    assert (
+        not_shared("a hook on a LlamaDecoderLayer may look at rows, or at the cache")
+        in call.plan.left_off
+    )
     called.clear()
     model.generate(**_call(model, beams))
     assert called["hook"] == 24
@@ -252,7 +284,9 @@ def _own_inputs(model: Any) -> None:
         (_own_inputs, "LlamaForCausalLM has its own prepare_inputs_for_generation"),
     ],
 )
-def test_what_is_known_beforehand(change: Callable[[Any], None], reason: str, graphs: Graphs) -> None:
+def test_what_is_known_beforehand(
+    change: Callable[[Any], None], reason: str, graphs: Graphs
+) -> None:
     model = _build("llama")
     change(model)
     _left(model, graphs, reason, 3)
@@ -285,16 +319,25 @@ def test_few_steps_are_not_worth_it(graphs: Graphs) -> None:
 
 def _dynamic() -> Any:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**zoo._DECODER | {"max_position_embeddings": 20}, rope_parameters=rope))
+    return tf.LlamaForCausalLM(
+        tf.LlamaConfig(**zoo._DECODER | {"max_position_embeddings": 20}, rope_parameters=rope)
+    )
 
 
 @pytest.mark.usefixtures("by_own_modules")
-@pytest.mark.parametrize("build", [functools.partial(_build, "m2m_100"), _dynamic], ids=["table", "rotation"])
+@pytest.mark.parametrize(
+    "build", [functools.partial(_build, "m2m_100"), _dynamic], ids=["table", "rotation"]
+)
 def test_a_length_that_python_looks_at(build: Callable[[], Any], graphs: Graphs) -> None:
     """It is on the device: to see whether a table of positions has to grow, or a rotation to change."""
     torch.manual_seed(0)
     model = build().double().eval()
-    _left(model, graphs, "aten._local_scalar_dense.default: operation not permitted when stream is capturing", 3)
+    _left(
+        model,
+        graphs,
+        "aten._local_scalar_dense.default: operation not permitted when stream is capturing",
+        3,
+    )
 
 
 class _Scaled(nn.Module):
@@ -352,7 +395,9 @@ def test_a_value_that_is_asked_for(beams: int, graphs: Graphs) -> None:
 @pytest.mark.parametrize("beams", [1, 3])
 def test_modules_that_count(beams: int, graphs: Graphs) -> None:
     """No step counts twice, although one is tried."""
-    reason = "its forward does not run over memory that stays in place: it changes what its modules hold"
+    reason = (
+        "its forward does not run over memory that stays in place: it changes what its modules hold"
+    )
     _left(_adapt(_build("llama"), _Counting), graphs, reason, beams)
 
 
@@ -365,7 +410,9 @@ def test_a_number_that_a_capture_would_fix(beams: int, graphs: Graphs) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_number_that_a_model_known_to_be_good_has_begun_to_fix(beams: int, graphs: Graphs) -> None:
+def test_a_number_that_a_model_known_to_be_good_has_begun_to_fix(
+    beams: int, graphs: Graphs
+) -> None:
     """Of every capture, one step is compared that is not the one that was captured."""
     model = _adapt(_build("bart"), _Baked)
     _Length.now = 0
@@ -397,11 +444,16 @@ def _by_shape(past: Any) -> float:
 @pytest.mark.parametrize(
     ("ask", "reason"),
     [
-        (_by_length, "aten._local_scalar_dense.default: operation not permitted when stream is capturing"),
+        (
+            _by_length,
+            "aten._local_scalar_dense.default: operation not permitted when stream is capturing",
+        ),
         (_by_shape, OTHERWISE),
     ],
 )
-def test_the_length_as_a_number(ask: Callable[[Any], float], reason: str, beams: int, graphs: Graphs) -> None:
+def test_the_length_as_a_number(
+    ask: Callable[[Any], float], reason: str, beams: int, graphs: Graphs
+) -> None:
     model = _build("llama")
     model.model.layers[1].self_attn = _Looking(model.model.layers[1].self_attn, ask)
     for call in (_same(model.eval(), _call(model, beams)), _same(model, _call(model, beams))):
@@ -420,10 +472,16 @@ def test_logits_that_cannot_be_compared(graphs: Graphs) -> None:
 
 @pytest.mark.usefixtures("by_own_modules")
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_capture_that_fails_late(beams: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_late(
+    beams: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From that step on, with sentences gone, steps are made one by one."""
     capture, model = graph.capture, _build("gpt2")
-    kwargs = zoo.batch(model, 24, 9) | ENDS | {"num_beams": beams, "max_new_tokens": 60, "early_stopping": beams > 1}
+    kwargs = (
+        zoo.batch(model, 24, 9)
+        | ENDS
+        | {"num_beams": beams, "max_new_tokens": 60, "early_stopping": beams > 1}
+    )
 
     def refusing(function: Any, *others: Any) -> Any:
         if graphs.captured["_run_modules"]:

@@ -27,12 +27,17 @@ METHODS = {
 
 
 def _on_device(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.to("cuda") if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    return {
+        name: value.to("cuda") if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
-def test_tokens(family: str, method: str, monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]) -> None:
+def test_tokens(
+    family: str, method: str, monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]
+) -> None:
     """Captured, replayed, captured no more in the second call, and what transformers finds on the CPU."""
     setting("FASTGEN_OPS", "reference")
     model = zoo.build(family, torch.float32)
@@ -51,9 +56,13 @@ def test_tokens(family: str, method: str, monkeypatch: pytest.MonkeyPatch, setti
         assert found.tolist() == expected.tolist()
         call = last_call()
         assert call is not None
-        assert (call.plan.shared, call.plan.fused, call.plan.graphs) == (True, True, True), call.plan.left_off
+        assert (call.plan.shared, call.plan.fused, call.plan.graphs) == (True, True, True), (
+            call.plan.left_off
+        )
         assert not [text for text in call.plan.left_off if text.startswith("choices")]
-        captured.append(sum(counts.total() > 1 for counts in device.captures))  # of a place the first is empty
+        captured.append(
+            sum(counts.total() > 1 for counts in device.captures)
+        )  # of a place the first is empty
         device.captures.clear()
     assert captured == [2, 1], "a step and a choice, then a choice"
     fastgen.release()
@@ -63,14 +72,24 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], 
     """By Triton's kernels, with n-grams that are blocked."""
     setting("FASTGEN_OPS", "triton")
     model = zoo.build("bart", torch.float32)
-    inputs = zoo.batch(model, 1, 4) | {"num_beams": 2, "no_repeat_ngram_size": 2, "max_new_tokens": 14}
+    inputs = zoo.batch(model, 1, 4) | {
+        "num_beams": 2,
+        "no_repeat_ngram_size": 2,
+        "max_new_tokens": 14,
+    }
     with fastgen.disabled():
         expected = model.generate(**inputs)
     device = Pretended(monkeypatch)
     found = model.to("cuda").generate(**_on_device(inputs))
     assert found.tolist() == expected.tolist()
     kernels = {launch.kernel for launch in device.launches}
-    assert {"_attention_kernel", "_norm_kernel", "_ngram_kernel", "_choose_kernel", "_extend_rows_kernel"} <= kernels
+    assert {
+        "_attention_kernel",
+        "_norm_kernel",
+        "_ngram_kernel",
+        "_choose_kernel",
+        "_extend_rows_kernel",
+    } <= kernels
     fastgen.release()
 
 
@@ -97,12 +116,18 @@ def _llama() -> Any:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]) -> Callable[..., Pretended]:
+def counted(
+    monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]
+) -> Callable[..., Pretended]:
     """Runs a call of a model in bfloat16, with nothing computed; returns the device."""
     setting("FASTGEN_OPS", "triton")
 
     def call(
-        build: Callable[[], Any], batch: int = 1, tokens: int = 24, source: int = 100, **options: Any
+        build: Callable[[], Any],
+        batch: int = 1,
+        tokens: int = 24,
+        source: int = 100,
+        **options: Any,
     ) -> Pretended:
         torch.set_default_dtype(torch.bfloat16)
         try:
@@ -112,7 +137,11 @@ def counted(monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]
         device = Pretended(monkeypatch, computes=False)
         model.to("cuda").generation_config.eos_token_id = 2
         ids = torch.full((batch, source), 5, dtype=torch.int64).to("cuda")
-        options |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "pad_token_id": 1}
+        options |= {
+            "attention_mask": torch.ones_like(ids),
+            "max_new_tokens": tokens,
+            "pad_token_id": 1,
+        }
         model.generate(input_ids=ids, **options)
         fastgen.release()
         return device
@@ -148,7 +177,16 @@ def test_launches(
     assert chosen <= choice
 
 
-SHAPES = [(1, 24, 100), (1, 40, 33), (8, 24, 64), (32, 30, 7), (3, 24, 129), (16, 33, 250), (2, 64, 16), (5, 24, 77)]
+SHAPES = [
+    (1, 24, 100),
+    (1, 40, 33),
+    (8, 24, 64),
+    (32, 30, 7),
+    (3, 24, 129),
+    (16, 33, 250),
+    (2, 64, 16),
+    (5, 24, 77),
+]
 """Of the calls of a service: sentences, new tokens, tokens of the source."""
 
 
@@ -159,7 +197,9 @@ def test_specialisations(counted: Callable[..., Pretended]) -> None:
     for batch, tokens, source in SHAPES:
         found = {
             launch.specialisation
-            for launch in counted(functools.partial(_bart, 2), batch, tokens, source, **NGRAMS).launches
+            for launch in counted(
+                functools.partial(_bart, 2), batch, tokens, source, **NGRAMS
+            ).launches
         }
         new.append(len(found - known))
         known |= found

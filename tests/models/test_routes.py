@@ -33,7 +33,9 @@ from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.resolve_setting import rows_at_most
 from tests.support import zoo
 
-needs_onednn = pytest.mark.skipif(bool(linear_ops.unusable("onednn")), reason="oneDNN cannot be used")
+needs_onednn = pytest.mark.skipif(
+    bool(linear_ops.unusable("onednn")), reason="oneDNN cannot be used"
+)
 
 
 def _randn(*shape: int, seed: int) -> Tensor:
@@ -160,7 +162,17 @@ def _bias_strided(net: Net) -> None:
     net.first.bias = nn.Parameter(_randn(1280, seed=6)[::2])
 
 
-_CHANGES = [_in_place, _data, _assigned, _parameter, _loaded, _optimised, _bias, _bias_strided, _transposed]
+_CHANGES = [
+    _in_place,
+    _data,
+    _assigned,
+    _parameter,
+    _loaded,
+    _optimised,
+    _bias,
+    _bias_strided,
+    _transposed,
+]
 
 
 @needs_onednn
@@ -175,7 +187,9 @@ def test_routes_after_a_change(net: Net, change: Callable[[Net], None]) -> None:
 
 
 @needs_onednn
-@pytest.mark.parametrize("change", [c for c in _CHANGES if c is not _data], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [c for c in _CHANGES if c is not _data], ids=lambda change: change.__name__
+)
 def test_routes_during_a_change(net: Net, change: Callable[[Net], None]) -> None:
     """Within a call, which sees all but writes through `.data`."""
     with routes.routed(net):
@@ -208,7 +222,9 @@ def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     net.half = nn.Linear(320, 640).half()
     own = net.small.__dict__["forward"]
     with routes.routed(net) as count:
-        assert count == 2  # the forward of `small` is its class's own, as copies of a model carry it
+        assert (
+            count == 2
+        )  # the forward of `small` is its class's own, as copies of a model carry it
         assert _routed(net) == ["first", "small"]
     assert _routed(net) == ["small"]
     assert net.small.__dict__["forward"] == own
@@ -269,7 +285,13 @@ def test_routes_of_no_rows(net: Net) -> None:
 def test_routes_of_few_rows(net: Net) -> None:
     """Layers that gain from more rows alone are not touched, with oneDNN or MKL."""
     counts = {
-        "native": ((1, 3), (2, 3), (31, 3), (32, 4), (None, 4)),  # all that have enough outputs; the others by oneDNN
+        "native": (
+            (1, 3),
+            (2, 3),
+            (31, 3),
+            (32, 4),
+            (None, 4),
+        ),  # all that have enough outputs; the others by oneDNN
         "onednn": ((1, 0), (2, 3), (31, 3), (32, 4), (None, 4)),
         "mkl": ((10, 0), (11, 2), (16, 3), (10**6, 3), (None, 4)),
     }
@@ -292,7 +314,9 @@ def test_a_weight_is_packed_once(net: Net) -> None:
             x = _randn(rows, 320, seed=rows)
             expected = F.linear(x, net.first.weight, net.first.bias)
             for kind in (None, "gelu", "silu"):
-                wanted = expected if kind is None else linear_ops.activation_reference(expected, kind)
+                wanted = (
+                    expected if kind is None else linear_ops.activation_reference(expected, kind)
+                )
                 torch.testing.assert_close(layer.apply(x, kind), wanted, atol=1e-5, rtol=1e-4)
             copy = packed_weights.packed_of(net.first).copy
             assert copy is None or isinstance(copy, linear_ops.MklWeight) == mkl
@@ -328,7 +352,11 @@ def test_products_of_many_rows_write_to_memory_that_is_there(
     net: Net, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linears, "LARGE", 4 * 300 * 320)
-    layer, x = (net.conv, _randn(3, 100, 640, seed=1)) if transposed else (net.first, _randn(3, 100, 320, seed=1))
+    layer, x = (
+        (net.conv, _randn(3, 100, 640, seed=1))
+        if transposed
+        else (net.first, _randn(3, 100, 320, seed=1))
+    )
     with torch.no_grad():
         expected = layer(x)
         with routes.routed(net):
@@ -345,8 +373,16 @@ def test_rows_of_a_call() -> None:
     ids, mask = torch.ones(3, 7, dtype=torch.int64), torch.ones(3, 7, dtype=torch.int64)
     assert rows_at_most(model, (ids,), {"attention_mask": mask}) == 21
     assert rows_at_most(model, (), {"input_ids": ids[:, :2], "num_beams": 5}) == 15
-    assert rows_at_most(model, (), {"inputs": ids[:, :2], "num_beams": 2, "num_return_sequences": 4}) == 12
-    assert rows_at_most(model, (), {"input_ids": ids, "generation_config": GenerationConfig(num_beams=9)}) == 27
+    assert (
+        rows_at_most(model, (), {"inputs": ids[:, :2], "num_beams": 2, "num_return_sequences": 4})
+        == 12
+    )
+    assert (
+        rows_at_most(
+            model, (), {"input_ids": ids, "generation_config": GenerationConfig(num_beams=9)}
+        )
+        == 27
+    )
     unknown: list[dict[str, Any]] = [
         {"inputs_embeds": torch.zeros(3, 7, 4)}, {"input_features": torch.zeros(3, 7)}, {},
         {"input_ids": ids, "assistant_model": model}, {"input_ids": ids, "prompt_lookup_num_tokens": 3},
@@ -463,7 +499,9 @@ def test_activations_of_every_family(family: str) -> None:
     model = zoo.build(family, torch.float32)
     record = FAMILIES[model.config.model_type]
     found = list(activation.pairs(model.modules(), record.activated))
-    blocks = 3 if family == "unilm" else 4 if record.encoder_decoder else 2  # two layers and a head's; two on each side
+    blocks = (
+        3 if family == "unilm" else 4 if record.encoder_decoder else 2
+    )  # two layers and a head's; two on each side
     assert len(found) == blocks
     batch = zoo.batch(model, 3, 7)
     if record.encoder_decoder:
@@ -497,7 +535,9 @@ def test_an_activation_overwrites_what_nobody_else_reads() -> None:
 
 
 @needs_onednn
-@pytest.mark.parametrize("what", ["hook on fc1", "hook on activation_fn", "pre-hook on activation_fn", "own forward"])
+@pytest.mark.parametrize(
+    "what", ["hook on fc1", "hook on activation_fn", "pre-hook on activation_fn", "own forward"]
+)
 def test_an_activation_that_somebody_watches_is_left_alone(what: str) -> None:
     model, block = _bart_block()
     if what == "hook on fc1":
@@ -570,7 +610,9 @@ def test_memory_lets_go_what_serves_no_more() -> None:
     for _ in range(3):
         for length in (1000, 10, 3000, 100):
             memory.take(like, length)
-    assert memory.free == sum(_rounded(4 * length) for length in (1000, 10, 3000, 100)), "one of each, turn by turn"
+    assert memory.free == sum(_rounded(4 * length) for length in (1000, 10, 3000, 100)), (
+        "one of each, turn by turn"
+    )
     for length in range(10_000, 10_100):
         memory.take(like, length)
     assert memory.free < 4 * (6000 + 16_384), "one serves several sizes"
@@ -647,12 +689,18 @@ def test_large_outputs_lie_in_memory_used_again(net: Net, monkeypatch: pytest.Mo
         kept = [net.first(X + i) for i in range(4)]
         assert len({_address(y) for y in kept}) == 4
         for i, y in enumerate(kept):
-            torch.testing.assert_close(y, F.linear(X + i, net.first.weight, net.first.bias), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                y, F.linear(X + i, net.first.weight, net.first.bias), atol=1e-4, rtol=1e-4
+            )
 
 
 # The bias behind the head
 
-BIASED = sorted(name for name in zoo.FAMILIES if FAMILIES[zoo.build(name, torch.float32).config.model_type].output_bias)
+BIASED = sorted(
+    name
+    for name in zoo.FAMILIES
+    if FAMILIES[zoo.build(name, torch.float32).config.model_type].output_bias
+)
 
 
 def _head(model: Any) -> tuple[Tensor, Any]:
@@ -696,7 +744,9 @@ def test_the_output_of_a_head_is_a_plain_tensor_to_everything_else(zero: bool) -
         assert type(y + bias.clone()) is type(y[0]) is type(y * 2) is type(y.clone()) is Tensor
         at = y.data_ptr()
         result = y + bias
-        assert (type(result), result.data_ptr()) == (Tensor, at), "in the memory of the head's own output"
+        assert (type(result), result.data_ptr()) == (Tensor, at), (
+            "in the memory of the head's own output"
+        )
         torch.testing.assert_close(result, plain + bias)
 
 
@@ -755,7 +805,9 @@ def test_a_norm_with_an_offset_in_half_precision() -> None:
             assert torch.equal(forward(x), type(forward.module).forward(forward.module, x))
 
 
-@pytest.mark.parametrize("what", ["fp64", "half on a CPU", "hook", "own forward", "a user's class", "two parameters"])
+@pytest.mark.parametrize(
+    "what", ["fp64", "half on a CPU", "hook", "own forward", "a user's class", "two parameters"]
+)
 def test_a_norm_that_is_left_alone(what: str) -> None:
     dtype = {"fp64": torch.float64, "half on a CPU": torch.bfloat16}.get(what, torch.float32)
     model: Any = zoo.build("llama", dtype)

@@ -33,7 +33,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     fastgen.release()
 
 
-def _kwargs(model: Any, sentences: int = 3, length: int = 9, beams: int = 3, seed: int = 0) -> dict[str, Any]:
+def _kwargs(
+    model: Any, sentences: int = 3, length: int = 9, beams: int = 3, seed: int = 0
+) -> dict[str, Any]:
     padding = "none" if model.config.model_type == "gemma2" else "natural"
     options = {"num_beams": beams, "max_new_tokens": 14, "min_new_tokens": 14}
     return zoo.batch(model, sentences, length, padding, seed) | options
@@ -61,15 +63,22 @@ def test_the_next_call_captures_nothing(family: str, beams: int, graphs: Graphs)
     assert _steps_captured(graphs, model, _kwargs(model, beams=beams, seed=3)) == 0
 
 
-def test_what_is_made_of_weights_is_made_anew(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_made_of_weights_is_made_anew(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Queries, keys and values side by side, and T5's bias by distance: copies, which no weight's address tells of."""
     monkeypatch.setattr(linear, "MERGED", (2**20, 2**20))
     model = _build("t5")
     _steps_captured(graphs, model, _kwargs(model))
     for name, parameter in model.named_parameters():
-        if any(part in name for part in ("SelfAttention.q", "SelfAttention.v", "relative_attention_bias")):
+        if any(
+            part in name
+            for part in ("SelfAttention.q", "SelfAttention.v", "relative_attention_bias")
+        ):
             parameter.data.mul_(-1.5)
-            model.generate(**_kwargs(model, sentences=1))  # whose first step, after a change, is made both ways
+            model.generate(
+                **_kwargs(model, sentences=1)
+            )  # whose first step, after a change, is made both ways
             assert _steps_captured(graphs, model, _kwargs(model)) == 0, name
 
 
@@ -104,7 +113,11 @@ def test_another_shape_has_another_seat(change: dict[str, int], graphs: Graphs) 
 def test_sentences_that_leave(family: str, beams: int, graphs: Graphs) -> None:
     """They go by halves, so that each number of rows is captured once for all calls."""
     model = _build(family)
-    ends = {"eos_token_id": list(range(2, zoo.VOCABULARY, 5)), "pad_token_id": 2, "max_new_tokens": 40}
+    ends = {
+        "eos_token_id": list(range(2, zoo.VOCABULARY, 5)),
+        "pad_token_id": 2,
+        "max_new_tokens": 40,
+    }
     options = ends | {"num_beams": beams, "early_stopping": beams > 1}
     captured = []
     for seed in range(3):
@@ -116,16 +129,27 @@ def test_sentences_that_leave(family: str, beams: int, graphs: Graphs) -> None:
     assert sum(captured) <= 5  # 16, 8, 4, 2 and 1 sentences
 
 
-def test_fewer_sentences_take_a_part_of_a_seat(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_sentences_take_a_part_of_a_seat(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is captured for each number of them is kept, for the newest ones."""
     model = _build("bart")
     _steps_captured(graphs, model, _kwargs(model, sentences=5))
     (of_model,) = graph_buffers._all[model.get_decoder()].values()
     (seat,) = of_model.free
-    assert [_steps_captured(graphs, model, _kwargs(model, sentences=n)) for n in (3, 1, 5, 3)] == [1, 1, 0, 0]
+    assert [_steps_captured(graphs, model, _kwargs(model, sentences=n)) for n in (3, 1, 5, 3)] == [
+        1,
+        1,
+        0,
+        0,
+    ]
     assert of_model.free == [seat]
     monkeypatch.setattr(graph_buffers, "GRAPHS", 2)
-    assert [_steps_captured(graphs, model, _kwargs(model, sentences=n)) for n in (2, 3, 5)] == [1, 0, 1]
+    assert [_steps_captured(graphs, model, _kwargs(model, sentences=n)) for n in (2, 3, 5)] == [
+        1,
+        0,
+        1,
+    ]
 
 
 class _Nested(BaseStreamer):
@@ -236,7 +260,9 @@ def test_what_is_kept_is_bounded(graphs: Graphs, monkeypatch: pytest.MonkeyPatch
     for sentences in (4, 5, 3, 2, 1):
         _steps_captured(graphs, model, _kwargs(model, sentences=sentences))
         assert sum(seat.nbytes for seat in of_model.free) <= 3 * size
-    assert [list(seat.grounds) for seat in of_model.free] == [[4, 3, 2, 1]]  # the others were left longer ago
+    assert [list(seat.grounds) for seat in of_model.free] == [
+        [4, 3, 2, 1]
+    ]  # the others were left longer ago
     monkeypatch.setattr(graph_buffers, "KEPT", size - 1)
     assert [_steps_captured(graphs, model, _kwargs(model)) for _ in range(2)] == [1, 1]
 
@@ -275,7 +301,9 @@ def test_no_memory_for_a_seat(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -
     assert [_steps_captured(graphs, model, _kwargs(model)) for _ in range(2)] == [1, 1]
 
 
-def test_a_capture_that_fails_leaves_no_seat(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_leaves_no_seat(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, call = _build("bart"), Embedding.__call__
     model.generate(**_kwargs(model, sentences=1))
 
@@ -322,7 +350,11 @@ def test_facts() -> None:
     table = torch.zeros(7, 4)
     part = Embedding(table, 2.0, table[1:], norm=None)
     assert facts_of(part, []) == facts_of(replace(part), [])
-    others = [replace(part, scale=1.0), replace(part, positions=table[2:]), replace(part, tokens=table.clone())]
+    others = [
+        replace(part, scale=1.0),
+        replace(part, positions=table[2:]),
+        replace(part, tokens=table.clone()),
+    ]
     assert all(facts_of(part, []) != facts_of(other, []) for other in others)
     made: list[tuple[Any, str]] = []
     bias = Bias(lambda: torch.ones(2, 5))
@@ -332,6 +364,17 @@ def test_facts() -> None:
 
 
 def test_rounded() -> None:
-    assert [rounded(count) for count in (1, 16, 17, 100, 129, 1000, 1025)] == [16, 16, 32, 112, 144, 1024, 1152]
-    assert all(count <= rounded(count) <= max(16 * -(-count // 16), count * 9 / 8) for count in range(1, 5000))
+    assert [rounded(count) for count in (1, 16, 17, 100, 129, 1000, 1025)] == [
+        16,
+        16,
+        32,
+        112,
+        144,
+        1024,
+        1152,
+    ]
+    assert all(
+        count <= rounded(count) <= max(16 * -(-count // 16), count * 9 / 8)
+        for count in range(1, 5000)
+    )
     assert len({rounded(count) for count in range(1, 1025)}) == 32

@@ -36,10 +36,14 @@ from tests.support.poison import poison
 INF = torch.inf
 HALVES = [torch.float16, torch.bfloat16]
 FLOATS = [torch.float32, *HALVES]
-interpreted = pytest.mark.skipif(not dispatch.INTERPRETED, reason="kernels are compiled where there is a GPU")
+interpreted = pytest.mark.skipif(
+    not dispatch.INTERPRETED, reason="kernels are compiled where there is a GPU"
+)
 
 
-@pytest.fixture(params=[pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -55,7 +59,9 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     config.reload()
 
 
-def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+def _randn(
+    *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Tensor:
     values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return values.to(device, dtype)
 
@@ -79,7 +85,9 @@ class _Watched:
         if kind is not None:
             return
         for tensor, copy in zip(self.inputs, self.copies, strict=True):
-            assert torch.equal(tensor.nan_to_num(7.0), copy.nan_to_num(7.0)), "an input was modified"
+            assert torch.equal(tensor.nan_to_num(7.0), copy.nan_to_num(7.0)), (
+                "an input was modified"
+            )
         ran = dispatch.launches - self.before
         assert ran == {f"_{name}_kernel": count for name, count in self.expected.items()}
 
@@ -93,7 +101,8 @@ def _close(found: Tensor, reference: Tensor, exact: Tensor, floor: float) -> Non
     assert found.shape == exact.shape
     assert torch.equal(found.isnan(), exact.isnan())
     difference, allowed = (
-        (x.double() - exact.double()).masked_fill(exact.isnan(), 0).nan_to_num(0, 0, 0) for x in (found, reference)
+        (x.double() - exact.double()).masked_fill(exact.isnan(), 0).nan_to_num(0, 0, 0)
+        for x in (found, reference)
     )
     assert torch.equal(found.isinf(), reference.isinf())
     assert float(difference.abs().max()) <= factor * float(allowed.abs().max()) + floor
@@ -105,7 +114,9 @@ FLOOR = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 # k-best
 
 
-def _check_kbest(kernels: Any, device: str, b: int, m: int, v: int, k: int, dtype: torch.dtype, **given: Any) -> Any:
+def _check_kbest(
+    kernels: Any, device: str, b: int, m: int, v: int, k: int, dtype: torch.dtype, **given: Any
+) -> Any:
     logits = _randn(b, m, v, dtype=dtype, device=device) * 3
     scores = _randn(b, m, seed=1, device=device)
     return _check_kbest_of(kernels, logits, scores, k, **given)
@@ -119,20 +130,37 @@ def _check_kbest_of(
     updates = {name: given[name] for name in ("changes", "banned", "forced") if name in given}
     others = {name: value for name, value in given.items() if name not in updates}
     if group is None:
-        group = kernels.group_size(m, v, k, updates["changes"][0].shape[1] if "changes" in updates else 0)
+        group = kernels.group_size(
+            m, v, k, updates["changes"][0].shape[1] if "changes" in updates else 0
+        )
     first = {"group" if group else "part": 1}
     with _Watched(
-        logits, scores, *_tensors(given), **first, merge=1, **({"add_tokens": 1} if "changes" in given else {})
+        logits,
+        scores,
+        *_tensors(given),
+        **first,
+        merge=1,
+        **({"add_tokens": 1} if "changes" in given else {}),
     ):
         values, indices, normalisers = kernels.run(logits, scores, k, **given, group=group)
     edited = kbest.LogitsUpdates(**updates)
-    reference = kbest.kbest_reference(logits.float(), scores, m * v, edited, **others, normalisers=True)
-    torch.testing.assert_close(values, reference.values[:, :k], atol=2e-5, rtol=1e-5, equal_nan=True)
-    torch.testing.assert_close(normalisers, reference.normalisers, atol=2e-5, rtol=1e-5, equal_nan=True)
+    reference = kbest.kbest_reference(
+        logits.float(), scores, m * v, edited, **others, normalisers=True
+    )
+    torch.testing.assert_close(
+        values, reference.values[:, :k], atol=2e-5, rtol=1e-5, equal_nan=True
+    )
+    torch.testing.assert_close(
+        normalisers, reference.normalisers, atol=2e-5, rtol=1e-5, equal_nan=True
+    )
     assert indices.dtype == torch.int64
     assert bool(((indices >= 0) & (indices < m * v)).all())
-    by_index = torch.empty(b, m * v, device=logits.device).scatter_(1, reference.indices, reference.values)
-    torch.testing.assert_close(by_index.gather(1, indices), values, atol=2e-5, rtol=1e-5, equal_nan=True)
+    by_index = torch.empty(b, m * v, device=logits.device).scatter_(
+        1, reference.indices, reference.values
+    )
+    torch.testing.assert_close(
+        by_index.gather(1, indices), values, atol=2e-5, rtol=1e-5, equal_nan=True
+    )
     for row_values, row in zip(values.tolist(), indices.tolist(), strict=True):
         finite = [i for i, value in zip(row, row_values, strict=True) if value > -INF]
         assert len(set(finite)) == len(finite)
@@ -141,7 +169,10 @@ def _check_kbest_of(
 
 def _tensors(given: dict[str, Any]) -> list[Tensor]:
     return [
-        t for value in given.values() for t in (value if isinstance(value, tuple) else (value,)) if torch.is_tensor(t)
+        t
+        for value in given.values()
+        for t in (value if isinstance(value, tuple) else (value,))
+        if torch.is_tensor(t)
     ]
 
 
@@ -177,7 +208,12 @@ def test_kbest_strategies() -> None:
 def _edits(b: int, m: int, v: int, device: str) -> dict[str, Any]:
     mask = token_mask.packed(_integers(b * m, v, below=3, seed=5, device=device) == 0)
     count = min(v, 11)
-    tokens = torch.stack([torch.randperm(v, generator=torch.Generator().manual_seed(i))[:count] for i in range(b * m)])
+    tokens = torch.stack(
+        [
+            torch.randperm(v, generator=torch.Generator().manual_seed(i))[:count]
+            for i in range(b * m)
+        ]
+    )
     tokens[:, ::4] = torch.tensor([-1, v, -7, v + 5])[: tokens[:, ::4].shape[1]]
     changes = kbest.SparseUpdate(
         tokens.to(device),
@@ -198,7 +234,9 @@ def _edits(b: int, m: int, v: int, device: str) -> dict[str, Any]:
 @pytest.mark.parametrize("left_out", ["", "bias", "temperature", "banned", "changes", "forced"])
 @pytest.mark.parametrize(("b", "m", "v", "k"), [(1, 1, 7, 2), (3, 5, 33, 10), (2, 4, 5_001, 8)])
 @pytest.mark.parametrize("group", [0, 32])
-def test_kbest_edits(b: int, m: int, v: int, k: int, group: int, left_out: str, device: str) -> None:
+def test_kbest_edits(
+    b: int, m: int, v: int, k: int, group: int, left_out: str, device: str
+) -> None:
     updates = _edits(b, m, v, device)
     updates.pop(left_out, None)
     _check_kbest(kbest_kernels, device, b, m, v, k, torch.float32, group=group, **updates)
@@ -236,7 +274,9 @@ def _check_kbest_without_nan(kernels: Any, device: str, group: int, **given: Any
     logits[0, 1, 7], logits[1, 2, 7], logits[1, 1] = torch.nan, INF, -INF
     logits[2] = torch.nan
     values, indices, _ = kernels.run(logits, scores, 8, group=group, without_nan=True, **given)
-    wanted = kbest.kbest_reference(logits, scores, 8, kbest.LogitsUpdates(**given), without_nan=True)
+    wanted = kbest.kbest_reference(
+        logits, scores, 8, kbest.LogitsUpdates(**given), without_nan=True
+    )
     torch.testing.assert_close(values, wanted.values, atol=2e-5, rtol=1e-5)
     assert torch.equal(indices[:2], wanted.indices[:2])
     assert bool(((indices >= 0) & (indices < 1_500)).all())
@@ -256,7 +296,9 @@ def test_kbest_ties(group: int, device: str) -> None:
 
 def test_kbest_strided(device: str) -> None:
     base = _randn(4, 6, 700, device=device)
-    _check_kbest_of(kbest_kernels, base[::2, 1:4, 50:650], _randn(3, 2, seed=1, device=device).t(), 8)
+    _check_kbest_of(
+        kbest_kernels, base[::2, 1:4, 50:650], _randn(3, 2, seed=1, device=device).t(), 8
+    )
 
 
 def test_kbest_falls_back_by_itself(device: str) -> None:
@@ -272,7 +314,10 @@ def test_kbest_falls_back_by_itself(device: str) -> None:
 
 @pytest.mark.parametrize(("b", "m", "v", "k"), KBEST_SHAPES)
 def test_best_of_log_probs(b: int, m: int, v: int, k: int, device: str) -> None:
-    log_probs, scores = _randn(b, m, v, device=device).log_softmax(-1), _randn(b, m, seed=1, device=device)
+    log_probs, scores = (
+        _randn(b, m, v, device=device).log_softmax(-1),
+        _randn(b, m, seed=1, device=device),
+    )
     first = {"group" if kbest_kernels.group_size(m, v, k) else "part": 1}
     with _Watched(log_probs, scores, **first, merge=1):
         values, indices = kbest.best_of_log_probs(log_probs, scores, k)
@@ -282,7 +327,9 @@ def test_best_of_log_probs(b: int, m: int, v: int, k: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("rows", "v"), [(1, 1), (3, 33), (5, 4_097), (2, 50_264), (8, 50_264), (32, 32_768)])
+@pytest.mark.parametrize(
+    ("rows", "v"), [(1, 1), (3, 33), (5, 4_097), (2, 50_264), (8, 50_264), (32, 32_768)]
+)
 def test_argmax(rows: int, v: int, dtype: torch.dtype, device: str) -> None:
     logits = _randn(rows, v, dtype=dtype, device=device)
     with _Watched(logits, part=1, highest=1):
@@ -331,10 +378,15 @@ def _check_token_mask(ops: Any, device: str, v: int = 100) -> None:
 def _check_ngrams(
     ops: Any, device: str, rows: int, length: int, v: int, tokens: int, n: int, dtype: torch.dtype
 ) -> None:
-    scores, ids = _randn(rows, v, dtype=dtype, device=device), _integers(rows, length, below=tokens, device=device)
+    scores, ids = (
+        _randn(rows, v, dtype=dtype, device=device),
+        _integers(rows, length, below=tokens, device=device),
+    )
     for source in (
         None,
-        _integers(max(1, rows // 3), 40, below=tokens, seed=3, device=device)[: 1 if rows % 3 else None],
+        _integers(max(1, rows // 3), 40, below=tokens, seed=3, device=device)[
+            : 1 if rows % 3 else None
+        ],
     ):
         wanted = ops.ngram_block_reference(scores, ids, n, source)
         text = length if source is None else 40
@@ -354,7 +406,9 @@ def _check_ngrams(
     ("rows", "length", "v", "tokens"),
     [(1, 1, 1, 1), (3, 33, 7, 9), (6, 130, 96, 4), (4, 1_500, 50_264, 9), (3, 4, 9, 9)],
 )
-def test_ngrams(rows: int, length: int, v: int, tokens: int, n: int, dtype: torch.dtype, device: str) -> None:
+def test_ngrams(
+    rows: int, length: int, v: int, tokens: int, n: int, dtype: torch.dtype, device: str
+) -> None:
     _check_ngrams(ngram_block, device, rows, length, v, tokens, n, dtype)
 
 
@@ -388,7 +442,9 @@ def _check_attention(
 ) -> None:  # fmt: skip
     query = _randn(b, m, h, d, dtype=dtype, device=device)
     room = n + 5
-    keys, values = (_randn(b, kv, room, d, seed=s, dtype=dtype, device=device)[:, :, :n] for s in (1, 2))
+    keys, values = (
+        _randn(b, kv, room, d, seed=s, dtype=dtype, device=device)[:, :, :n] for s in (1, 2)
+    )
     mask = None
     if mask_shape is not None:
         mask = _randn(*mask_shape, seed=3, dtype=dtype, device=device)
@@ -424,10 +480,21 @@ def test_attention_dims(d: int, dtype: torch.dtype, device: str) -> None:
         (1, 9, 8, 1, 600),
     ],
 )
-def test_attention(b: int, m: int, h: int, kv: int, n: int, softcap: float | None, device: str) -> None:
+def test_attention(
+    b: int, m: int, h: int, kv: int, n: int, softcap: float | None, device: str
+) -> None:
     _check_attention(beam_attention, device, b, m, h, kv, n, 8, softcap=softcap)
-    for shape in ((b, 1, m, n), (1, 1, 1, n), (b, 1, 1, n), (1, h, 1, n), (b, h, m, n), (1, h, m, n)):
-        _check_attention(beam_attention, device, b, m, h, kv, n, 8, softcap=softcap, mask_shape=shape)
+    for shape in (
+        (b, 1, m, n),
+        (1, 1, 1, n),
+        (b, 1, 1, n),
+        (1, h, 1, n),
+        (b, h, m, n),
+        (1, h, m, n),
+    ):
+        _check_attention(
+            beam_attention, device, b, m, h, kv, n, 8, softcap=softcap, mask_shape=shape
+        )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -436,16 +503,25 @@ def test_attention_to_some_of_the_room(seen: int, masked: bool, device: str) -> 
     """What lies behind the keys that are seen is not read, in any part of them."""
     b, m, h, n = 1, 3, 2, 1_100
     query, keys, values, mask = (
-        _randn(b, x, y, 8, seed=i, device=device) for i, (x, y) in enumerate([(m, h), *[(h, n)] * 3])
+        _randn(b, x, y, 8, seed=i, device=device)
+        for i, (x, y) in enumerate([(m, h), *[(h, n)] * 3])
     )
     mask = mask[:, :1, None, :, 0].expand(b, 1, m, n).contiguous() if masked else None
-    for room in (keys[:, :, seen:], values[:, :, seen:], *([mask[..., seen:]] if mask is not None else [])):
+    for room in (
+        keys[:, :, seen:],
+        values[:, :, seen:],
+        *([mask[..., seen:]] if mask is not None else []),
+    ):
         room.fill_(torch.nan)
     counted = torch.tensor([seen], device=device)
     found = beam_attention.beam_attention(query, keys, values, mask, 0.3, seen=counted)
-    reference = beam_attention.beam_attention_reference(query, keys, values, mask, 0.3, seen=counted)
+    reference = beam_attention.beam_attention_reference(
+        query, keys, values, mask, 0.3, seen=counted
+    )
     short = None if mask is None else mask[..., :seen]
-    wanted = beam_attention.beam_attention_reference(query, keys[:, :, :seen], values[:, :, :seen], short, 0.3)
+    wanted = beam_attention.beam_attention_reference(
+        query, keys[:, :, :seen], values[:, :, :seen], short, 0.3
+    )
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(reference, wanted)
 
@@ -457,7 +533,9 @@ def test_attention_in_parts(device: str) -> None:
     assert not dispatch.counters(torch.zeros(1, device=device).device, dispatch.MOST_COUNTED).any()
 
 
-def _check_newest(ops: Any, device: str, b: int, m: int, h: int, kv: int, n: int, d: int, room: int = 0) -> None:
+def _check_newest(
+    ops: Any, device: str, b: int, m: int, h: int, kv: int, n: int, d: int, room: int = 0
+) -> None:
     """Of keys and values whose last M slots, of those that are seen, are not written yet."""
     query = _randn(b, m, h, d, device=device)
     keys, values = (_randn(b, kv, n + room, d, seed=s, device=device) for s in (1, 2))
@@ -470,12 +548,16 @@ def _check_newest(ops: Any, device: str, b: int, m: int, h: int, kv: int, n: int
     seen = torch.tensor([n], device=device) if room else None
     mask = _randn(b, 1, m, n + room, seed=4, device=device)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "_multiprocessors", lambda device: 132)  # so that 513 keys are in parts of 128
+        patch.setattr(
+            ops, "_multiprocessors", lambda device: 132
+        )  # so that 513 keys are in parts of 128
         found = ops.beam_attention(query, keys, values, mask, 0.3, seen=seen, newest=newest)
     for buffer, wanted in zip((keys, values), written, strict=True):
         assert torch.equal(buffer[:, :, :n], wanted[:, :, :n])
         assert buffer[:, :, n:].isnan().all()
-    torch.testing.assert_close(found, ops.beam_attention_reference(query, *written, mask, 0.3, seen=seen))
+    torch.testing.assert_close(
+        found, ops.beam_attention_reference(query, *written, mask, 0.3, seen=seen)
+    )
 
 
 @pytest.mark.parametrize("room", [0, 40])
@@ -483,18 +565,24 @@ def _check_newest(ops: Any, device: str, b: int, m: int, h: int, kv: int, n: int
     ("b", "m", "h", "kv", "n"),
     [(1, 1, 1, 1, 1), (3, 5, 6, 2, 35), (1, 3, 2, 2, 513), (1, 9, 8, 1, 601), (2, 4, 4, 4, 256)],
 )
-def test_attention_writes_the_newest(b: int, m: int, h: int, kv: int, n: int, room: int, device: str) -> None:
+def test_attention_writes_the_newest(
+    b: int, m: int, h: int, kv: int, n: int, room: int, device: str
+) -> None:
     """Within a part of the keys, and where one ends between them."""
     _check_newest(beam_attention, device, b, m, h, kv, n, 8, room)
 
 
 def test_attention_rows_that_see_nothing(device: str) -> None:
     for n in (9, 1_100):
-        query, keys, values = (_randn(1, *s, device=device) for s in ((3, 2, 8), (2, n, 8), (2, n, 8)))
+        query, keys, values = (
+            _randn(1, *s, device=device) for s in ((3, 2, 8), (2, n, 8), (2, n, 8))
+        )
         mask = torch.zeros(1, 1, 3, n, device=device)
         mask[:, :, 2] = -INF
         found = beam_attention.beam_attention(query, keys, values, mask, 1.0)
-        assert torch.equal(found.isnan().flatten(2).all(2), torch.tensor([[False, False, True]], device=device))
+        assert torch.equal(
+            found.isnan().flatten(2).all(2), torch.tensor([[False, False, True]], device=device)
+        )
 
 
 # Norms and activation functions
@@ -505,7 +593,10 @@ def _check_norm(
     added: bool,
 ) -> None:  # fmt: skip
     x = _randn(rows, 1, d, dtype=dtype, device=device) * 3 + 1
-    parameters = [_randn(d, seed=i, dtype=dtype, device=device) if on else None for i, on in ((1, weight), (2, bias))]
+    parameters = [
+        _randn(d, seed=i, dtype=dtype, device=device) if on else None
+        for i, on in ((1, weight), (2, bias))
+    ]
     other = _randn(rows, 1, d, seed=3, dtype=dtype, device=device) if residual else None
     linear = _randn(d, seed=4, dtype=dtype, device=device) if added else None
     with _Watched(x, *parameters, other, linear, norm=1):
@@ -527,23 +618,32 @@ def test_norm(rows: int, d: int, rms: bool, dtype: torch.dtype, device: str) -> 
 
 
 def test_norm_is_torchs(device: str) -> None:
-    x, weight, bias = _randn(4, 50, device=device), _randn(50, seed=1, device=device), _randn(50, seed=2, device=device)
+    x, weight, bias = (
+        _randn(4, 50, device=device),
+        _randn(50, seed=1, device=device),
+        _randn(50, seed=2, device=device),
+    )
     found, total = norm.norm(x, weight, bias)
     assert total is x
     torch.testing.assert_close(found, torch.nn.functional.layer_norm(x, (50,), weight, bias))
     torch.testing.assert_close(
-        norm.norm(x, weight, eps=1e-6, rms=True)[0], torch.nn.functional.rms_norm(x, (50,), weight, 1e-6)
+        norm.norm(x, weight, eps=1e-6, rms=True)[0],
+        torch.nn.functional.rms_norm(x, (50,), weight, 1e-6),
     )
 
 
-def _check_activation(ops: Any, device: str, kind: str, dtype: torch.dtype, count: int = 1_100) -> None:
+def _check_activation(
+    ops: Any, device: str, kind: str, dtype: torch.dtype, count: int = 1_100
+) -> None:
     x, gate = (_randn(3, count, seed=s, dtype=dtype, device=device) * 4 for s in (0, 1))
     bias = _randn(count, seed=2, dtype=dtype, device=device)
     x[0, :3] = torch.tensor([INF, -INF, torch.nan])
     for b, g in ((None, None), (bias, None), (None, gate), (bias, gate)):
         with _Watched(x, b, g, activation=1):
             found = ops.fused_activation(x, kind, b, g)
-        exact = ops.fused_activation_reference(*(t if not torch.is_tensor(t) else t.double() for t in (x, kind, b, g)))
+        exact = ops.fused_activation_reference(
+            *(t if not torch.is_tensor(t) else t.double() for t in (x, kind, b, g))
+        )
         reference = ops.fused_activation_reference(x, kind, b, g)
         finite = exact.isfinite() & reference.isfinite()
         assert bool((found.isfinite() | ~finite).all())
@@ -569,7 +669,9 @@ FILTERS = [
 def _check_sample(ops: Any, device: str, options: dict[str, Any], v: int = 40) -> None:
     """Tokens come from those that the filters leave, as often as their probability says."""
     bisected = options.keys() & {"top_k", "top_p", "typical_p"}
-    draws = 10 if bisected and device == "cpu" else 200  # the interpreter needs a tenth of a second for a bisection
+    draws = (
+        10 if bisected and device == "cpu" else 200
+    )  # the interpreter needs a tenth of a second for a bisection
     logits = (_randn(2, v, seed=4, device=device) * 2).repeat_interleave(draws, 0)
     with _Watched(logits, sample=1):
         tokens = ops.sample(logits, **options, generator=torch.Generator(device).manual_seed(0))
@@ -582,7 +684,9 @@ def _check_sample(ops: Any, device: str, options: dict[str, Any], v: int = 40) -
     found = torch.nn.functional.one_hot(tokens, v).view(2, draws, v).double().mean(1)
     deviation = (probabilities * (1 - probabilities) / draws).sqrt()
     assert bool(((found - probabilities).abs() <= 5 * deviation + 1.5 / draws).all())
-    assert bool((tokens.view(2, draws)[0] != tokens[0]).any()) == bool(probabilities[0].max() < 0.999)
+    assert bool((tokens.view(2, draws)[0] != tokens[0]).any()) == bool(
+        probabilities[0].max() < 0.999
+    )
 
 
 @pytest.mark.parametrize("options", FILTERS, ids=str)
@@ -621,8 +725,12 @@ def test_sample_reaches_what_equals_the_last(device: str) -> None:
 def _check_cache(ops: Any, device: str) -> None:
     for dtype in FLOATS:
         keys, values = (_randn(2, 3, 10, 5, seed=s, dtype=dtype, device=device) for s in (0, 1))
-        new_keys, new_values = (_randn(8, 1, 3, 5, seed=s, dtype=dtype, device=device).transpose(1, 2) for s in (2, 3))
-        wanted = [ops.write_slots_reference(b, n, 3) for b, n in ((keys, new_keys), (values, new_values))]
+        new_keys, new_values = (
+            _randn(8, 1, 3, 5, seed=s, dtype=dtype, device=device).transpose(1, 2) for s in (2, 3)
+        )
+        wanted = [
+            ops.write_slots_reference(b, n, 3) for b, n in ((keys, new_keys), (values, new_values))
+        ]
         with _Watched(new_keys, new_values, write_slots=1):
             ops.write_slots_(keys, values, new_keys, new_values, 3)
         assert torch.equal(keys, wanted[0])
@@ -630,17 +738,27 @@ def _check_cache(ops: Any, device: str) -> None:
         with _Watched(new_keys, new_values, write_slots=1):
             ops.write_slots_(keys, values, new_keys, new_values, torch.tensor([6], device=device))
         assert torch.equal(keys, ops.write_slots_reference(wanted[0], new_keys, 6))
-        assert torch.equal(values, ops.write_slots_reference(wanted[1], new_values, torch.tensor([6], device=device)))
+        assert torch.equal(
+            values,
+            ops.write_slots_reference(wanted[1], new_values, torch.tensor([6], device=device)),
+        )
         buffer = _randn(6, 3, 2_000, 5, dtype=dtype, device=device)
         wanted_buffer = buffer.clone()
         wanted_buffer[[1, 0], :, :1_900] = wanted_buffer[[5, 4], :, :1_900]
         with _Watched(move_sentences=1):
-            ops.move_sentences_(buffer[:, :, :1_900], *(torch.tensor(t, device=device) for t in ([1, 0], [5, 4])))
+            ops.move_sentences_(
+                buffer[:, :, :1_900], *(torch.tensor(t, device=device) for t in ([1, 0], [5, 4]))
+            )
         assert torch.equal(buffer, wanted_buffer)
     for m, n in ((1, 1), (4, 37), (5, 3_000)):
-        for table in (_integers(3, m, n + 4, below=9, device=device), _randn(3, m, n + 4, device=device)):
+        for table in (
+            _integers(3, m, n + 4, below=9, device=device),
+            _randn(3, m, n + 4, device=device),
+        ):
             parents = _integers(3, m, below=m, seed=1, device=device)
-            wanted = torch.cat([ops.reorder_rows_reference(table[:, :, :n], parents), table[:, :, n:]], 2)
+            wanted = torch.cat(
+                [ops.reorder_rows_reference(table[:, :, :n], parents), table[:, :, n:]], 2
+            )
             with _Watched(parents, reorder_rows=1):
                 ops.reorder_rows_(table[:, :, :n], parents)
             assert torch.equal(table, wanted)
@@ -653,7 +771,9 @@ def test_cache(device: str) -> None:
 # Rotary positions
 
 
-def _check_rotation(ops: Any, device: str, dtype: torch.dtype, dims: int, turned: int, neighbours: bool) -> None:
+def _check_rotation(
+    ops: Any, device: str, dtype: torch.dtype, dims: int, turned: int, neighbours: bool
+) -> None:
     b, m, heads, kv_heads = 2, 3, 4, 2
     made = _randn(b * m, heads + 2 * kv_heads, dims, dtype=dtype, device=device)
     query, key, value = made.split((heads, kv_heads, kv_heads), 1)  # as they come of one product
@@ -662,9 +782,15 @@ def _check_rotation(ops: Any, device: str, dtype: torch.dtype, dims: int, turned
         turn = ops.Rotation(angle.cos().to(angles), angle.sin().to(angles), neighbours)
         exact = ops.Rotation(turn.cosine.double(), turn.sine.double(), neighbours)
         for start in (4, torch.tensor([4], device=device)):
-            keys, values = (_randn(b, kv_heads, 9, dims, seed=s, dtype=dtype, device=device) for s in (2, 3))
-            wanted_keys = cache.write_slots_reference(keys, ops.rotated(key, turn)[:, :, None], start)
-            exact_keys = cache.write_slots_reference(keys.double(), ops.rotated(key.double(), exact)[:, :, None], start)
+            keys, values = (
+                _randn(b, kv_heads, 9, dims, seed=s, dtype=dtype, device=device) for s in (2, 3)
+            )
+            wanted_keys = cache.write_slots_reference(
+                keys, ops.rotated(key, turn)[:, :, None], start
+            )
+            exact_keys = cache.write_slots_reference(
+                keys.double(), ops.rotated(key.double(), exact)[:, :, None], start
+            )
             wanted_values = cache.write_slots_reference(values, value[:, :, None], start)
             with _Watched(query, key, value, turn=1):
                 found = ops.turn_into_slots_(query, key, value, turn, keys, values, start)
@@ -676,7 +802,9 @@ def _check_rotation(ops: Any, device: str, dtype: torch.dtype, dims: int, turned
 @pytest.mark.parametrize("neighbours", [False, True])
 @pytest.mark.parametrize(("dims", "turned"), [(8, 8), (80, 32)])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_rotation(dtype: torch.dtype, dims: int, turned: int, neighbours: bool, device: str) -> None:
+def test_rotation(
+    dtype: torch.dtype, dims: int, turned: int, neighbours: bool, device: str
+) -> None:
     _check_rotation(rotation, device, dtype, dims, turned, neighbours)
 
 
@@ -712,10 +840,17 @@ def _check_extend(ops: Any, device: str, b: int, m: int, steps: int, counted: bo
 
 def _check_finish(ops: Any, device: str, b: int, m: int, k: int, steps: int, counted: bool) -> None:
     growing = _beam_tables(b, m, k, steps, device)[:2]
-    finished = [_integers(*t.rows.shape, below=99, seed=4, device=device).to(t.rows.dtype) for t in growing]
-    order = torch.stack([torch.randperm(m + k, generator=torch.Generator().manual_seed(i))[:m] for i in range(b)])
+    finished = [
+        _integers(*t.rows.shape, below=99, seed=4, device=device).to(t.rows.dtype) for t in growing
+    ]
+    order = torch.stack(
+        [torch.randperm(m + k, generator=torch.Generator().manual_seed(i))[:m] for i in range(b)]
+    )
     beams, order = _integers(k, b, below=m, seed=5, device=device).t(), order.to(device)
-    wanted = [ops.finish_rows_reference(f, t, order, beams, steps) for f, t in zip(finished, growing, strict=True)]
+    wanted = [
+        ops.finish_rows_reference(f, t, order, beams, steps)
+        for f, t in zip(finished, growing, strict=True)
+    ]
     count = torch.tensor([steps], device=device) if counted else steps
     with _Watched(order, beams, *(part for table in growing for part in table[:2]), finish_rows=1):
         ops.finish_rows_(finished, growing, order, beams, count)
@@ -724,7 +859,9 @@ def _check_finish(ops: Any, device: str, b: int, m: int, k: int, steps: int, cou
 
 
 @pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize(("m", "steps"), [*itertools.product(range(1, 10), (0, 1, 13)), (4, 300), (33, 13)])
+@pytest.mark.parametrize(
+    ("m", "steps"), [*itertools.product(range(1, 10), (0, 1, 13)), (4, 300), (33, 13)]
+)
 def test_tables(m: int, steps: int, counted: bool, device: str) -> None:
     _check_extend(tables, device, 3, m, steps, counted)
     _check_finish(tables, device, 3, m, 2 * m, steps, counted)
@@ -745,7 +882,9 @@ def test_tables_of_one_sentence_and_many_beams(device: str) -> None:
 # Choices of beam search
 
 
-def _check_choice(ops: Any, device: str, trials: int, beams: int, penalty: float, early: Any, ends: int = 2) -> None:
+def _check_choice(
+    ops: Any, device: str, trials: int, beams: int, penalty: float, early: Any, ends: int = 2
+) -> None:
     """What the rules say in torch; once the search is over, nothing finishes any more."""
     for trial in range(trials):
         search, candidates, length = choice(trial, beams, penalty, early, device, ends)
@@ -753,19 +892,31 @@ def _check_choice(ops: Any, device: str, trials: int, beams: int, penalty: float
         rules = choices.Rules(search.rule.never, early is True, powers, search.rule.far or 0)
         wanted, finished = search.by_rules(candidates, length), search.finished
         for over in (False, True):
-            kept = (each.clone() for each in (search.scores, finished.scores, finished.done, search.improvable))
-            state, count = choices.State(*kept, torch.tensor([over], device=device)), torch.tensor([length])
+            kept = (
+                each.clone()
+                for each in (search.scores, finished.scores, finished.done, search.improvable)
+            )
+            state, count = (
+                choices.State(*kept, torch.tensor([over], device=device)),
+                torch.tensor([length]),
+            )
             with _Watched(*candidates, powers, choose=1, over=1):
                 found = ops.choose_(candidates, state, rules, count.to(device))
             merged, flags = Merged(state.finished, state.done, found.order), wanted.flags.clone()
             flags[3] |= over
             assert torch.equal(state.improvable, found.flags[1])
             assert state.over.tolist() == [bool(flags[3, 0])]
-            if over:  # what has finished is as it was, and what could still finish is of no interest
+            if (
+                over
+            ):  # what has finished is as it was, and what could still finish is of no interest
                 order = torch.arange(beams, device=device).expand_as(found.order)
                 flags[1], flags[2] = found.flags[1], finished.done.all(1)
-                wanted = wanted._replace(merged=Merged(finished.scores, finished.done, order), improvable=flags[1])
-            chosen = Choice(found.parents, found.tokens, state.scores, merged, state.improvable, found.flags)
+                wanted = wanted._replace(
+                    merged=Merged(finished.scores, finished.done, order), improvable=flags[1]
+                )
+            chosen = Choice(
+                found.parents, found.tokens, state.scores, merged, state.improvable, found.flags
+            )
             assert_alike(chosen, wanted._replace(flags=flags))
 
 
@@ -794,7 +945,9 @@ def _check_first(ops: Any, device: str, trials: int, m: int, k: int, last: bool)
         scores[torch.rand(b, k, generator=generator) < 0.1] = -INF
         tokens = torch.randint(2, (9, 3, 5)[trial % 3], (b, k), generator=generator)
         beams = torch.randint(0, m, (b, k), generator=generator)
-        counts, lengths = (torch.randint(0, m + 1, shape, generator=generator) for shape in ((b,), (b, m)))
+        counts, lengths = (
+            torch.randint(0, m + 1, shape, generator=generator) for shape in ((b,), (b, m))
+        )
         ignored = (torch.rand(b, m, generator=generator) < 0.3).sort(1).values
         found = first_finished.Candidates(*(each.to(device) for each in (scores, tokens, beams)))
         state = [each.to(device) for each in (ignored, counts, lengths)]
@@ -804,10 +957,14 @@ def _check_first(ops: Any, device: str, trials: int, m: int, k: int, last: bool)
         wanted = search.by_rules(found, finished, length, last)
         slots = choices.Slots(*state)
         with _Watched(*found, length, choose_first=1):
-            chosen = ops.choose_first_(found.scores, found.tokens, found.beams, slots, 2, length, last)
+            chosen = ops.choose_first_(
+                found.scores, found.tokens, found.beams, slots, 2, length, last
+            )
         for name in ("scores", "tokens", "beams", "order", "over"):
             assert torch.equal(getattr(chosen, name), getattr(wanted, name)), name
-        for one, other in zip(slots, (search.ignored, finished.counts, finished.lengths), strict=True):
+        for one, other in zip(
+            slots, (search.ignored, finished.counts, finished.lengths), strict=True
+        ):
             assert torch.equal(one, other)
 
 
@@ -836,7 +993,9 @@ def test_what_the_choice_by_the_first_finished_covers() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("wanted", "ran"), [("auto", "reference"), ("reference", "reference"), ("triton", "triton")])
+@pytest.mark.parametrize(
+    ("wanted", "ran"), [("auto", "reference"), ("reference", "reference"), ("triton", "triton")]
+)
 def test_the_variable_chooses(wanted: str, ran: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTGEN_OPS", wanted)
     config.reload()

@@ -35,10 +35,19 @@ INF = torch.inf
 SHAPES = [
     # B, M, Hkv, groups, N, D
     (1, 1, 1, 1, 1, 16),
-    *((2, 3, 2, 1, n, 32) for n in (6, 7, 13, 14, 15, 16, 22, 23, 30, 31)),  # up to the last place of a vector
+    *(
+        (2, 3, 2, 1, n, 32) for n in (6, 7, 13, 14, 15, 16, 22, 23, 30, 31)
+    ),  # up to the last place of a vector
     (2, 3, 2, 2, 5, 32),
     (3, 4, 4, 1, 37, 48),
-    (9, 4, 2, 1, 64, 64),  # more sentences than four for each thread: a list of keys serves all heads
+    (
+        9,
+        4,
+        2,
+        1,
+        64,
+        64,
+    ),  # more sentences than four for each thread: a list of keys serves all heads
     (2, 5, 3, 1, 130, 80),
     (1, 8, 2, 8, 33, 96),
     (2, 2, 2, 3, 17, 128),
@@ -83,7 +92,9 @@ def _mask(kind: str, b: int, m: int, h: int, n: int) -> Tensor | None:
         return None
     shape = {"sentence": (b, 1, 1, n), "beam": (b, 1, m, n), "head": (1, h, m, n)}[kind]
     mask = torch.zeros(shape).masked_fill_(_randn(*shape, seed=5) > 0.3, -INF)
-    mask[..., : n // 3 + 1] = _randn(*shape[:3], 1, seed=6)  # every row sees something, and all some of the same
+    mask[..., : n // 3 + 1] = _randn(
+        *shape[:3], 1, seed=6
+    )  # every row sees something, and all some of the same
     return mask
 
 
@@ -103,24 +114,38 @@ def test_attention(
     monkeypatch.setattr(native, "FEW_SCORES", 0)
     before = [tensor.clone() for tensor in (query, keys, values)]
     found = beam_attention(query, keys, values, mask, 0.3)
-    torch.testing.assert_close(found, beam_attention_reference(query, keys, values, mask, 0.3), atol=1e-5, rtol=1e-5)
-    assert all(torch.equal(old, new) for old, new in zip(before, (query, keys, values), strict=True))
+    torch.testing.assert_close(
+        found, beam_attention_reference(query, keys, values, mask, 0.3), atol=1e-5, rtol=1e-5
+    )
+    assert all(
+        torch.equal(old, new) for old, new in zip(before, (query, keys, values), strict=True)
+    )
     assert calls == {("beam_attention", "native"): 1}
 
 
 def test_attention_of_large_scores(variant: str) -> None:
     """Weights are of differences to the highest score; the lowest number of fp32 in a mask is no -inf."""
-    query, keys, values = _randn(2, 8, 2, 32) * 40, _randn(2, 2, 9, 32, seed=1) * 40, _randn(2, 2, 9, 32, seed=2)
+    query, keys, values = (
+        _randn(2, 8, 2, 32) * 40,
+        _randn(2, 2, 9, 32, seed=1) * 40,
+        _randn(2, 2, 9, 32, seed=2),
+    )
     mask = torch.zeros(2, 1, 1, 9)
     mask[..., 5:] = torch.finfo(torch.float32).min
     mask[1] = torch.finfo(torch.float32).min  # nothing is seen, so that all is seen alike
     found = beam_attention(query, keys, values, mask, 1.0)
-    torch.testing.assert_close(found, beam_attention_reference(query, keys, values, mask, 1.0), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        found, beam_attention_reference(query, keys, values, mask, 1.0), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_attention_to_nothing(variant: str) -> None:
     """A beam that sees no key gets NaN, and the others what they should."""
-    query, keys, values = _randn(2, 3, 2, 16), _randn(2, 2, 37, 16, seed=1), _randn(2, 2, 37, 16, seed=2)
+    query, keys, values = (
+        _randn(2, 3, 2, 16),
+        _randn(2, 2, 37, 16, seed=1),
+        _randn(2, 2, 37, 16, seed=2),
+    )
     mask = torch.zeros(2, 1, 3, 37)
     mask[1, :, 2] = -INF
     found, wanted = (
@@ -147,7 +172,9 @@ def _gradient(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _strided(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    return beam_attention(query, keys.transpose(2, 3).contiguous().transpose(2, 3), values, None, 1.0)
+    return beam_attention(
+        query, keys.transpose(2, 3).contiguous().transpose(2, 3), values, None, 1.0
+    )
 
 
 def _watched(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -165,9 +192,15 @@ def _narrow_values(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return torch.cat([found, beam_attention_reference(query, keys, values[..., 8:], None, 1.0)], 3)
 
 
-@pytest.mark.parametrize("how", [_double, _autocast, _gradient, _strided, _watched, _mapped, _narrow_values])
+@pytest.mark.parametrize(
+    "how", [_double, _autocast, _gradient, _strided, _watched, _mapped, _narrow_values]
+)
 def test_left_to_torch(variant: str, how: Callable[..., Tensor]) -> None:
-    query, keys, values = _randn(2, 8, 2, 32), _randn(2, 2, 9, 32, seed=1), _randn(2, 2, 9, 32, seed=2)
+    query, keys, values = (
+        _randn(2, 8, 2, 32),
+        _randn(2, 2, 9, 32, seed=1),
+        _randn(2, 2, 9, 32, seed=2),
+    )
     found = how(query, keys, values)
     assert calls == {("beam_attention", "reference"): 1}
     wanted = beam_attention_reference(query, keys, values, None, 1.0)
@@ -177,15 +210,23 @@ def test_left_to_torch(variant: str, how: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize(("dims", "rows", "count"), [(24, 8, 9), (32, 129, 9), (32, 8, 8)])
 def test_shapes_left_to_torch(variant: str, dims: int, rows: int, count: int) -> None:
     """A head dimension, more rows, and fewer scores than C is for."""
-    query, keys, values = _randn(2, rows, 1, dims), _randn(2, 1, count, dims, seed=1), _randn(2, 1, count, dims, seed=2)
+    query, keys, values = (
+        _randn(2, rows, 1, dims),
+        _randn(2, 1, count, dims, seed=1),
+        _randn(2, 1, count, dims, seed=2),
+    )
     found = beam_attention(query, keys, values, None, 1.0)
-    torch.testing.assert_close(found, beam_attention_reference(query, keys, values, None, 1.0), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        found, beam_attention_reference(query, keys, values, None, 1.0), atol=1e-5, rtol=1e-5
+    )
     assert calls == {("beam_attention", "reference"): 1}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("vocabulary", [1, 15, 16, 127, 128, 129, 5000, 50264])
-def test_log_softmax(variant: str, vocabulary: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_softmax(
+    variant: str, vocabulary: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As near to double precision as torch's own, and in the logits' own memory the same."""
     monkeypatch.setattr(native, "threads_for", lambda work: threads)
     logits = _randn(5, vocabulary + 2)[:, :vocabulary] * 8
@@ -193,7 +234,9 @@ def test_log_softmax(variant: str, vocabulary: int, threads: int, monkeypatch: p
     found, exact = log_softmax(logits), torch.log_softmax(logits.double(), 1)
     finite = exact.isfinite()
     assert torch.equal(found.isfinite(), finite)
-    error, theirs = ((x - exact)[finite].abs().max().item() for x in (found, log_softmax_reference(logits)))
+    error, theirs = (
+        (x - exact)[finite].abs().max().item() for x in (found, log_softmax_reference(logits))
+    )
     assert error <= 2 * theirs + 1e-6
     own = logits.contiguous()
     assert log_softmax(own, out=own) is own
@@ -210,7 +253,9 @@ def test_log_softmax_of_nan_and_nothing(variant: str) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("k", [1, 8, 63])
 @pytest.mark.parametrize(("b", "m", "v"), [(1, 1, 64), (3, 4, 129), (2, 5, 5000), (1, 4, 50264)])
-def test_k_best(variant: str, b: int, m: int, v: int, k: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_k_best(
+    variant: str, b: int, m: int, v: int, k: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native, "threads_for", lambda work: threads)
     log_probs, scores = _randn(b, m, v), _randn(b, m, seed=1)
     wanted = best_of_log_probs_reference(log_probs, scores, k)
@@ -234,7 +279,10 @@ def test_k_best_of_equal_values(variant: str, monkeypatch: pytest.MonkeyPatch) -
     for place, again in (((0, 3), False), ((1, 290), True), ((1, 296), True)):
         equal = log_probs.clone()
         equal[0][place] = equal[0, 1, 297] if again else equal[0, 0, 9]
-        found, wanted = (best(equal, torch.zeros(1, 2), 4) for best in (best_of_log_probs, best_of_log_probs_reference))
+        found, wanted = (
+            best(equal, torch.zeros(1, 2), 4)
+            for best in (best_of_log_probs, best_of_log_probs_reference)
+        )
         assert torch.equal(found[0], wanted[0])
         assert torch.equal(found[1], wanted[1])
         assert bool(asked) == again
@@ -273,7 +321,11 @@ def test_k_best_of_few_that_are_left(variant: str) -> None:
 def test_whole_calls(variant: str, family: str) -> None:
     """The tokens are those of transformers, whoever computes."""
     model = zoo.build(family, torch.float32)
-    call = zoo.batch(model, 3, 7) | {"num_beams": 4, "max_new_tokens": 20, "no_repeat_ngram_size": 3}
+    call = zoo.batch(model, 3, 7) | {
+        "num_beams": 4,
+        "max_new_tokens": 20,
+        "no_repeat_ngram_size": 3,
+    }
     with fastgen.disabled():
         wanted = model.generate(**call)
     assert torch.equal(model.generate(**call), wanted)
@@ -291,7 +343,10 @@ def test_of_other_processors_only_when_asked(
 ) -> None:
     monkeypatch.setattr(processor, "on_amd", lambda: False)
     assert native.library() is None
-    assert native.state() == f"for {variant}, not used: they are for processors of AMD's, but for FASTGEN_OPS=native"
+    assert (
+        native.state()
+        == f"for {variant}, not used: they are for processors of AMD's, but for FASTGEN_OPS=native"
+    )
     setting("FASTGEN_OPS", "native")
     assert native.library() is not None
     assert native.state() == f"for {variant}"
@@ -322,7 +377,10 @@ def test_no_library(folder: Path, setting: Callable[[str, str], None]) -> None:
     native.found.cache_clear()
     assert native.state() == "none: there was no compiler"
     setting("FASTGEN_OPS", "native")
-    with pytest.raises(RuntimeError, match="FASTGEN_OPS=native, but there are no operations in C here: there was no"):
+    with pytest.raises(
+        RuntimeError,
+        match="FASTGEN_OPS=native, but there are no operations in C here: there was no",
+    ):
         native.library()
 
 
@@ -358,7 +416,12 @@ def test_choice_between_equals(variant: str) -> None:
 
     def undecided(values: Tensor, hits: Tensor, finished: Tensor) -> bool:
         done, open_ = finished > -1e8, torch.ones(1, dtype=torch.bool)
-        return native.choose(by, values, index, index, hits, finished, done, open_, -1e9, 1.0, 1.0, False) is None
+        return (
+            native.choose(
+                by, values, index, index, hits, finished, done, open_, -1e9, 1.0, 1.0, False
+            )
+            is None
+        )
 
     assert not undecided(values, none, nothing)
     hits = torch.tensor([[True, False, False, False]])
@@ -376,7 +439,9 @@ def test_library_of_other_sources(variant: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_other_instructions() -> None:
-    with pytest.raises(OSError, match="torch says that this processor has default, and there is a library for AVX2"):
+    with pytest.raises(
+        OSError, match="torch says that this processor has default, and there is a library for AVX2"
+    ):
         native.load("default")
 
 
@@ -385,10 +450,15 @@ def test_other_instructions() -> None:
     ("script", "reason"),
     [
         (None, "could not be run"),
-        ("echo vector.h:1: error: no such thing >&2; exit 3", "ended with 3: vector.h:1: error: no such thing"),
+        (
+            "echo vector.h:1: error: no such thing >&2; exit 3",
+            "ended with 3: vector.h:1: error: no such thing",
+        ),
     ],
 )
-def test_no_compiler(script: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler(
+    script: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Libraries of before are gone, and the reason lies there."""
     compiler, folder = tmp_path / "compiler", tmp_path / "lib"
     folder.mkdir()
@@ -424,8 +494,20 @@ def test_products(variant: str, rows: int, threads: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(native, "threads_for", lambda work: threads)
     by = native.found().library
     assert by is not None
-    for outputs, inputs in ((1, 1), (16, 32), (40, 512), (130, 513), (1100, 64), (64, 1030), (129, 31)):
-        x, weight, bias = _randn(rows, inputs), _randn(outputs, inputs, seed=1), _randn(outputs, seed=2)
+    for outputs, inputs in (
+        (1, 1),
+        (16, 32),
+        (40, 512),
+        (130, 513),
+        (1100, 64),
+        (64, 1030),
+        (129, 31),
+    ):
+        x, weight, bias = (
+            _randn(rows, inputs),
+            _randn(outputs, inputs, seed=1),
+            _randn(outputs, seed=2),
+        )
         residual, out = _randn(rows, outputs, seed=3), torch.full((rows, outputs), torch.nan)
         found = native.product(by, x, native.packed(by, weight), bias, "relu", residual, out)
         expected = torch.relu(x.double() @ weight.double().T + bias) + residual

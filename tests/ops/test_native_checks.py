@@ -49,7 +49,9 @@ def _extend(parents: Tensor) -> None:
 
 
 def _finish(order: Tensor, beams: Tensor) -> None:
-    finish_rows_([torch.zeros(2, 3, 8)], [Table(torch.zeros(2, 3, 8), torch.zeros(2, 6, 1))], order, beams, 2)
+    finish_rows_(
+        [torch.zeros(2, 3, 8)], [Table(torch.zeros(2, 3, 8), torch.zeros(2, 6, 1))], order, beams, 2
+    )
 
 
 WRONG: dict[str, Callable[[], Any]] = {
@@ -61,12 +63,16 @@ WRONG: dict[str, Callable[[], Any]] = {
     "inputs of twice the width": lambda: _product(torch.ones(2, 4, 64)),
     "bias of another width": lambda: _product(torch.ones(4, 32), torch.ones(65)),
     "residual of fewer rows": lambda: _product(torch.ones(4, 32), residual=torch.ones(3, 64)),
-    "position of another width": lambda: embedding(_integers(4), torch.ones(9, 32), 1.0, torch.ones(31)),
+    "position of another width": lambda: embedding(
+        _integers(4), torch.ones(9, 32), 1.0, torch.ones(31)
+    ),
     "parents beyond the beams": lambda: _extend(torch.full((2, 3), 7)),
     "parents below 0": lambda: _extend(torch.full((2, 3), -9)),
     "order beyond the candidates": lambda: _finish(torch.full((2, 3), 9), _integers(2, 6)),
     "running rows beyond the beams": lambda: _finish(torch.full((2, 3), 5), torch.full((2, 6), 3)),
-    "sentences beyond the last": lambda: move_sentences_(torch.ones(4, 2, 3, 8), torch.tensor([4]), torch.tensor([0])),
+    "sentences beyond the last": lambda: move_sentences_(
+        torch.ones(4, 2, 3, 8), torch.tensor([4]), torch.tensor([0])
+    ),
 }
 
 
@@ -136,11 +142,16 @@ def test_states_of_other_rows_than_the_mask(
     for _ in range(2):
         model.generate(**zoo.batch(model, 3, 7), **options)
     for rows, of_mask, length in ROWS:
-        states = torch.randn(rows, 7, model.config.d_model, generator=torch.Generator().manual_seed(1))
+        states = torch.randn(
+            rows, 7, model.config.d_model, generator=torch.Generator().manual_seed(1)
+        )
         mask = None if of_mask is None else torch.ones(of_mask, length, dtype=torch.int64)
         if mask is not None:
             mask[0, -2:] = 0
-        given = {"encoder_outputs": BaseModelOutput(last_hidden_state=states), "attention_mask": mask}
+        given = {
+            "encoder_outputs": BaseModelOutput(last_hidden_state=states),
+            "attention_mask": mask,
+        }
         assert_same(model, given | options, tolerance=1e-4)
 
 

@@ -17,8 +17,20 @@ from fastgen.ops.counts import calls
 from fastgen.ops.embedding import embedding, embedding_reference
 from fastgen.ops.selection.kbest import LogitsUpdates, SparseUpdate, kbest, kbest_reference
 from fastgen.ops.selection.ngram_block import ngram_block_reference, ngram_mask_
-from fastgen.ops.selection.token_mask import add_tokens_, add_tokens_reference, empty_mask, packed, unpacked
-from fastgen.ops.tables import Table, extend_rows_, extend_rows_reference, finish_rows_, finish_rows_reference
+from fastgen.ops.selection.token_mask import (
+    add_tokens_,
+    add_tokens_reference,
+    empty_mask,
+    packed,
+    unpacked,
+)
+from fastgen.ops.tables import (
+    Table,
+    extend_rows_,
+    extend_rows_reference,
+    finish_rows_,
+    finish_rows_reference,
+)
 from tests.ops.test_native import variant  # noqa: F401  a fixture
 from tests.support import zoo
 from tests.support.parity import assert_same
@@ -47,7 +59,9 @@ def _same(found: Any, wanted: Any) -> None:
 # The k best
 
 
-@pytest.mark.parametrize(("b", "m", "v", "k"), [(1, 1, 65, 1), (3, 4, 127, 8), (2, 5, 1_000, 10), (1, 4, 50_264, 8)])
+@pytest.mark.parametrize(
+    ("b", "m", "v", "k"), [(1, 1, 65, 1), (3, 4, 127, 8), (2, 5, 1_000, 10), (1, 4, 50_264, 8)]
+)
 def test_of_logits(variant: str, b: int, m: int, v: int, k: int) -> None:  # noqa: F811
     """No log-probability is written; logits may lie anywhere, and stay."""
     room, scores = _randn(b, m, v + 3) * 4, _randn(b, m, seed=1)
@@ -86,7 +100,9 @@ def test_of_logits_that_are_no_numbers(variant: str, bad: float) -> None:  # noq
     logits[0, 0, 3] = bad
     found, wanted = (best(logits, scores, 4, without_nan=True) for best in (kbest, kbest_reference))
     _same(found, wanted)
-    assert torch.equal(kbest(logits, scores, 4).values.isnan(), kbest_reference(logits, scores, 4).values.isnan())
+    assert torch.equal(
+        kbest(logits, scores, 4).values.isnan(), kbest_reference(logits, scores, 4).values.isnan()
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +111,11 @@ def test_of_logits_that_are_no_numbers(variant: str, bad: float) -> None:  # noq
         {"bias": _randn(300, seed=3)},
         {"temperature": 0.7},
         {"updates": LogitsUpdates(forced=torch.tensor([4, -1, 9, -1, -1, 299]))},
-        {"updates": LogitsUpdates(SparseUpdate(torch.tensor([[5]] * 6), torch.full((6, 1), 0.5), torch.zeros(6, 1)))},
+        {
+            "updates": LogitsUpdates(
+                SparseUpdate(torch.tensor([[5]] * 6), torch.full((6, 1), 0.5), torch.zeros(6, 1))
+            )
+        },
     ],
 )
 def test_of_logits_with_more(variant: str, given: dict[str, Any]) -> None:  # noqa: F811
@@ -124,7 +144,12 @@ def test_calls(variant: str, option: str) -> None:  # noqa: F811
     """Log-probabilities are written only where edits change some, or somebody looks at them."""
     kwargs, written = OPTIONS[option]
     model = zoo.build("bart", torch.float32)
-    assert assert_same(model, zoo.batch(model, 3, 7) | kwargs | {"max_new_tokens": 15}, tolerance=1e-4).error is None
+    assert (
+        assert_same(
+            model, zoo.batch(model, 3, 7) | kwargs | {"max_new_tokens": 15}, tolerance=1e-4
+        ).error
+        is None
+    )
     assert calls["kbest", "native"] > 5
     assert (calls["log_softmax", "native"] > 5) == bool(written)
 
@@ -134,7 +159,10 @@ def test_calls(variant: str, option: str) -> None:  # noqa: F811
 
 def _growing(b: int, m: int, n: int, prefix: int, seed: int) -> list[Table]:
     """Tokens, the rows they came from, which get longer integers, and what a beam sees, several columns at a time."""
-    tokens, came_from = _integers(b, m, n, below=900, seed=seed), _integers(b, m, n, below=900).to(torch.int32)
+    tokens, came_from = (
+        _integers(b, m, n, below=900, seed=seed),
+        _integers(b, m, n, below=900).to(torch.int32),
+    )
     own = _randn(m, m).expand(b, -1, -1)
     return [
         Table(tokens, _integers(b, m, below=900, seed=seed + 1)[:, :, None], prefix),
@@ -158,10 +186,16 @@ def test_extend_rows(variant: str, b: int, m: int) -> None:  # noqa: F811
 def test_finish_rows(variant: str, b: int, m: int, k: int) -> None:  # noqa: F811
     for steps, prefix in itertools.product((0, 1, 6), (0, 2)):
         running = _growing(b, m, 9, prefix, seed=steps)[:2]
-        tables = [table._replace(newest=_integers(b, k, below=900, seed=7)[:, :, None]) for table in running]
+        tables = [
+            table._replace(newest=_integers(b, k, below=900, seed=7)[:, :, None])
+            for table in running
+        ]
         finished = [_integers(*table.rows.shape, below=99).to(table.rows.dtype) for table in tables]
         order, beams = _integers(b, m, below=m + k, seed=3), _integers(b, k, below=m, seed=4)
-        wanted = [finish_rows_reference(f, t, order, beams, steps) for f, t in zip(finished, tables, strict=True)]
+        wanted = [
+            finish_rows_reference(f, t, order, beams, steps)
+            for f, t in zip(finished, tables, strict=True)
+        ]
         finish_rows_(finished, tables, order, beams, steps)
         for rows, expected in zip(finished, wanted, strict=True):
             assert torch.equal(rows, expected)
@@ -241,11 +275,16 @@ def test_embedding(variant: str, scale: float) -> None:  # noqa: F811
     ids = _integers(7, 4, below=50)[:, 2]
     ids[3] = 9
     for given in ((), (row,), (row, (9, other))):
-        found, wanted = embedding(ids, tokens, scale, *given), embedding_reference(ids, tokens, scale, *given)
+        found, wanted = (
+            embedding(ids, tokens, scale, *given),
+            embedding_reference(ids, tokens, scale, *given),
+        )
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
     assert calls == {("embedding", "native"): 3}
     rows = _randn(7, 33, seed=3)  # of each one's own position
-    torch.testing.assert_close(embedding(ids, tokens, scale, rows), embedding_reference(ids, tokens, scale, rows))
+    torch.testing.assert_close(
+        embedding(ids, tokens, scale, rows), embedding_reference(ids, tokens, scale, rows)
+    )
     assert calls["embedding", "reference"] == 1
     for outside in (50, -1):
         with pytest.raises(IndexError):

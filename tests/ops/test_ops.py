@@ -38,7 +38,9 @@ VOCABULARIES = (32_128, 50_264)
 
 
 def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def _unmodified(*tensors: Tensor) -> Callable[[], bool]:
@@ -63,9 +65,13 @@ def _warped(scores: Tensor, top_p: float, least: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.97])
-@pytest.mark.parametrize(("rows", "v", "least"), [(1, 1, 1), (3, 7, 2), (5, 65, 1), (4, 1_000, 3), (2, 50_264, 1)])
+@pytest.mark.parametrize(
+    ("rows", "v", "least"), [(1, 1, 1), (3, 7, 2), (5, 65, 1), (4, 1_000, 3), (2, 50_264, 1)]
+)
 @pytest.mark.parametrize("top_k", [0, 50])
-def test_nucleus(rows: int, v: int, least: int, top_p: float, top_k: int, dtype: torch.dtype) -> None:
+def test_nucleus(
+    rows: int, v: int, least: int, top_p: float, top_k: int, dtype: torch.dtype
+) -> None:
     """The warper's scores, and not seldom."""
     found = 0
     for seed in range(10):
@@ -91,7 +97,10 @@ def test_nucleus_leaves_to_the_toolkit_what_it_cannot_know() -> None:
     assert sure(equal, 0.8) == [False]  # one or two of three equal tokens stay
     assert sure(equal, 0.5) == [True]
     halves = torch.tensor([[0.5, 0.25, 0.25], [0.6, 0.3, 0.1]]).log()
-    assert sure(halves, 0.5) == [False, True]  # whether the second token of the first row stays, rounding decides
+    assert sure(halves, 0.5) == [
+        False,
+        True,
+    ]  # whether the second token of the first row stays, rounding decides
     for bad in (torch.nan, torch.inf):
         assert sure(torch.tensor([[0.0, bad, 1.0]]), 0.9) == [False]
     assert sure(torch.full((1, 3), -torch.inf), 0.9) == [False]
@@ -158,15 +167,22 @@ def test_kbest(b: int, m: int, v: int, k: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("v", VOCABULARIES)
 def test_kbest_ranks_groups_instead_of_tokens(v: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a tie the reference, which would hide a mistake of the groups, is not asked."""
-    log_probs, scores = torch.log_softmax(_randn(3, 4, v, dtype=torch.float64), -1), _randn(3, 4, seed=1).double()
+    log_probs, scores = (
+        torch.log_softmax(_randn(3, 4, v, dtype=torch.float64), -1),
+        _randn(3, 4, seed=1).double(),
+    )
     wanted = best_of_log_probs_reference(log_probs, scores, 8)
-    monkeypatch.setattr(kbest_module, "best_of_log_probs_reference", lambda *_: pytest.fail("the reference ran"))
+    monkeypatch.setattr(
+        kbest_module, "best_of_log_probs_reference", lambda *_: pytest.fail("the reference ran")
+    )
     values, indices = best_of_log_probs(log_probs, scores, 8)
     assert torch.equal(values, wanted[0])
     assert torch.equal(indices, wanted[1])
 
 
-@pytest.mark.parametrize("kind", ["every other", "transposed", "expanded", "part", "tail", "scores"])
+@pytest.mark.parametrize(
+    "kind", ["every other", "transposed", "expanded", "part", "tail", "scores"]
+)
 @pytest.mark.parametrize("v", [1_000, VOCABULARIES[1]])
 def test_kbest_strided(kind: str, v: int) -> None:
     scores = _randn(2, 4, seed=1)
@@ -187,7 +203,9 @@ def test_kbest_strided(kind: str, v: int) -> None:
 @pytest.mark.parametrize("levels", [1, 2, 40])
 def test_kbest_ties(v: int, levels: int) -> None:
     """Few different values: which of the equal ones come first is for `torch.topk` to say."""
-    log_probs = torch.randint(0, levels, (3, 4, v), generator=torch.Generator().manual_seed(v)).float() / 8
+    log_probs = (
+        torch.randint(0, levels, (3, 4, v), generator=torch.Generator().manual_seed(v)).float() / 8
+    )
     _check_kbest(log_probs, torch.zeros(3, 4), 8)
     _check_kbest(log_probs, torch.tensor([[0.0, -0.125, -0.25, 0.0]] * 3), 8)
 
@@ -233,7 +251,9 @@ def test_kbest_bans(v: int) -> None:
 
 
 @pytest.mark.parametrize("v", [96, 1_000, *VOCABULARIES])
-@pytest.mark.parametrize("kind", ["one", "two", "a beam", "a sentence", "all", "in the tail", "score"])
+@pytest.mark.parametrize(
+    "kind", ["one", "two", "a beam", "a sentence", "all", "in the tail", "score"]
+)
 def test_kbest_nan(v: int, kind: str) -> None:
     """`torch.topk` ranks NaN first; which of several comes first is for it to say."""
     log_probs, scores = torch.log_softmax(_randn(3, 4, v), -1), _randn(3, 4, seed=1)
@@ -292,9 +312,13 @@ def test_kbest_in_given_memory(v: int, edited: bool) -> None:
     torch.testing.assert_close(found.values, wanted.values, atol=1e-5, rtol=0)
     assert torch.equal(found.indices, wanted.indices)
     assert unmodified()
-    assert torch.equal(scratch.isinf().flatten(0, 1), torch.zeros(12, v).bool() if banned is None else banned)
+    assert torch.equal(
+        scratch.isinf().flatten(0, 1), torch.zeros(12, v).bool() if banned is None else banned
+    )
     for wrong in (scratch[:2], scratch.double(), torch.empty(3, v, 4).transpose(1, 2)):
-        with pytest.raises(ValueError, match=re.escape(f"scratch {tuple(wrong.shape)} in {wrong.dtype}")):
+        with pytest.raises(
+            ValueError, match=re.escape(f"scratch {tuple(wrong.shape)} in {wrong.dtype}")
+        ):
             kbest(logits, scores, 8, scratch=wrong)
 
 
@@ -330,7 +354,9 @@ def _check_ngrams(scores: Tensor, ids: Tensor, n: int) -> Tensor:
         (4, 64, VOCABULARIES[1], 50_264),
     ],
 )  # fmt: skip
-def test_ngrams(rows: int, length: int, vocabulary: int, tokens: int, n: int, dtype: torch.dtype) -> None:
+def test_ngrams(
+    rows: int, length: int, vocabulary: int, tokens: int, n: int, dtype: torch.dtype
+) -> None:
     scores, ids = _randn(rows, vocabulary, dtype=dtype), _ids(rows, length, tokens)
     toolkit = NoRepeatNGramLogitsProcessor(n)(ids, scores.clone())
     found = _check_ngrams(scores, ids, n)
@@ -386,7 +412,9 @@ def test_ngrams_strided(n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "rows", "shown"), [(0, 2, "n = 0"), (-3, 2, "n = -3"), (2, 3, "(3, 4)")], ids=["zero", "negative", "rows"]
+    ("n", "rows", "shown"),
+    [(0, 2, "n = 0"), (-3, 2, "n = -3"), (2, 3, "(3, 4)")],
+    ids=["zero", "negative", "rows"],
 )
 def test_ngrams_errors(n: int, rows: int, shown: str) -> None:
     with pytest.raises(ValueError, match=re.escape(shown)):
@@ -396,7 +424,9 @@ def test_ngrams_errors(n: int, rows: int, shown: str) -> None:
 # Attention of beams
 
 
-def _attention(b: int, m: int, h: int, kv: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _attention(
+    b: int, m: int, h: int, kv: int, n: int, d: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     return (
         _randn(b, m, h, d, dtype=dtype),
         _randn(b, kv, n, d, seed=1, dtype=dtype),
@@ -409,13 +439,20 @@ def _check_attention(
 ) -> Tensor:
     """Equal in float64; elsewhere the error is at most twice that of the reference, and a little; both ways."""
     with patch.object(attention_module, "FEW", 10**9):
-        _check_one_attention(query, keys, values, mask, softcap, blind=0.0 if softcap is None else torch.nan)
+        _check_one_attention(
+            query, keys, values, mask, softcap, blind=0.0 if softcap is None else torch.nan
+        )
     with patch.object(attention_module, "FEW", 0):
         return _check_one_attention(query, keys, values, mask, softcap, blind=torch.nan)
 
 
 def _check_one_attention(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, softcap: float | None, blind: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    softcap: float | None,
+    blind: float,
 ) -> Tensor:
     """blind: what a beam gets that sees nothing."""
     scale = query.shape[-1] ** -0.5
@@ -426,14 +463,22 @@ def _check_one_attention(
     assert found.shape == query.shape
     assert found.dtype == query.dtype
     exact = beam_attention_reference(
-        query.double(), keys.double(), values.double(), None if mask is None else mask.double(), scale, softcap
+        query.double(),
+        keys.double(),
+        values.double(),
+        None if mask is None else mask.double(),
+        scale,
+        softcap,
     )
     expected = torch.full_like(found[exact.isnan()], blind)
     torch.testing.assert_close(found[exact.isnan()], expected, equal_nan=True, atol=0, rtol=0)
     error, allowed = (
-        (x.double() - exact).nan_to_num(0.0).abs().max().item() for x in (found, reference.to(query.dtype))
+        (x.double() - exact).nan_to_num(0.0).abs().max().item()
+        for x in (found, reference.to(query.dtype))
     )
-    floor = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[query.dtype]
+    floor = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[
+        query.dtype
+    ]
     assert error <= 2 * allowed + floor
     return found
 
@@ -450,10 +495,20 @@ _DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
         (2, 1, 4, 2, 17, 16),
     ],
 )  # fmt: skip
-def test_attention(b: int, m: int, h: int, kv: int, n: int, d: int, softcap: float | None, dtype: torch.dtype) -> None:
+def test_attention(
+    b: int, m: int, h: int, kv: int, n: int, d: int, softcap: float | None, dtype: torch.dtype
+) -> None:
     query, keys, values = _attention(b, m, h, kv, n, d, dtype)
     _check_attention(query, keys, values, None, softcap)
-    for shape in ((b, 1, m, n), (1, 1, 1, n), (b, 1, 1, n), (1, h, 1, n), (b, h, m, n), (1, h, m, n), (1, 1, m, n)):
+    for shape in (
+        (b, 1, m, n),
+        (1, 1, 1, n),
+        (b, 1, 1, n),
+        (1, h, 1, n),
+        (b, h, m, n),
+        (1, h, m, n),
+        (1, 1, m, n),
+    ):
         mask = _randn(*shape, seed=3, dtype=dtype)
         mask[..., 1::2] = -INF
         _check_attention(query, keys, values, mask, softcap)
@@ -480,7 +535,9 @@ def test_attention_at_once(
     found: list[Tensor] = []
     for on_intel, expected in ((True, intel), (False, elsewhere)):
         monkeypatch.setattr(processor, "on_intel", lambda on_intel=on_intel: on_intel)
-        with patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as own:
+        with patch.object(
+            F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention
+        ) as own:
             found.append(beam_attention(query, keys, values, None, 8**-0.5))
         assert own.called == expected
     torch.testing.assert_close(found[0], found[1])
@@ -488,10 +545,14 @@ def test_attention_at_once(
 
 def test_attention_is_the_toolkits() -> None:
     query, keys, values = _attention(3, 4, 6, 2, 21, 8, torch.float64)
-    mask = torch.zeros(3, 1, 4, 21, dtype=torch.float64).masked_fill_(_randn(3, 1, 4, 21) > 0.5, -INF)
+    mask = torch.zeros(3, 1, 4, 21, dtype=torch.float64).masked_fill_(
+        _randn(3, 1, 4, 21) > 0.5, -INF
+    )
     mask[..., 0] = 0
     found = _check_attention(query, keys, values, mask)
-    torch_own = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, mask, enable_gqa=True)
+    torch_own = F.scaled_dot_product_attention(
+        query.transpose(1, 2), keys, values, mask, enable_gqa=True
+    )
     torch.testing.assert_close(found, torch_own.transpose(1, 2), atol=1e-12, rtol=0)
 
 
@@ -519,7 +580,12 @@ def test_attention_strided(dtype: torch.dtype) -> None:
     _check_attention(_randn(3, 4, 6, 16, dtype=dtype)[..., ::2], keys, values, None)
     mask = _randn(3, 1, 4, 80, dtype=dtype)[..., ::2]
     _check_attention(query, keys, values, mask)
-    _check_attention(query, keys, values, _randn(4, 6, 40, dtype=dtype).transpose(0, 1)[None].expand(3, -1, -1, -1))
+    _check_attention(
+        query,
+        keys,
+        values,
+        _randn(4, 6, 40, dtype=dtype).transpose(0, 1)[None].expand(3, -1, -1, -1),
+    )
 
 
 def test_attention_does_not_see_what_is_masked() -> None:
@@ -529,11 +595,14 @@ def test_attention_does_not_see_what_is_masked() -> None:
     mask[..., 5:] = -INF
     short = beam_attention(query, keys[:, :, :5], values[:, :, :5], mask[..., :5], 1.0)
     keys[:, :, 5:], values[:, :, 5:] = 1e30, 1e30
-    torch.testing.assert_close(beam_attention(query, keys, values, mask, 1.0), short, atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        beam_attention(query, keys, values, mask, 1.0), short, atol=1e-12, rtol=0
+    )
 
 
 @pytest.mark.parametrize(
-    ("query", "keys"), [((2, 3, 4, 8), (3, 4, 5, 8)), ((2, 3, 4, 8), (2, 3, 5, 8)), ((2, 3, 4, 8), (2, 4, 5, 6))]
+    ("query", "keys"),
+    [((2, 3, 4, 8), (3, 4, 5, 8)), ((2, 3, 4, 8), (2, 3, 5, 8)), ((2, 3, 4, 8), (2, 4, 5, 6))],
 )
 def test_attention_errors(query: tuple[int, ...], keys: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=re.escape(str(query)) + ".*" + re.escape(str(keys))):
@@ -542,7 +611,9 @@ def test_attention_errors(query: tuple[int, ...], keys: tuple[int, ...]) -> None
 
 # Linear layers
 
-needs_onednn = pytest.mark.skipif(bool(linear_ops.unusable("onednn")), reason="oneDNN cannot be used")
+needs_onednn = pytest.mark.skipif(
+    bool(linear_ops.unusable("onednn")), reason="oneDNN cannot be used"
+)
 needs_mkl = pytest.mark.skipif(bool(linear_ops.unusable("mkl")), reason="MKL cannot be used")
 
 
@@ -638,10 +709,14 @@ def test_linear_by_mkl_with_what_comes_behind(rows: int) -> None:
     for laid_out in (1, *linear_ops.PACKED_ROWS_MKL, 5000):
         form = linear_ops._pack_for_mkl(weight, laid_out)
         assert linear_ops.packed_bytes(form) == 4 * 96 * 200
-        torch.testing.assert_close(linear_ops.linear(x, form, bias, residual=residual), expected + residual)
+        torch.testing.assert_close(
+            linear_ops.linear(x, form, bias, residual=residual), expected + residual
+        )
         for kind in linear_ops.FUNCTIONS:
             found = linear_ops.linear(x, form, bias, kind)
-            torch.testing.assert_close(found, linear_ops.activation_reference(expected, kind), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                found, linear_ops.activation_reference(expected, kind), atol=1e-5, rtol=1e-4
+            )
 
 
 @needs_mkl
@@ -650,7 +725,15 @@ def test_rows_that_mkl_lays_out_for(by_torch_alone: None, monkeypatch: pytest.Mo
     monkeypatch.setattr(processor, "on_intel", lambda: True)
     laid_out: list[int] = []
     monkeypatch.setattr(linear_ops, "_pack_for_mkl", lambda _, rows: laid_out.append(rows))
-    for threads, outputs in ((1, 127), (1, 128), (2, 255), (2, 256), (8, 1000), (8, 1024), (16, 1024)):
+    for threads, outputs in (
+        (1, 127),
+        (1, 128),
+        (2, 255),
+        (2, 256),
+        (8, 1000),
+        (8, 1024),
+        (16, 1024),
+    ):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         linear_ops.pack(torch.empty(outputs, 8))
     assert laid_out == [64, 128, 64, 128, 64, 128, 64]
@@ -664,7 +747,9 @@ def test_what_a_torch_has_does_not_depend_on_who_asks_first(around: Callable[[],
     linear_ops.unusable.cache_clear()
     try:
         with around():
-            assert [linear_ops.unusable(library) for library in ("mkl", "onednn", "plain")] == before
+            assert [
+                linear_ops.unusable(library) for library in ("mkl", "onednn", "plain")
+            ] == before
     finally:
         linear_ops.unusable.cache_clear()
 
@@ -704,7 +789,14 @@ def test_weights_that_are_packed_for_c(variant: str, monkeypatch: pytest.MonkeyP
 @needs_onednn
 def test_useful_rows_on_zen5(by_torch_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "on_zen5", lambda: True)
-    shapes = {(128, 128): 128, (192, 192): 64, (256, 256): 32, (576, 192): 4, (1024, 256): 1, (512, 512): 1}
+    shapes = {
+        (128, 128): 128,
+        (192, 192): 64,
+        (256, 256): 32,
+        (576, 192): 4,
+        (1024, 256): 1,
+        (512, 512): 1,
+    }
     assert {shape: linear_ops.useful_rows(*shape).start for shape in shapes} == shapes
 
 
@@ -716,9 +808,13 @@ def test_useful_rows_on_zen5(by_torch_alone: None, monkeypatch: pytest.MonkeyPat
         ("Intel(R) Core(TM)", True, (True, False)),
     ],
 )
-def test_processors(name: str, has: bool, expected: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors(
+    name: str, has: bool, expected: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()  # what tests are told
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name, "avx512_vp2intersect": has})
+    monkeypatch.setattr(
+        torch.cpu, "get_capabilities", lambda: {"cpu_name": name, "avx512_vp2intersect": has}
+    )
     kinds = processor.on_intel, processor.on_zen5
     for kind in (*kinds, processor.on_amd):
         kind.cache_clear()
@@ -735,7 +831,9 @@ def test_useful_rows_by_mkl(by_torch_alone: None, monkeypatch: pytest.MonkeyPatc
     shapes = {(128, 128): (64, 256), (256, 128): (16, 256), (256, 256): (16, 256), (768, 768): (16, 256),
               (4096, 1024): (4, 512), (192, 768): (16, 256), (300, 1000): (16, 256), (320, 2048): (16, 512),
               (1024, 4096): (8, 512), (96, 1024): (16, 256)}  # fmt: skip
-    assert {shape: (rows[0], rows[-1]) for shape in shapes if (rows := linear_ops.useful_rows(*shape))} == shapes
+    assert {
+        shape: (rows[0], rows[-1]) for shape in shapes if (rows := linear_ops.useful_rows(*shape))
+    } == shapes
     assert not linear_ops.useful_rows(100, 400)
     assert not linear_ops.useful_rows(95, 8192)
     widening = {(512, 128): 32, (768, 192): 15, (1024, 256): 8, (4096, 1024): 4}
@@ -752,7 +850,11 @@ def test_who_packs_where_both_can(by_torch_alone: None, monkeypatch: pytest.Monk
     for kind, mkl in ((None, True), ("silu", True), ("gelu", False), ("gelu_tanh", False)):
         form = linear_ops.pack(weight, 16, kind)
         assert isinstance(form, linear_ops.MklWeight) == mkl
-        fitting = [other for other in (None, "silu", "gelu", "gelu_tanh") if linear_ops.suits(form, 64, 64, other)]
+        fitting = [
+            other
+            for other in (None, "silu", "gelu", "gelu_tanh")
+            if linear_ops.suits(form, 64, 64, other)
+        ]
         assert fitting == ([None, "silu"] if mkl else ["gelu", "gelu_tanh"])
 
 
@@ -774,7 +876,11 @@ def test_a_plain_weight_is_torchs_own_where_that_is_mkl(
     with_bias: bool, by_torch_alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processor, "on_intel", lambda: True)
-    x, weight, bias = _randn(2, 70, 48), _randn(90, 48, seed=1), _randn(90, seed=2) if with_bias else None
+    x, weight, bias = (
+        _randn(2, 70, 48),
+        _randn(90, 48, seed=1),
+        _randn(90, seed=2) if with_bias else None,
+    )
     expected, y = F.linear(x, weight, bias), torch.full((2, 70, 90), torch.nan)
     assert torch.equal(linear_ops.linear(x, weight, bias), expected)
     linear_ops.linear_into(y, x, weight, bias, "relu")
@@ -797,7 +903,9 @@ def test_activation(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> No
         assert torch.equal(x, wanted)
 
 
-@pytest.mark.parametrize("shape", [(1, 1280), (4, 3, 14), (16, 1024), (16, 1025), (3, 5), (2, 4, 4)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1280), (4, 3, 14), (16, 1024), (16, 1025), (3, 5), (2, 4, 4)]
+)
 def test_few_values_of_gelu(shape: tuple[int, ...]) -> None:
     """In place, and as near to what is right as torch's."""
     x = _randn(*shape) * 3
@@ -864,7 +972,9 @@ def test_extended_rows(m: int, c: int, steps: int, counted: bool) -> None:
 def test_finished_rows(m: int, k: int, steps: int, counted: bool) -> None:
     """A row is one that had finished, or a running one and the token it ends with."""
     generator = torch.Generator().manual_seed(m)
-    finished, running = (torch.randint(0, 99, (2, m, 5 + steps + 2), generator=generator) for _ in range(2))
+    finished, running = (
+        torch.randint(0, 99, (2, m, 5 + steps + 2), generator=generator) for _ in range(2)
+    )
     running[:, :, 5 + steps :] = finished[:, :, 5 + steps :] = 1  # as their tails are filled
     beams, tokens = (torch.randint(0, m, (2, k), generator=generator) for _ in range(2))
     order = torch.stack([torch.randperm(m + k, generator=generator)[:m] for _ in range(2)])

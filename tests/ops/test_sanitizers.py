@@ -30,12 +30,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.native_fuzz", str(folder), *arguments]
     environment = native_fuzz.environment()
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("rows", "AddressSanitizer: heap-buffer-overflow"), ("address", "runtime error: store to misaligned address")],
+    [
+        ("rows", "AddressSanitizer: heap-buffer-overflow"),
+        ("address", "runtime error: store to misaligned address"),
+    ],
 )
 @pytest.mark.slow
 def test_a_wrong_call_is_found(folder: Path, kind: str, message: str) -> None:
@@ -56,6 +61,13 @@ def test_odd_shapes(folder: Path) -> None:
 def test_tests_of_operations_and_steps(folder: Path) -> None:
     """Those of what a search does between two steps, of as many rows as there may be, and of fairseq's models."""
     chosen = "not test_in_c or test_many_beams_and_heads or (test_fairseq and (bart or prenorm))"
-    done = _run(folder, "--pytest", "tests/ops/test_native_search.py", "tests/models/test_in_c.py", "-k", chosen)
+    done = _run(
+        folder,
+        "--pytest",
+        "tests/ops/test_native_search.py",
+        "tests/models/test_in_c.py",
+        "-k",
+        chosen,
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert " passed" in done.stdout

@@ -28,14 +28,21 @@ CHANGES = {
 """What becomes of an operator, and what the reason says."""
 
 pytestmark = pytest.mark.skipif(
-    bool(linear_ops.unusable("onednn") or linear_ops.unusable("mkl")), reason="oneDNN or MKL cannot be used"
+    bool(linear_ops.unusable("onednn") or linear_ops.unusable("mkl")),
+    reason="oneDNN or MKL cannot be used",
 )
 
 
 @pytest.fixture(autouse=True)
 def _anew() -> Iterator[None]:
     """What is known of operators is found once more, and forgotten."""
-    caches: Any = torch_private.operator, linear_ops.unusable, linears._useful, linears._least, native.found
+    caches: Any = (
+        torch_private.operator,
+        linear_ops.unusable,
+        linears._useful,
+        linears._least,
+        native.found,
+    )
 
     def forget() -> None:
         packed_weights.release()
@@ -56,7 +63,10 @@ def change(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
         library, _, packet = name.partition("::")
         packet, _, overload = packet.partition(".")
         packets = getattr(torch.ops, library)
-        overloads = {key: getattr(getattr(packets, packet), key) for key in getattr(packets, packet).overloads()}
+        overloads = {
+            key: getattr(getattr(packets, packet), key)
+            for key in getattr(packets, packet).overloads()
+        }
         del overloads[overload or "default"]
         if request.param == "takes something else":
             overloads[overload or "default"] = _Operator(own, f"{name}(Tensor x) -> Tensor")
@@ -103,16 +113,22 @@ def net() -> nn.Module:
 
 def _explained() -> str:
     model = zoo.build("gpt2", torch.float32)
-    return str(fastgen.explain(model, **zoo.batch(model, 2, 3), max_new_tokens=4, pad_token_id=0).linears)
+    return str(
+        fastgen.explain(model, **zoo.batch(model, 2, 3), max_new_tokens=4, pad_token_id=0).linears
+    )
 
 
 def _examined() -> tuple[str, str]:
-    (found,) = [finding for finding in checks.devices() if finding.text.startswith("fp32 linear layers")]
+    (found,) = [
+        finding for finding in checks.devices() if finding.text.startswith("fp32 linear layers")
+    ]
     return found.level, found.text
 
 
 @pytest.mark.usefixtures("by_torch_alone")
-def test_weights_stay_as_they_are_where_onednn_does_not_pack(net: nn.Module, change: Callable[[str], str]) -> None:
+def test_weights_stay_as_they_are_where_onednn_does_not_pack(
+    net: nn.Module, change: Callable[[str], str]
+) -> None:
     said = change(PACK)
     assert linears.reason_off(net) is None
     assert not routes.survey(net, None).packed
@@ -128,7 +144,9 @@ def test_weights_stay_as_they_are_where_onednn_does_not_pack(net: nn.Module, cha
 
 @pytest.mark.usefixtures("by_torch_alone")
 @pytest.mark.parametrize("schema", ONEDNN)
-def test_products_are_torchs_own_without_onednn(schema: str, net: nn.Module, change: Callable[[str], str]) -> None:
+def test_products_are_torchs_own_without_onednn(
+    schema: str, net: nn.Module, change: Callable[[str], str]
+) -> None:
     said = change(schema)
     assert said in str(linears.reason_off(net))
     assert "\n" not in str(linears.reason_off(net))
@@ -165,12 +183,16 @@ def test_mkl_packs_every_weight_on_intel_without_onednn(
 
 
 @pytest.mark.parametrize("schema", ONEDNN)
-def test_products_in_c_need_nothing_of_torchs(schema: str, net: nn.Module, change: Callable[[str], str]) -> None:
+def test_products_in_c_need_nothing_of_torchs(
+    schema: str, net: nn.Module, change: Callable[[str], str]
+) -> None:
     if native.library() is None:
         pytest.skip("there are no operations in C here")
     said = change(schema)
     assert " in C alone (" in _explained()
-    assert said in str(linear_ops.unusable("plain")), "for the small weights that C leaves to oneDNN"
+    assert said in str(linear_ops.unusable("plain")), (
+        "for the small weights that C leaves to oneDNN"
+    )
     assert linears.reason_off(net) is None
     assert (_examined()[0], said in _examined()[1]) == ("note", True)
     _check_product(net, packs=True, exactly=False)
@@ -181,7 +203,9 @@ def test_products_in_c_need_nothing_of_torchs(schema: str, net: nn.Module, chang
         assert torch.equal(linear_ops.linear(x, few.weight, few.bias), expected)
 
 
-def test_nothing_runs_in_c_where_torch_does_not_say_who_observes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_runs_in_c_where_torch_does_not_say_who_observes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delattr(torch._C, "_len_torch_dispatch_stack")
     assert native.found().library is None
     assert "_len_torch_dispatch_stack" in native.state()

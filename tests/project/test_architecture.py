@@ -14,7 +14,18 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fastgen"
 
 # A part may import itself and those before it. What is not listed may be imported by all, and imports no part.
-ORDER = ("ops", "models", "decoding", "patches", "__init__", "unilm", "corpus", "ray", "cli", "__main__")
+ORDER = (
+    "ops",
+    "models",
+    "decoding",
+    "patches",
+    "__init__",
+    "unilm",
+    "corpus",
+    "ray",
+    "cli",
+    "__main__",
+)
 FREE = ("config", "constraints", "context", "errors", "number", "_version")
 TOOLKITS = ("transformers", "fairseq", "accelerate", "peft")
 TOOLKIT_FOLDERS = ("patches", "unilm", "corpus", "ray", "cli")
@@ -64,8 +75,12 @@ def _imports(file: Path, package: Path) -> Iterator[tuple[int, str]]:
             if module != package.name:
                 yield node.lineno, module
                 continue
-            for alias in node.names:  # `from fastgen import x`: a part, or a public name of the package itself
-                is_part = (package / alias.name).is_dir() or (package / f"{alias.name}.py").is_file()
+            for alias in (
+                node.names
+            ):  # `from fastgen import x`: a part, or a public name of the package itself
+                is_part = (package / alias.name).is_dir() or (
+                    package / f"{alias.name}.py"
+                ).is_file()
                 yield node.lineno, f"{module}.{alias.name}" if is_part else module
 
 
@@ -76,28 +91,68 @@ def test_imports_point_one_way_and_toolkits_stay_in_their_folders() -> None:
 @pytest.mark.parametrize(
     ("file", "statement", "complaint"),
     [
-        ("ops/a.py", "from fastgen.models import b", "ops imports fastgen.models, which points back"),
+        (
+            "ops/a.py",
+            "from fastgen.models import b",
+            "ops imports fastgen.models, which points back",
+        ),
         ("ops/a.py", "import fastgen.patches.engine.engine", "points back"),
         ("ops/a.py", "from ..models import b", "ops imports fastgen.models, which points back"),
         ("ops/a.py", "from .. import models", "ops imports fastgen.models, which points back"),
-        ("ops/deep/a.py", "from ...models.b import c", "ops imports fastgen.models.b, which points back"),
+        (
+            "ops/deep/a.py",
+            "from ...models.b import c",
+            "ops imports fastgen.models.b, which points back",
+        ),
         ("ops/a.py", "from fastgen import status", "ops imports fastgen, which points back"),
-        ("models/a.py", "from fastgen import decoding", "models imports fastgen.decoding, which points back"),
-        ("models/a.py", "def f():\n    import fastgen.decoding", "a.py:2: models imports fastgen.decoding"),
+        (
+            "models/a.py",
+            "from fastgen import decoding",
+            "models imports fastgen.decoding, which points back",
+        ),
+        (
+            "models/a.py",
+            "def f():\n    import fastgen.decoding",
+            "a.py:2: models imports fastgen.decoding",
+        ),
         ("models/a.py", "if TYPE_CHECKING:\n    from fastgen.decoding.c import d", "points back"),
         ("decoding/a.py", "import fastgen", "decoding imports fastgen, which points back"),
-        ("decoding/a.py", "import torch, fastgen.cli", "decoding imports fastgen.cli, which points back"),
-        ("patches/a.py", "from fastgen.cli.b import c", "patches imports fastgen.cli.b, which points back"),
-        ("__init__.py", "from fastgen.cli import main", "__init__ imports fastgen.cli, which points back"),
+        (
+            "decoding/a.py",
+            "import torch, fastgen.cli",
+            "decoding imports fastgen.cli, which points back",
+        ),
+        (
+            "patches/a.py",
+            "from fastgen.cli.b import c",
+            "patches imports fastgen.cli.b, which points back",
+        ),
+        (
+            "__init__.py",
+            "from fastgen.cli import main",
+            "__init__ imports fastgen.cli, which points back",
+        ),
         ("config.py", "from fastgen.ops import a", "config imports fastgen.ops, which points back"),
         ("config.py", "import fastgen", "config imports fastgen, which points back"),
-        ("decoding/a.py", "import transformers", "decoding imports transformers: toolkits are imported in"),
+        (
+            "decoding/a.py",
+            "import transformers",
+            "decoding imports transformers: toolkits are imported in",
+        ),
         ("models/a.py", "from transformers.cache_utils import Cache", "toolkits are imported in"),
         ("ops/a.py", "def f():\n    import fairseq.data as d", "toolkits are imported in"),
         ("models/a.py", "from peft import PeftModel", "toolkits are imported in"),
-        ("models/a.py", "try:\n    import accelerate\nexcept ImportError: pass", "toolkits are imported in"),
+        (
+            "models/a.py",
+            "try:\n    import accelerate\nexcept ImportError: pass",
+            "toolkits are imported in",
+        ),
         ("__init__.py", "import transformers", "toolkits are imported in"),
-        ("corpus/a.py", "from fastgen.ray import b", "corpus imports fastgen.ray, which points back"),
+        (
+            "corpus/a.py",
+            "from fastgen.ray import b",
+            "corpus imports fastgen.ray, which points back",
+        ),
         ("ray/a.py", "from fastgen.cli import b", "ray imports fastgen.cli, which points back"),
         ("cli/a.py", "import ray.data", "cli imports ray.data: Ray is imported in ray only"),
         ("utils/a.py", "", "'utils' is no known part of the package"),
@@ -105,7 +160,9 @@ def test_imports_point_one_way_and_toolkits_stay_in_their_folders() -> None:
         ("patches/a.py", "import fastgen.helpers", "no known part of the package"),
     ],
 )
-def test_a_planted_violation_is_found(tmp_path: Path, file: str, statement: str, complaint: str) -> None:
+def test_a_planted_violation_is_found(
+    tmp_path: Path, file: str, statement: str, complaint: str
+) -> None:
     package = _package(tmp_path)
     _write(package, file, statement)
     (found,) = violations(package)
@@ -116,11 +173,23 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, statement: str,
 @pytest.mark.parametrize(
     ("file", "statement"),
     [
-        ("ops/a.py", "import torch\nfrom fastgen.ops.b import c\nfrom fastgen import config\nfrom . import d"),
-        ("models/a.py", "from fastgen.ops import a\nfrom fastgen.config import settings\nfrom ..ops import b"),
+        (
+            "ops/a.py",
+            "import torch\nfrom fastgen.ops.b import c\nfrom fastgen import config\nfrom . import d",
+        ),
+        (
+            "models/a.py",
+            "from fastgen.ops import a\nfrom fastgen.config import settings\nfrom ..ops import b",
+        ),
         ("decoding/a.py", "from fastgen import models, ops\nimport transformers_extra"),
-        ("patches/a.py", "import transformers, fairseq\nfrom fastgen.decoding import a\nfrom fastgen import _version"),
-        ("cli/a.py", "import fastgen\nfrom fastgen import status\nimport transformers\nfrom fastgen.patches import a"),
+        (
+            "patches/a.py",
+            "import transformers, fairseq\nfrom fastgen.decoding import a\nfrom fastgen import _version",
+        ),
+        (
+            "cli/a.py",
+            "import fastgen\nfrom fastgen import status\nimport transformers\nfrom fastgen.patches import a",
+        ),
         ("__init__.py", "from fastgen.patches import enable\nfrom fastgen.config import settings"),
         ("ray/a.py", "import ray.data\nfrom fastgen.corpus import b\nfrom fastgen.ray.c import d"),
         ("cli/a.py", "def f():\n    from fastgen.ray import engine"),
@@ -171,14 +240,19 @@ def test_import_is_cheap_and_imports_no_toolkit() -> None:
 
 
 def test_import_does_not_need_torch() -> None:
-    assert _python("import sys, fastgen; fastgen.status(); print('torch' in sys.modules)") == "False\n"
+    assert (
+        _python("import sys, fastgen; fastgen.status(); print('torch' in sys.modules)") == "False\n"
+    )
 
 
 def _python(code: str) -> str:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FASTGEN")}
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**kept, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
+        env={
+            **kept,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        },
         capture_output=True,
         text=True,
         timeout=300,

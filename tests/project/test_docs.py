@@ -20,7 +20,9 @@ from tests.support.processes import python
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")]
+FRONT = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
+]
 FRONT += sorted((ROOT / "examples").rglob("README.md"))
 
 
@@ -37,29 +39,42 @@ def hook(name: str) -> ModuleType:
 tables = hook("tables")
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "README.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_tables_are_those_of_the_records(page: Path) -> None:
     text = page.read_text("utf-8")
     assert tables.filled(text) == text, f"{page.name}: `make tables`"
-    assert text.count("<!-- table: ") == text.count("<!-- end of table -->") == len(tables.PLACE.findall(text))
+    assert (
+        text.count("<!-- table: ")
+        == text.count("<!-- end of table -->")
+        == len(tables.PLACE.findall(text))
+    )
 
 
 def test_every_table_has_its_place() -> None:
-    names = [name for page in PAGES for _, name, _, _ in tables.PLACE.findall(page.read_text("utf-8"))]
+    names = [
+        name for page in PAGES for _, name, _, _ in tables.PLACE.findall(page.read_text("utf-8"))
+    ]
     assert sorted(names) == sorted(tables.TABLES)
 
 
 def test_a_table_that_is_out_of_date_is_made_anew() -> None:
     text = "before\n<!-- table: variables -->\n| old |\n<!-- end of table -->\nafter\n"
     new = tables.filled(text)
-    assert new == f"before\n<!-- table: variables -->\n\n{tables.variables()}\n\n<!-- end of table -->\nafter\n"
+    assert (
+        new
+        == f"before\n<!-- table: variables -->\n\n{tables.variables()}\n\n<!-- end of table -->\nafter\n"
+    )
     assert "| old |" not in new
     with pytest.raises(KeyError, match="nothing"):
         tables.filled("<!-- table: nothing -->\n<!-- end of table -->")
 
 
 def test_every_variable_command_and_public_name_is_documented() -> None:
-    switches, commands, api = ((DOCS / f"{name}.md").read_text("utf-8") for name in ("switches", "commands", "api"))
+    switches, commands, api = (
+        (DOCS / f"{name}.md").read_text("utf-8") for name in ("switches", "commands", "api")
+    )
     for variable in VARIABLES:
         assert f"| `{variable.name}` |" in switches
     for command in COMMANDS:
@@ -75,16 +90,29 @@ def test_supported_versions_are_those_of_the_guards() -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
     oldest = re.search(r"^OLDEST := (.+)$", makefile, re.M)
     assert oldest is not None
-    assert f"| {oldest[1]} and {tables.transformers.TOOLKIT.tested}, at every run" in rows["transformers"]
+    assert (
+        f"| {oldest[1]} and {tables.transformers.TOOLKIT.tested}, at every run"
+        in rows["transformers"]
+    )
     assert SpecifierSet(tables.transformers.TOOLKIT.versions).contains(oldest[1])
     assert f" {tables.fairseq.TOOLKIT.tested} " in rows["fairseq"]
-    requires = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["requires-python"]
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+        "requires-python"
+    ]
     assert f"| {requires.removeprefix('>=')} and newer |" in rows["Python"]
 
 
 def recipe(target: str, *variables: str) -> str:
     """The commands that make would run for a target, in an environment that needs nothing."""
-    command = ["make", "--dry-run", "--no-print-directory", target, "ENV_READY=1", "PYTHON=python", *variables]
+    command = [
+        "make",
+        "--dry-run",
+        "--no-print-directory",
+        target,
+        "ENV_READY=1",
+        "PYTHON=python",
+        *variables,
+    ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
@@ -104,7 +132,11 @@ def test_the_newest_release_is_tested_as_the_oldest_one(tmp_path: Path) -> None:
 
 
 def test_every_plot_and_figure_is_shown() -> None:
-    shown = {name for page in PAGES for name in re.findall(r"!\[.+\]\((.+\.svg)\)", page.read_text("utf-8"))}
+    shown = {
+        name
+        for page in PAGES
+        for name in re.findall(r"!\[.+\]\((.+\.svg)\)", page.read_text("utf-8"))
+    }
     assert shown == {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.svg")}
 
 
@@ -113,9 +145,9 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     text = page.read_text("utf-8")
     known = {variable.name for variable in VARIABLES} | {"FASTGEN_"}
     assert set(re.findall(r"\bFASTGEN_?[A-Z_]*", text)) - known == set()
-    assert set(re.findall(r"`fastgen ([a-z-]+)", text)) | set(re.findall(r"^    fastgen ([a-z-]+)", text, re.M)) <= {
-        *COMMANDS
-    }
+    assert set(re.findall(r"`fastgen ([a-z-]+)", text)) | set(
+        re.findall(r"^    fastgen ([a-z-]+)", text, re.M)
+    ) <= {*COMMANDS}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
     assert set(re.findall(r"(?:`|^    )make ([a-z-]+)", text, re.M)) <= targets
     for path in re.findall(r"`((?:fastgen|tests|benchmarks|examples|docs)/[a-z_\d./-]+)`", text):

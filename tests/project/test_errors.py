@@ -47,10 +47,17 @@ def test_fairseq_is_installed_with_what_it_needs() -> None:
 
 
 def test_nothing_installs_another_project_of_this_name() -> None:
-    files = [ROOT / "README.md", *(file for part in ("fastgen", "docs") for file in (ROOT / part).rglob("*"))]
-    texts = {file: file.read_text("utf-8") for file in files if file.suffix in (".py", ".md", ".c", ".h")}
+    files = [
+        ROOT / "README.md",
+        *(file for part in ("fastgen", "docs") for file in (ROOT / part).rglob("*")),
+    ]
+    texts = {
+        file: file.read_text("utf-8") for file in files if file.suffix in (".py", ".md", ".c", ".h")
+    }
     assert len(texts) > 200
-    assert [(file.name, found[0]) for file, text in texts.items() if (found := FOREIGN.search(text))] == []
+    assert [
+        (file.name, found[0]) for file, text in texts.items() if (found := FOREIGN.search(text))
+    ] == []
 
 
 @pytest.mark.parametrize(

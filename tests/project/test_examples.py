@@ -35,7 +35,9 @@ json.dump(fastgen.status().to_dict(), open(report, "w"))
 
 # Without what mends it fairseq cannot be imported.
 FAIRSEQ_ALONE = ("FASTGEN", "compat")
-BY_MODULES = "decode steps run through the model's own modules: a peft.Linear in place of a linear layer"
+BY_MODULES = (
+    "decode steps run through the model's own modules: a peft.Linear in place of a linear layer"
+)
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,14 @@ EXAMPLES = {
     "chat.py": Example(lines=4, like="chat.py", patch="transformers.sample"),
     "text_generation.py": Example(like="text_generation.py", patch="transformers.sample"),
     "peft_lora.py": Example(needs=("peft",), like="peft_lora.py", left_off={BY_MODULES: 1}),
-    "text_vae.py": Example(like="text_vae.py", more="the same tokens: True", hits=4, settings={"STEPS": "60"}),
+    "text_vae.py": Example(
+        like="text_vae.py", more="the same tokens: True", hits=4, settings={"STEPS": "60"}
+    ),
     "fairseq_translate.py": Example(
-        needs=("fairseq",), like="fairseq_translate.py", unpatched=FAIRSEQ_ALONE, patch="fairseq.generate"
+        needs=("fairseq",),
+        like="fairseq_translate.py",
+        unpatched=FAIRSEQ_ALONE,
+        patch="fairseq.generate",
     ),
 }
 HELPERS = {"tiny_model.py"}
@@ -110,7 +117,9 @@ def unpatched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Example], R
     def run(example: Example) -> Ran:
         if example.like not in runs:
             runs[example.like] = _run(
-                example.like, tmp_path_factory.mktemp("stock"), example.settings | dict([example.unpatched])
+                example.like,
+                tmp_path_factory.mktemp("stock"),
+                example.settings | dict([example.unpatched]),
             )
         return runs[example.like]
 
@@ -118,7 +127,9 @@ def unpatched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Example], R
 
 
 def _sum(status: dict[str, Any], what: str) -> dict[str, int]:
-    rows = [row for row in status["rows"] if row["name"] != "transformers.source"]  # by how much padding there is
+    rows = [
+        row for row in status["rows"] if row["name"] != "transformers.source"
+    ]  # by how much padding there is
     return {reason: count for row in rows for reason, count in row[what].items()}
 
 
@@ -133,7 +144,9 @@ def test_example(name: str, tmp_path: Path, unpatched: Callable[[Example], Ran])
     assert len(set(stock.lines)) >= example.lines / 2
     assert ours.lines[: example.lines] == stock.lines[: example.lines]
     assert len(ours.lines) >= example.lines
-    assert [line.startswith(example.more) for line in ours.lines[example.lines :]] == [True] * bool(example.more)
+    assert [line.startswith(example.more) for line in ours.lines[example.lines :]] == [True] * bool(
+        example.more
+    )
 
     hits = {row["name"]: row["hits"] for row in ours.status["rows"]}
     assert hits[example.patch] == example.hits

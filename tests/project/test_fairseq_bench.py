@@ -21,7 +21,18 @@ Found = list[list[dict[str, torch.Tensor]]]
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("name", ["fairseq_big", "fairseq_bart"])
 def test_cases(tmp_path: Path, name: str, dtype: str) -> None:
-    words = ["--case", name, "--dtype", dtype, "--scale", "tiny", "--rounds", "2", "--out", str(tmp_path)]
+    words = [
+        "--case",
+        name,
+        "--dtype",
+        dtype,
+        "--scale",
+        "tiny",
+        "--rounds",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     assert run.main(words) == 0
     file = f"{name}.json" if dtype == "float32" else f"{name}_{dtype}.json"
     result = json.loads((tmp_path / file).read_text("utf-8"))["result"]
@@ -37,8 +48,13 @@ def agreement() -> FairseqAgreement:
     case = CASES["fairseq_iwslt"].tiny()
     assert case.shape is not None
     model = case.shape.build(torch.float32, "cpu")
-    source = torch.randint(4, len(model.dictionary), (3, 9), generator=torch.Generator().manual_seed(1))
-    sample = {"id": torch.tensor([17, 4, 9]), "net_input": {"src_tokens": source, "src_lengths": torch.full((3,), 9)}}
+    source = torch.randint(
+        4, len(model.dictionary), (3, 9), generator=torch.Generator().manual_seed(1)
+    )
+    sample = {
+        "id": torch.tensor([17, 4, 9]),
+        "net_input": {"src_tokens": source, "src_lengths": torch.full((3,), 9)},
+    }
     generator = SequenceGenerator([model], model.dictionary, 4, max_len_b=6, no_repeat_ngram_size=2)
     return FairseqAgreement(model, generator, sample)
 
@@ -62,7 +78,9 @@ def test_a_token_that_the_search_had_no_reason_to_take(agreement: FairseqAgreeme
 
 
 @pytest.mark.parametrize(("apart", "equal"), [(1e-6, True), (1e-2, False)])
-def test_hypotheses_that_change_places(agreement: FairseqAgreement, apart: float, equal: bool) -> None:
+def test_hypotheses_that_change_places(
+    agreement: FairseqAgreement, apart: float, equal: bool
+) -> None:
     """A near tie, or not, by their scores: the search itself decided clearly."""
     stock, other = found_by(agreement), found_by(agreement)
     other[2][:2] = other[2][1::-1]
@@ -73,7 +91,9 @@ def test_hypotheses_that_change_places(agreement: FairseqAgreement, apart: float
 
 
 @pytest.mark.parametrize(("gap", "equal"), [(1e-6, True), (1e-2, False)])
-def test_a_decision_that_rounding_turns(agreement: FairseqAgreement, gap: float, equal: bool) -> None:
+def test_a_decision_that_rounding_turns(
+    agreement: FairseqAgreement, gap: float, equal: bool
+) -> None:
     """The first word of a sentence: the last that is kept and the first that is not are so far apart."""
     stock, other = found_by(agreement), found_by(agreement)
     (first,) = {len(step) for step in agreement._steps()[0]}
@@ -95,7 +115,9 @@ def test_texts_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert agreement(stock, stock).equal
     ours = re.sub(r"^(H-3\t.*\t).*", r"\1text", stock, flags=re.MULTILINE)
     found = agreement(stock, ours)
-    assert not found.equal  # for the other run has these tokens too, which fairseq's search has kept clearly
+    assert (
+        not found.equal
+    )  # for the other run has these tokens too, which fairseq's search has kept clearly
     assert found.note.startswith("1 translations differ, largest margin ")
     agreement._known.clear()
     monkeypatch.setitem(NEAR_TIE, torch.float32, 1e9)

@@ -26,7 +26,9 @@ def _lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "results.jsonl").read_text("utf-8").splitlines()]
 
 
-def _ran(out: Path, work: Path, *stages: Stage, deadline: float = 60.0) -> tuple[bool, dict[str, dict[str, Any]]]:
+def _ran(
+    out: Path, work: Path, *stages: Stage, deadline: float = 60.0
+) -> tuple[bool, dict[str, dict[str, Any]]]:
     work.mkdir()
     found = Run(out, deadline)
     well = found.stages(stages, work)
@@ -38,7 +40,9 @@ def test_what_came_before_is_kept_and_what_comes_after_runs(tmp_path, capfd, mon
     monkeypatch.setattr(gpu, "GRACE", 0.5)
     child = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); "
     deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
-    memory = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**28, 2**28)); bytearray(2**30)"
+    memory = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**28, 2**28)); bytearray(2**30)"
+    )
     well, ends = _ran(
         tmp_path / "out", tmp_path / "work",
         _stage("before"),
@@ -58,15 +62,22 @@ def test_what_came_before_is_kept_and_what_comes_after_runs(tmp_path, capfd, mon
     assert ends["dies"]["exit"] == -9
     assert "no-such-tool is not installed" in ends["tool"]["note"]
     results = [
-        (line["stage"], line["file"], line["key"], line["result"]) for line in _lines(tmp_path / "out") if "key" in line
+        (line["stage"], line["file"], line["key"], line["result"])
+        for line in _lines(tmp_path / "out")
+        if "key" in line
     ]
-    assert results == [(name, f"{name}.json", "first", 1) for name in ("before", "hangs", "dies", "memory", "after")]
+    assert results == [
+        (name, f"{name}.json", "first", 1)
+        for name in ("before", "hangs", "dies", "memory", "after")
+    ]
     log = (tmp_path / "out/log.txt").read_text("utf-8")
     assert "MemoryError" in log
     (pid,) = (int(line) for line in log.splitlines() if line.isdigit())
     assert _is_gone(pid)
     with tarfile.open(tmp_path / "out/results.tar.gz") as archive:
-        assert set(archive.getnames()) == {f"{name}.json" for name in ("before", "hangs", "dies", "memory", "after")}
+        assert set(archive.getnames()) == {
+            f"{name}.json" for name in ("before", "hangs", "dies", "memory", "after")
+        }
     printed = capfd.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed] == list(status)
 
@@ -95,7 +106,12 @@ def test_no_stage_begins_behind_the_deadline(tmp_path):
 
 def test_the_deadline_cuts_a_stage(tmp_path):
     began = time.monotonic()
-    _, ends = _ran(tmp_path / "out", tmp_path / "work", _stage("long", "import time; time.sleep(600)"), deadline=3.0)
+    _, ends = _ran(
+        tmp_path / "out",
+        tmp_path / "work",
+        _stage("long", "import time; time.sleep(600)"),
+        deadline=3.0,
+    )
     assert ends["long"]["status"] == "timed out"
     assert time.monotonic() - began < 300
 
@@ -105,7 +121,11 @@ def test_an_interrupt_ends_the_stage(tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
 
     def numbers() -> list[int]:
-        return [int(line) for line in (tmp_path / "out/log.txt").read_text("utf-8").splitlines() if line.isdigit()]
+        return [
+            int(line)
+            for line in (tmp_path / "out/log.txt").read_text("utf-8").splitlines()
+            if line.isdigit()
+        ]
 
     def interrupted(*_: Any) -> None:
         if numbers():  # the process runs
@@ -128,9 +148,14 @@ def test_a_file_that_is_only_half_written_is_read_at_the_next_look(tmp_path):
 
 
 def test_cells_are_written_once_each():
-    data: dict[str, Any] = {"kind": "grid", "result": {"cells": {"a": {"equal": True}, "b": {"equal": False}}}}
+    data: dict[str, Any] = {
+        "kind": "grid",
+        "result": {"cells": {"a": {"equal": True}, "b": {"equal": False}}},
+    }
     assert dict(gpu.results_of(data)) == data["result"]["cells"]
-    assert dict(gpu.results_of({"kind": "generate", "result": {"equal": True}})) == {"": {"equal": True}}
+    assert dict(gpu.results_of({"kind": "generate", "result": {"equal": True}})) == {
+        "": {"equal": True}
+    }
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -138,10 +163,14 @@ def test_ten_minutes(part):
     assert sum(stage.seconds for stage in PARTS[part]) <= 580
 
 
-@pytest.mark.parametrize("stage", [stage for part in PARTS.values() for stage in part], ids=lambda stage: stage.name)
+@pytest.mark.parametrize(
+    "stage", [stage for part in PARTS.values() for stage in part], ids=lambda stage: stage.name
+)
 def test_what_a_stage_runs_is_there(stage, tmp_path, capsys):
     """Its cases, operations and files, as the programs read them."""
-    _, _, module, *arguments = stage.arguments("cpu", "tiny", tmp_path)[len(shlex.split(stage.tool)) :]
+    _, _, module, *arguments = stage.arguments("cpu", "tiny", tmp_path)[
+        len(shlex.split(stage.tool)) :
+    ]
     if module == "pytest":
         files = [argument for argument in arguments if argument.startswith("tests/")]
         assert files
@@ -171,7 +200,9 @@ def test_the_first_part_at_tiny_size(tmp_path):
     lines = _lines(tmp_path)
     assert [line["stage"] for line in lines if "status" in line] == stages
     found = {line["key"]: line["result"] for line in lines if line.get("file") == "smoke.json"}
-    assert set(found) == {f"{look}_batch{batch}" for look in ("call", "profile", "exact") for batch in (1, 3)}
+    assert set(found) == {
+        f"{look}_batch{batch}" for look in ("call", "profile", "exact") for batch in (1, 3)
+    }
     assert found["call_batch3"]["plan"]["fused"]
     assert found["exact_batch3"]["equal"]
     assert found["profile_batch1"]["launches_per_step"] > 0

@@ -39,14 +39,20 @@ def environment(path: Path | None = None, **more: str) -> dict[str, str]:
 
     path: the only folder where programs are looked for.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("CC", "FASTGEN", "HATCH"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("CC", "FASTGEN", "HATCH"))
+    }
     return {**kept, **({} if path is None else {"PATH": str(path)}), **more}
 
 
 def hatchling(target: str, source: Path, out: Path, variables: dict[str, str]) -> Path:
     """Build a distribution as pip does, without a network, and return its file."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
-    done = subprocess.run(command, cwd=source, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=source, env=variables, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (made,) = out.iterdir()
     return made
@@ -80,7 +86,9 @@ def with_c(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = tmp_path_factory.mktemp("compiler") / "compiler"
     compiler.write_text(f'#!/bin/sh\nexec {COMPILER} "$@" -O0\n')
     compiler.chmod(0o755)
-    return hatchling("wheel", source.folder, tmp_path_factory.mktemp("platform"), environment(CC=str(compiler)))
+    return hatchling(
+        "wheel", source.folder, tmp_path_factory.mktemp("platform"), environment(CC=str(compiler))
+    )
 
 
 def contents(wheel: Path) -> set[str]:
@@ -97,23 +105,49 @@ def read(wheel: Path, name: str) -> bytes:
 def test_the_source_distribution_is_whole(source: Source) -> None:
     name, version = parse_sdist_filename(source.archive.name)
     assert (name, str(version)) == (NAME, fastgen.__version__)
-    needed = ("LICENSE", "README.md", "CHANGELOG.md", "hatch_build.py", "fastgen_hook.py", "fastgen/py.typed")
-    paths = {*needed, *(f"fastgen/ops/native/{file}" for file in build.SOURCES), "tests/installed.py"}
+    needed = (
+        "LICENSE",
+        "README.md",
+        "CHANGELOG.md",
+        "hatch_build.py",
+        "fastgen_hook.py",
+        "fastgen/py.typed",
+    )
+    paths = {
+        *needed,
+        *(f"fastgen/ops/native/{file}" for file in build.SOURCES),
+        "tests/installed.py",
+    }
     assert {path for path in paths if not (source.folder / path).is_file()} == set()
     with tarfile.open(source.archive) as tar:
-        assert not [path for path in tar.getnames() if path.endswith((".so", ".pyc")) or "/." in path[-6:]]
+        assert not [
+            path for path in tar.getnames() if path.endswith((".so", ".pyc")) or "/." in path[-6:]
+        ]
 
 
 def test_a_wheel_holds_the_package(without_c: Path) -> None:
     files = contents(without_c)
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "fastgen").rglob("*.py")}
-    sources = {f"fastgen/ops/native/{file}" for file in build.SOURCES}  # the libraries' fingerprint is made of them
+    sources = {
+        f"fastgen/ops/native/{file}" for file in build.SOURCES
+    }  # the libraries' fingerprint is made of them
     info = f"fastgen_nlp-{fastgen.__version__}.dist-info"
-    written = {f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")}
-    assert files - {LIBRARIES + build.REASON} == {*modules, *sources, *written, "fastgen/py.typed", "fastgen_hook.py"}
+    written = {
+        f"{info}/{name}"
+        for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
+    }
+    assert files - {LIBRARIES + build.REASON} == {
+        *modules,
+        *sources,
+        *written,
+        "fastgen/py.typed",
+        "fastgen_hook.py",
+    }
 
 
-def test_a_wheel_without_c_is_for_every_platform(source: Source, without_c: Path, tmp_path: Path) -> None:
+def test_a_wheel_without_c_is_for_every_platform(
+    source: Source, without_c: Path, tmp_path: Path
+) -> None:
     released = hatchling("wheel", source.folder, tmp_path, environment(HATCH_BUILD_NO_HOOKS="true"))
     for wheel in (without_c, released):
         assert wheel.name == f"fastgen_nlp-{fastgen.__version__}-py3-none-any.whl"
@@ -147,7 +181,9 @@ def test_metadata(without_c: Path) -> None:
     metadata = Metadata.from_email(text, validate=True)
     assert (metadata.name, str(metadata.version)) == (NAME, fastgen.__version__)
     assert (metadata.license_expression, metadata.license_files) == ("MIT", ["LICENSE"])
-    assert {"Typing :: Typed", "Programming Language :: Python :: 3.11"} <= set(metadata.classifiers or ())
+    assert {"Typing :: Typed", "Programming Language :: Python :: 3.11"} <= set(
+        metadata.classifiers or ()
+    )
     assert set(metadata.provides_extra or ()) == set(PROJECT["optional-dependencies"])
     assert not [each for each in metadata.requires_dist or () if each.name.startswith("fastgen")]
     commands = ConfigParser()
@@ -160,7 +196,12 @@ def test_the_description_links_to_nothing_that_is_not_there(without_c: Path) -> 
     assert description is not None
     assert description.startswith("# fastgen\n")
     assert "](https://" in description
-    assert re.findall(r"\]\((?!https://|#)[^)]*\)|(?:src|srcset|href)=\"(?!https://|#)[^\"]*", description) == []
+    assert (
+        re.findall(
+            r"\]\((?!https://|#)[^)]*\)|(?:src|srcset|href)=\"(?!https://|#)[^\"]*", description
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(("wheel", "expected"), [("with_c", "native"), ("without_c", "torch")])
@@ -168,9 +209,23 @@ def test_the_description_links_to_nothing_that_is_not_there(without_c: Path) -> 
 def test_an_installed_wheel_generates(
     wheel: str, expected: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    file, site, nothing = request.getfixturevalue(wheel), tmp_path / "site", tmp_path / "no-programs"
+    file, site, nothing = (
+        request.getfixturevalue(wheel),
+        tmp_path / "site",
+        tmp_path / "no-programs",
+    )
     nothing.mkdir()
-    pip = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
+    pip = [
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+        "--target",
+        str(site),
+    ]
     run = ["-P", str(ROOT / "tests" / "installed.py"), expected]
     for arguments, more in (([*pip, str(file)], {}), (run, {"PYTHONPATH": str(site)})):
         done = subprocess.run(

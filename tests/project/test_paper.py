@@ -14,13 +14,19 @@ from benchmarks.paper import amun, fastseq
 from fastgen.models.specs.families import FAMILIES
 from fastgen.patches.engine.engine import is_disabled
 
-IN_ONE_PROCESS = [name for name in command.TABLES if not name.startswith(("bild", "fastseq_table2"))]
+IN_ONE_PROCESS = [
+    name for name in command.TABLES if not name.startswith(("bild", "fastseq_table2"))
+]
 
 
-def measured(folder: Path, *names: str, status: int = 0, more: tuple[str, ...] = ()) -> dict[str, Any]:
+def measured(
+    folder: Path, *names: str, status: int = 0, more: tuple[str, ...] = ()
+) -> dict[str, Any]:
     words = ["--table", *names, "--size", "tiny", "--rounds", "1", "--out", str(folder), *more]
     assert command.main(words) == status
-    return {file.stem: json.loads(file.read_text("utf-8")) for file in (folder / "paper").glob("*.json")}
+    return {
+        file.stem: json.loads(file.read_text("utf-8")) for file in (folder / "paper").glob("*.json")
+    }
 
 
 @pytest.mark.slow
@@ -34,7 +40,9 @@ def test_tables_are_made_drawn_and_shown(tmp_path: Path, monkeypatch: pytest.Mon
         if (curve := result["curve"]) is not None:
             assert all(len(values) == len(curve["x"]) for values in curve["series"].values()), name
     shares = found["lightseq_figure4"]["result"]["raw"]
-    assert all(abs(sum(share.values()) - 1) < 1e-9 and min(share.values()) > 0 for share in shares.values())
+    assert all(
+        abs(sum(share.values()) - 1) < 1e-9 and min(share.values()) > 0 for share in shares.values()
+    )
     assert plot.main(["--results", str(tmp_path / "cpu"), "--out", str(tmp_path / "plots")]) == 0
     drawn = {file.stem.removeprefix("cpu-") for file in (tmp_path / "plots").iterdir()}
     assert drawn == {name for name, data in found.items() if data["result"]["curve"] is not None}
@@ -61,7 +69,9 @@ def test_no_speed_where_outputs_differ(
     assert "The outputs differed: no speed is given." in tables.paper()
 
 
-def test_features_are_switched_on_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_are_switched_on_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each line of the table is a run with its own variables; one whose output differs has no speed."""
     ran: list[tuple[str, dict[str, str], str]] = []
 
@@ -88,10 +98,23 @@ def test_features_are_switched_on_one_after_the_other(tmp_path: Path, monkeypatc
     assert len(rows) == len(fastseq._LADDER)
 
 
-def cell(small: str | None, bleu: float, p_value: float, ratio: float, **more: Any) -> dict[str, Any]:
+def cell(
+    small: str | None, bleu: float, p_value: float, ratio: float, **more: Any
+) -> dict[str, Any]:
     point = None if small is None else {"fallback": 0.6, "rollback": 2.0}
-    counts = {} if small is None else {"tokens": 100, "drafted": 60, "large_calls": 40, "small_calls": 90}
-    found = {"batch": 1, "small": small, "point": point, "bleu": bleu, "p_value": p_value, "ratio": ratio}
+    counts = (
+        {}
+        if small is None
+        else {"tokens": 100, "drafted": 60, "large_calls": 40, "small_calls": 90}
+    )
+    found = {
+        "batch": 1,
+        "small": small,
+        "point": point,
+        "bleu": bleu,
+        "p_value": p_value,
+        "ratio": ratio,
+    }
     return found | {"low": ratio, "high": ratio, "counts": counts} | more
 
 
@@ -108,7 +131,9 @@ def test_a_pair_s_table_rests_on_its_results(
         "batch 1, aligned, worse": cell("aligned", 38.0, 0.01, 3.0),
     }
     arguments = {"large": "l", "small": "s", "sentences": 4}
-    (tmp_path / "bild.json").write_text(json.dumps({"arguments": arguments, "result": {"cells": cells}}))
+    (tmp_path / "bild.json").write_text(
+        json.dumps({"arguments": arguments, "result": {"cells": cells}})
+    )
     pair = ("--pair", str(config_of(tmp_path / "l", 8)), str(config_of(tmp_path / "s", 4)))
     found = measured(tmp_path, *names, more=pair)
     rows = {row[0]: row for row in found["bild_table1"]["result"]["rows"]}
@@ -117,7 +142,9 @@ def test_a_pair_s_table_rests_on_its_results(
     assert rows["BiLD, unaligned, no loss"][3] == "none"
     # Weights for a token: 6 * 8^2 + 2 * 8 * 8 + 8 * 20 = 672 of the large model, 6 * 4^2 + 2 * 4 * 4 + 80 = 208.
     flops, moved = (672 * 100 + 208 * 90) / 67_200, (672 * 40 + 208 * 90) / 67_200
-    shown = next(row for row in found["bild_figure8"]["result"]["rows"] if row[0] == "aligned, as good")
+    shown = next(
+        row for row in found["bild_figure8"]["result"]["rows"] if row[0] == "aligned, as good"
+    )
     assert shown[1:4] == [f"{flops:.2f}", f"{moved:.2f}", f"{flops / moved:.2f}"]
 
 
@@ -139,7 +166,9 @@ def test_every_family_has_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
     assert families.main(words) == 0
     found = json.loads((tmp_path / "cpu/families.json").read_text("utf-8"))["result"]
-    assert {name: list(calls) for name, calls in found.items()} == {key: list(families.CALLS) for key in words[1:4]}
+    assert {name: list(calls) for name, calls in found.items()} == {
+        key: list(families.CALLS) for key in words[1:4]
+    }
     for calls in found.values():
         for call, one in calls.items():
             loop = "transformers.beam_search" if "beams" in call else "transformers.sample"
@@ -168,7 +197,16 @@ def test_no_speed_of_forwards_that_differ(tmp_path: Path, monkeypatch: pytest.Mo
         return output if is_disabled() else type(output)(output[0] + 0.01, output[1] + 0.01)
 
     monkeypatch.setattr(BertModel, "forward", wrong)
-    words = ["--model", "bert 2 x 64", "--scale", "tiny", "--rounds", "1", "--out", str(tmp_path / "cpu")]
+    words = [
+        "--model",
+        "bert 2 x 64",
+        "--scale",
+        "tiny",
+        "--rounds",
+        "1",
+        "--out",
+        str(tmp_path / "cpu"),
+    ]
     assert forwards.main(words) == 1
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert "outputs differ" in tables.encoders_speed()
@@ -179,7 +217,9 @@ def config_of() -> Callable[[Path, int], Path]:
     from transformers import MarianConfig
 
     def make(folder: Path, width: int) -> Path:
-        config = MarianConfig(d_model=width, decoder_layers=1, decoder_ffn_dim=width, vocab_size=20, pad_token_id=19)
+        config = MarianConfig(
+            d_model=width, decoder_layers=1, decoder_ffn_dim=width, vocab_size=20, pad_token_id=19
+        )
         config.save_pretrained(folder)
         return folder
 

@@ -26,9 +26,21 @@ LOOK = (Path(__file__).parent / "site_look.js").read_text("utf-8")
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(site)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "-f",
+        str(config),
+        "-d",
+        str(site),
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +103,9 @@ def test_screenshots(site: Path, browser: Chromium) -> None:
                 browser.open((site / f"{name}.html").as_uri(), width, dark)
                 browser.evaluate(LOOK)  # waits until the page is laid out
                 browser.evaluate("localStorage.clear()")  # the theme's choice of a scheme
-                (folder / f"{name}-{width}{'-dark' * dark}.png").write_bytes(browser.screenshot(4000))
+                (folder / f"{name}-{width}{'-dark' * dark}.png").write_bytes(
+                    browser.screenshot(4000)
+                )
 
 
 @pytest.mark.slow
@@ -120,8 +134,14 @@ def test_a_site_that_is_not_whole_is_not_built(tmp_path: Path) -> None:
         ('<script src="https://a.example/x.js"></script>', "<script> https://a.example/x.js"),
         ('<link rel="stylesheet" href="//a.example/x.css">', "<link> //a.example/x.css"),
         ('<link rel="preconnect" href="https://a.example">', "<link> https://a.example"),
-        ('<img src="x.png" srcset="x.png 1x, https://a.example/y.png 2x">', "srcset  https://a.example/y.png 2x"),
-        ("<p style=\"background: url('https://a.example/x.png')\">", "style https://a.example/x.png"),
+        (
+            '<img src="x.png" srcset="x.png 1x, https://a.example/y.png 2x">',
+            "srcset  https://a.example/y.png 2x",
+        ),
+        (
+            "<p style=\"background: url('https://a.example/x.png')\">",
+            "style https://a.example/x.png",
+        ),
         ("<style>@import 'https://a.example/x.css';</style>", "style https://a.example/x.css"),
         ('<svg><image href="http://a.example/x.png"/></svg>', "<image> http://a.example/x.png"),
         ('<pre class="mermaid"><code></code></pre>', "class mermaid"),

@@ -93,19 +93,25 @@ def test_a_batch_of_every_kind(kind: str, generator: Generator, outputs: list[Ou
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_error(kind: str, generator: Generator, outputs: list[Output], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_error(
+    kind: str, generator: Generator, outputs: list[Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = KINDS[kind]({"text": [TEXTS[0], "", TEXTS[2]]})
     assert _columns(generator(batch))["output"] == [outputs[0].texts[0], "", outputs[2].texts[0]]
     assert _columns(generator(batch))["problem"] == [None, "there is no text", None]
     monkeypatch.setattr(generator, "on_error", "skip")
     assert _columns(generator(batch))["output"] == [outputs[0].texts[0], outputs[2].texts[0]]
     monkeypatch.setattr(generator, "on_error", "fail")
-    with pytest.raises(CommandError, match="1 of 3 texts have no output, the first: there is no text"):
+    with pytest.raises(
+        CommandError, match="1 of 3 texts have no output, the first: there is no text"
+    ):
         generator(batch)
 
 
 def test_a_batch_that_has_no_texts(generator: Generator) -> None:
-    assert _columns(generator(pa.table({"text": pa.array([None], pa.string())})))["problem"] == ["there is no text"]
+    assert _columns(generator(pa.table({"text": pa.array([None], pa.string())})))["problem"] == [
+        "there is no text"
+    ]
     assert len(generator(pa.table({"text": pa.array([], pa.string())}))) == 0
     with pytest.raises(ValueError, match="no column 'text', but 'line'"):
         generator({"line": np.array(["a"])})
@@ -129,14 +135,23 @@ def test_map_batches(cluster: Cluster, outputs: list[Output]) -> None:
     )
     found = sorted(made.take_all(), key=lambda row: row["id"])
     assert [row["id"] for row in found] == list(range(24))
-    assert [row["output"] for row in found] == ["" if i == 20 else outputs[i].texts[0] for i in range(24)]
+    assert [row["output"] for row in found] == [
+        "" if i == 20 else outputs[i].texts[0] for i in range(24)
+    ]
     assert [i for i in range(24) if found[i]["problem"]] == [20]
 
 
 def test_blank_lines_are_no_problems() -> None:
     report = json.dumps([["at_limit", "--max-new-tokens 3", 1]])
-    columns: dict[str, Any] = {"number": [1, 2], "problem": ["there is no text", None], "tokens": [0, 3]}
-    table, summary = pa.table({**columns, "_fastgen_report": [report, None]}), engine.Summary("", "", {})
+    columns: dict[str, Any] = {
+        "number": [1, 2],
+        "problem": ["there is no text", None],
+        "tokens": [0, 3],
+    }
+    table, summary = (
+        pa.table({**columns, "_fastgen_report": [report, None]}),
+        engine.Summary("", "", {}),
+    )
     found = engine._counted(table, summary, "fail", of_lines=True, to_lines=False)
     assert found["problem"].to_pylist() == [None, None]
     assert (summary.rows, summary.blank, summary.problems) == (2, 1, 0)
@@ -148,7 +163,9 @@ def test_blank_lines_are_no_problems() -> None:
 @pytest.mark.slow
 def test_formats_and_problems(cluster: Cluster, tmp_path: Path) -> None:
     first = ["ĠLa", "ĠEl"] * 4
-    table = pa.table({"id": list(range(8)), "source": [*TEXTS[:3], None, *TEXTS[4:8]], "first": first})
+    table = pa.table(
+        {"id": list(range(8)), "source": [*TEXTS[:3], None, *TEXTS[4:8]], "first": first}
+    )
     pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
     run: dict[str, Any] = {"input": str(tmp_path / "in.parquet"), "column": "source", "cpus": 0.5}
     best = ARGUMENTS | {"generation": GENERATION | {"num_return_sequences": 1}}
@@ -156,11 +173,17 @@ def test_formats_and_problems(cluster: Cluster, tmp_path: Path) -> None:
     alone = [one for one in TextGenerator(scored)(TEXTS[:8], first) if isinstance(one, Output)]
     with pytest.raises(CommandError, match="row 4: there is no text"):
         engine.run(Options(**ARGUMENTS), output=str(tmp_path / "out"), **run)
-    assert [file.name for file in tmp_path.iterdir()] == ["in.parquet"]  # neither an output nor a part of it
-    with pytest.raises(CommandError, match="there is no column 'token', but 'id', 'source', 'first'"):
+    assert [file.name for file in tmp_path.iterdir()] == [
+        "in.parquet"
+    ]  # neither an output nor a part of it
+    with pytest.raises(
+        CommandError, match="there is no column 'token', but 'id', 'source', 'first'"
+    ):
         engine.run(scored, output=str(tmp_path / "out"), target_column="token", **run)
     run |= {"target_column": "first"}
-    summary = engine.run(scored, output=str(tmp_path / "out"), on_error="skip", output_format="csv", **run)
+    summary = engine.run(
+        scored, output=str(tmp_path / "out"), on_error="skip", output_format="csv", **run
+    )
     assert (summary.rows, summary.problems, summary.examples) == (8, 1, [(4, "there is no text")])
     found = pyarrow.csv.read_csv(tmp_path / "out" / summary.parts[0]).to_pydict()
     assert found["id"] == [0, 1, 2, 4, 5, 6, 7]
@@ -172,7 +195,17 @@ def test_formats_and_problems(cluster: Cluster, tmp_path: Path) -> None:
     lines, scored_no_more = tmp_path / "lines", replace(scored, scores=False)
     engine.run(scored_no_more, output=str(lines), on_error="skip", output_format="txt", **run)
     written = next(lines.glob("*.txt")).read_text().split("\n")
-    assert [bool(line) for line in written] == [True, True, True, False, True, True, True, True, False]
+    assert [bool(line) for line in written] == [
+        True,
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
     several = replace(scored_no_more, generation=GENERATION)
     with pytest.raises(CommandError, match="--n-best: txt has no place for several outputs here"):
         engine.run(several, output=str(tmp_path / "more"), output_format="txt", **run)
@@ -184,7 +217,14 @@ def test_formats_and_problems(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.txt").write_text("".join(f"{text}\n" for text in TEXTS[:6]))
-    words = ["generate", str(MODEL), "--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out")]
+    words = [
+        "generate",
+        str(MODEL),
+        "--input",
+        str(tmp_path / "in.txt"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
     words += [
         "--engine",
         "ray",
@@ -201,25 +241,48 @@ def test_the_command(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFix
     assert main(words) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["rows"], said["problems"], said["fallbacks"]) == (6, 0, {})
-    rows = [json.loads(line) for line in next((tmp_path / "out").glob("*.jsonl")).read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in next((tmp_path / "out").glob("*.jsonl")).read_text().splitlines()
+    ]
     alone = TextGenerator(Options(**ARGUMENTS, scores=True))(TEXTS[:6])
-    assert [row["outputs"] for row in rows] == [one.texts for one in alone if isinstance(one, Output)]
+    assert [row["outputs"] for row in rows] == [
+        one.texts for one in alone if isinstance(one, Output)
+    ]
     for row, one in zip(rows, alone, strict=True):
         assert isinstance(one, Output)
         assert row["scores"] == pytest.approx(one.scores, abs=1e-9)
 
 
 @pytest.mark.slow
-def test_drafts_and_rows_that_differ(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_and_rows_that_differ(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both folders are told relative; a type and a field come late; a text is missing."""
-    rows = [{"score": 1}, {"text": TEXTS[1], "score": 0.5}, {"text": TEXTS[2], "more": {"a": ["b"]}}]
+    rows = [
+        {"score": 1},
+        {"text": TEXTS[1], "score": 0.5},
+        {"text": TEXTS[2], "more": {"a": ["b"]}},
+    ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(MODEL.parent)
-    options = Options(Path("model"), {"max_new_tokens": 8, "lossless": True}, assistant=Path("model"), dtype="float64")
-    run: dict[str, Any] = {"input": str(tmp_path / "in.jsonl"), "cpus": 0.5, "rows": 1, "rows_per_file": 1}
+    options = Options(
+        Path("model"),
+        {"max_new_tokens": 8, "lossless": True},
+        assistant=Path("model"),
+        dtype="float64",
+    )
+    run: dict[str, Any] = {
+        "input": str(tmp_path / "in.jsonl"),
+        "cpus": 0.5,
+        "rows": 1,
+        "rows_per_file": 1,
+    }
     with pytest.raises(CommandError, match=r"column 'more' holds struct.*which CSV does not"):
         engine.run(options, output=str(tmp_path / "out"), output_format="csv", **run)
-    summary = engine.run(options, output=str(tmp_path / "out"), output_format="parquet", on_error="empty", **run)
+    summary = engine.run(
+        options, output=str(tmp_path / "out"), output_format="parquet", on_error="empty", **run
+    )
     assert summary.options["model"] == summary.options["assistant"] == str(MODEL)
     assert json.loads((tmp_path / "out/_summary.json").read_text())["options"] == summary.options
     parts = [pyarrow.parquet.read_table(tmp_path / "out" / part) for part in summary.parts]
@@ -227,7 +290,9 @@ def test_drafts_and_rows_that_differ(cluster: Cluster, tmp_path: Path, monkeypat
     found = [row for part in parts for row in part.to_pylist()]
     assert [row["problem"] for row in found] == ["there is no text", None, None]
     alone = TextGenerator(Options(MODEL, {"max_new_tokens": 8}, dtype="float64"))(TEXTS[1:3])
-    assert [[row["output"]] for row in found[1:]] == [one.texts for one in alone if isinstance(one, Output)]
+    assert [[row["output"]] for row in found[1:]] == [
+        one.texts for one in alone if isinstance(one, Output)
+    ]
     assert [(row["text"], row["score"], row["more"]) for row in found] == [
         (None, 1.0, None), (TEXTS[1], 0.5, None), (TEXTS[2], None, {"a": ["b"]}),
     ]  # fmt: skip
@@ -237,7 +302,9 @@ def test_what_is_drawn_depends_on_the_seed_and_the_row() -> None:
     def drawn(seed: int, number: int) -> list[str]:
         generation = {"do_sample": True, "num_beams": 1, "max_new_tokens": 16, "temperature": 3.0}
         actor = engine._Reporting(model=MODEL, generation=generation, seed=seed)
-        return actor(pa.table({"number": [number, number + 1], "text": TEXTS[:2]}))["output"].to_pylist()
+        return actor(pa.table({"number": [number, number + 1], "text": TEXTS[:2]}))[
+            "output"
+        ].to_pylist()
 
     first = drawn(1, 1)
     assert drawn(1, 1) == first
@@ -245,9 +312,13 @@ def test_what_is_drawn_depends_on_the_seed_and_the_row() -> None:
     assert drawn(1, 5) != first
 
 
-def test_resources_that_no_machine_has(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resources_that_no_machine_has(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
     Connection(ours=False, alone=True).check(2, 1.0, 0.0)
-    with pytest.raises(CommandError, match="3 times 1 processors and 0 GPUs are asked for; this machine has 2 proc"):
+    with pytest.raises(
+        CommandError, match="3 times 1 processors and 0 GPUs are asked for; this machine has 2 proc"
+    ):
         Connection(ours=False, alone=True).check(3, 1.0, 0.0)
     Connection(ours=False, alone=False).check(3, 1.0, 0.0)
     assert capsys.readouterr().err == ""
@@ -261,19 +332,31 @@ def test_resources_that_no_machine_has(cluster: Cluster, capsys: pytest.CaptureF
         (["--output", "out", "--processes", "2"], "--processes is not for --engine ray"),
         (["--output", "out", "--limit", "9"], "--limit is not for --engine ray"),
         ([], "--engine ray needs --output"),
-        (["--output", "out", "--workers", "1", "2", "3"], "--workers takes one number or two, not 1 2 3"),
+        (
+            ["--output", "out", "--workers", "1", "2", "3"],
+            "--workers takes one number or two, not 1 2 3",
+        ),
         (["--output", "out", "--output-format", "tsv"], "text, not tsv"),
         (["--output", "out", "--input", "-"], "takes one file or folder as --input, not -"),
     ],
 )
-def test_what_the_command_cannot_have(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_command_cannot_have(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = [] if "--input" in words else ["--input", "in.txt"]
     assert main(["generate", str(MODEL), "--engine", "ray", *source, *words]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_options_of_a_cluster_need_one(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--address auto", "--workers 2", "--worker-cpus 2", "--worker-gpus 1", "--rows 3", "--rows-per-file 9")
+    given = (
+        "--address auto",
+        "--workers 2",
+        "--worker-cpus 2",
+        "--worker-gpus 1",
+        "--rows 3",
+        "--rows-per-file 9",
+    )
     for words in given:
         assert main(["generate", str(MODEL), "--input", "in.txt", *words.split()]) == 2
         assert f"{words.split()[0]} is for --engine ray" in capsys.readouterr().err
@@ -285,7 +368,9 @@ def test_a_lost_machine_loses_no_row_and_doubles_none(
 ) -> None:
     (tmp_path / "in").mkdir()
     for part in range(2):  # of which the second's rows are numbered behind the first's
-        (tmp_path / f"in/{part}.txt").write_text("".join(f"{text}\n" for text in TEXTS[part * 48 : part * 48 + 48]))
+        (tmp_path / f"in/{part}.txt").write_text(
+            "".join(f"{text}\n" for text in TEXTS[part * 48 : part * 48 + 48])
+        )
     (node,) = (node for node in cluster.list_all_nodes() if not node.head)
     lost: list[list[str]] = []
     counted = engine._counted
@@ -293,12 +378,18 @@ def test_a_lost_machine_loses_no_row_and_doubles_none(
     def models() -> list[str]:
         """Where a model lives, once for each."""
         actors = ray._private.state.actors().values()
-        alive = [one for one in actors if "_Reporting" in one["ActorClassName"] and one["State"] == "ALIVE"]
+        alive = [
+            one
+            for one in actors
+            if "_Reporting" in one["ActorClassName"] and one["State"] == "ALIVE"
+        ]
         return [one["Address"]["NodeID"] for one in alive]
 
     def losing(*args: Any) -> Any:
         if not lost:
-            _wait(lambda: node.node_id in models())  # the other may be the first to answer, long before
+            _wait(
+                lambda: node.node_id in models()
+            )  # the other may be the first to answer, long before
             lost.append(models())
             cluster.remove_node(node, allow_graceful=False)
         return counted(*args)
@@ -309,8 +400,16 @@ def test_a_lost_machine_loses_no_row_and_doubles_none(
         workers=(2, 2), cpus=1.0, rows=4, rows_per_file=40,
     )  # fmt: skip
     assert node.node_id in lost[0]  # one of the models was there, with blocks of its own
-    _wait(lambda: [one["NodeID"] for one in ray.nodes() if one["Alive"]] == [cluster.head_node.node_id])
-    rows = [json.loads(line) for part in summary.parts for line in (tmp_path / "out" / part).read_text().splitlines()]
+    _wait(
+        lambda: (
+            [one["NodeID"] for one in ray.nodes() if one["Alive"]] == [cluster.head_node.node_id]
+        )
+    )
+    rows = [
+        json.loads(line)
+        for part in summary.parts
+        for line in (tmp_path / "out" / part).read_text().splitlines()
+    ]
     assert [row["number"] for row in rows] == list(range(1, 97))
     assert [row["text"] for row in rows] == TEXTS
     assert [(row["output"], row["outputs"], row["tokens"]) for row in rows] == [
@@ -320,7 +419,9 @@ def test_a_lost_machine_loses_no_row_and_doubles_none(
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
         "_SUCCESS", "_summary.json", *summary.parts,
     ]  # fmt: skip
-    assert json.loads((tmp_path / "out/_summary.json").read_text())["tokens"] == sum(one.tokens for one in outputs)
+    assert json.loads((tmp_path / "out/_summary.json").read_text())["tokens"] == sum(
+        one.tokens for one in outputs
+    )
     assert summary.hits["transformers.beam_search"] > 0
     assert summary.fallbacks == {}
 
@@ -336,13 +437,25 @@ def test_a_lost_machine_loses_no_row_and_doubles_none(
         ({"input": "empty"}, CommandError, "format is not told by names"),
         ({"column": "line"}, CommandError, "in/a.txt: there is no column 'line', but 'text'"),
         ({"output_format": "xml"}, CommandError, "'xml' must be one of"),
-        ({"options": Options(**ARGUMENTS, assistant=Path("in"))}, CommandError, "in holds no model"),
+        (
+            {"options": Options(**ARGUMENTS, assistant=Path("in"))},
+            CommandError,
+            "in holds no model",
+        ),
         ({"options": Options(**ARGUMENTS, scores=True)}, CommandError, "--scores: lines of text"),
-        ({"input": "mixed.jsonl", "rows": 1}, CommandError, "mixed.jsonl: .*id has incompatible types: int64 vs str"),
+        (
+            {"input": "mixed.jsonl", "rows": 1},
+            CommandError,
+            "mixed.jsonl: .*id has incompatible types: int64 vs str",
+        ),
     ],
 )
 def test_what_cannot_be_run(
-    changed: dict[str, Any], error: type[Exception], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changed: dict[str, Any],
+    error: type[Exception],
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in").mkdir()
@@ -350,7 +463,11 @@ def test_what_cannot_be_run(
     for name in ("a.txt", "a.csv"):
         Path("in", name).write_text("text\na\n")
     Path("mixed.jsonl").write_text('{"text": "a", "id": 1}\n{"text": "b", "id": "2"}\n')
-    arguments: dict[str, Any] = {"options": Options(**ARGUMENTS), "input": "in/a.txt", "output": "out"} | changed
+    arguments: dict[str, Any] = {
+        "options": Options(**ARGUMENTS),
+        "input": "in/a.txt",
+        "output": "out",
+    } | changed
     with pytest.raises(error, match=shown):
         engine.run(**arguments)
     assert not Path("out").exists()
@@ -358,11 +475,17 @@ def test_what_cannot_be_run(
 
 def test_tables(tmp_path: Path) -> None:
     """Rows in the order of the files' names, from every format."""
-    (tmp_path / "b.txt").write_bytes("\ufeffa\u2028b\r\n\n\x85c".encode())  # lines end at line feeds alone
+    (tmp_path / "b.txt").write_bytes(
+        "\ufeffa\u2028b\r\n\n\x85c".encode()
+    )  # lines end at line feeds alone
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"d\ne\n"))
     (tmp_path / "_SUCCESS").touch()
     found = list(Tables(str(tmp_path)).read(2))
-    assert [table["text"].to_pylist() for table in found] == [["a\u2028b", ""], ["\x85c"], ["d", "e"]]
+    assert [table["text"].to_pylist() for table in found] == [
+        ["a\u2028b", ""],
+        ["\x85c"],
+        ["d", "e"],
+    ]
     rows = [{"id": i, "text": f"one\ntwo {i}"} for i in range(5)]
     table = pa.Table.from_pylist(rows)
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
@@ -386,7 +509,10 @@ def test_json_lines_with_fields_of_their_own(tmp_path: Path) -> None:
     first, second = Tables(str(tmp_path / "a.jsonl")).read(2)
     assert (len(first), first.column_names) == (2, [])
     assert second.column_names == ["b", "text", "a"]
-    assert second.to_pylist() == [{"b": 1.0, "text": None, "a": None}, {"b": 0.5, "text": "t", "a": {}}]
+    assert second.to_pylist() == [
+        {"b": 1.0, "text": None, "a": None},
+        {"b": 0.5, "text": "t", "a": {}},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -406,13 +532,19 @@ def test_json_lines_that_cannot_be_read(second: bytes, said: str, tmp_path: Path
         list(Tables(str(tmp_path / "a.jsonl")).read(2))
 
 
-def test_where_folders_cannot_be_renamed_the_mark_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_folders_cannot_be_renamed_the_mark_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fastgen.ray.folder._MOVES_FOLDERS", ())
     folder = Folder(f"file://{tmp_path}/out", "jsonl")
     folder.write(pa.table({"output": ["a"], "outputs": [["a"]]}))
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["part-000000.jsonl"]
     folder.finish({"rows": 1})
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {"part-000000.jsonl", "_summary.json", "_SUCCESS"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "part-000000.jsonl",
+        "_summary.json",
+        "_SUCCESS",
+    }
 
 
 def test_an_output_that_came_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
@@ -420,7 +552,9 @@ def test_an_output_that_came_meanwhile_is_not_overwritten(tmp_path: Path) -> Non
     for folder, text in ((first, "one\ntwo"), (second, "other")):
         folder.write(pa.table({"output": [text]}))
     first.finish({})
-    with pytest.raises(CommandError, match=f"holds files already.*the finished output is {second.scratch}"):
+    with pytest.raises(
+        CommandError, match=f"holds files already.*the finished output is {second.scratch}"
+    ):
         second.finish({})
     second.discard()  # which leaves what is finished
     assert (Path(second.scratch) / "part-000000.txt").read_text() == "other\n"

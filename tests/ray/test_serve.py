@@ -58,7 +58,9 @@ def alone() -> list[str]:
 
 @pytest.fixture
 def api() -> Api:
-    return Api(Settings(model=MODEL, name="en-es", dtype="float64", generation=GENERATION, **LIMITS))
+    return Api(
+        Settings(model=MODEL, name="en-es", dtype="float64", generation=GENERATION, **LIMITS)
+    )
 
 
 def _post(api: Api, **body: Any) -> Any:
@@ -70,7 +72,9 @@ def test_merged_requests_are_answered_as_if_alone(api: Api, alone: list[str]) ->
 
     async def ask() -> tuple[list[Answer], Answer]:
         single = [_post(api, text=text) for text in TEXTS[:20]]
-        *first, last = await asyncio.gather(*single, _post(api, texts=TEXTS[:3], options={"num_beams": 3}))
+        *first, last = await asyncio.gather(
+            *single, _post(api, texts=TEXTS[:3], options={"num_beams": 3})
+        )
         return first, last
 
     answers, several = asyncio.run(ask())
@@ -95,7 +99,11 @@ def test_merged_requests_are_answered_as_if_alone(api: Api, alone: list[str]) ->
         ({"text": "a", "options": {"num_beams": "3"}}, 400, "options.num_beams"),
         ({"text": "a", "options": {"num_beams": 5}}, 400, "num_beams = 5, 4 at most"),
         ({"text": "a", "options": {"max_new_tokens": 65}}, 400, "max_new_tokens = 65, 64 at most"),
-        ({"text": "a", "options": {"num_return_sequences": 3}}, 400, "num_return_sequences = 3, 2 at most"),
+        (
+            {"text": "a", "options": {"num_return_sequences": 3}},
+            400,
+            "num_return_sequences = 3, 2 at most",
+        ),
         ({"text": "list " * 300}, 413, "tokens, 200 at most"),
         ({"texts": ["a"] * 31}, 413, "31 texts, 30 at most"),
         ({"text": "a" * 20_001}, 413, "bytes, 20000 at most"),
@@ -110,7 +118,9 @@ def test_limits(api: Api, body: dict[str, Any], status: int, shown: str) -> None
     assert api.merger.batches == 0
 
 
-def test_sequences_and_beams_of_model_settings_and_request(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_and_beams_of_model_settings_and_request(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is in force together must fit, whoever said it."""
 
     def status(**options: Any) -> int:
@@ -120,7 +130,11 @@ def test_sequences_and_beams_of_model_settings_and_request(api: Api, monkeypatch
     monkeypatch.setattr(api.generator.model.generation_config, "num_beams", 3)
     assert (status(num_return_sequences=3), status(num_return_sequences=4)) == (200, 400)
     api.generator.generation |= {"num_return_sequences": 2}
-    assert (status(), status(num_beams=1), status(num_beams=1, num_return_sequences=1)) == (200, 400, 200)
+    assert (status(), status(num_beams=1), status(num_beams=1, num_return_sequences=1)) == (
+        200,
+        400,
+        200,
+    )
     api.generator.generation |= {"num_beams": 1}
     assert (status(), status(num_beams=2)) == (400, 200)
     api.generator.generation |= {"do_sample": True}
@@ -148,11 +162,15 @@ def _fail_at(text: str, api: Api, error: Exception, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(api.generator.model, "generate", failing)
 
 
-def test_a_text_that_fails_leaves_the_others(api: Api, alone: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_fails_leaves_the_others(
+    api: Api, alone: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _fail_at(TEXTS[2], api, RuntimeError("no such text"), monkeypatch)
 
     async def ask() -> list[Answer]:
-        return await asyncio.gather(*(_post(api, text=text) for text in TEXTS[:5]), _post(api, texts=TEXTS[1:3]))
+        return await asyncio.gather(
+            *(_post(api, text=text) for text in TEXTS[:5]), _post(api, texts=TEXTS[1:3])
+        )
 
     *single, several = asyncio.run(ask())
     assert [answer.status for answer in single] == [200, 200, 500, 200, 200]
@@ -177,7 +195,9 @@ def test_a_text_that_takes_all_memory_leaves_the_others(
     api.check()
 
 
-def test_a_device_that_has_failed_is_no_longer_healthy(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_has_failed_is_no_longer_healthy(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(**kwargs: Any) -> Any:
         raise torch.AcceleratorError("an illegal memory access")
 
@@ -229,7 +249,10 @@ def test_who_leaves_frees_rows_of_a_batch_that_runs(
     assert rows[:3] == [8 * beams] * 3
     assert set(rows[3:]) == ({beams} if stays else set())
     assert answer is None or answer.content["output"] == alone[0]
-    assert json.loads(json.dumps(asyncio.run(api("GET", "/status")).content))["texts"]["left"] == 8 - stays
+    assert (
+        json.loads(json.dumps(asyncio.run(api("GET", "/status")).content))["texts"]["left"]
+        == 8 - stays
+    )
 
 
 class _Model:
@@ -242,7 +265,11 @@ class _Model:
         self.loop = asyncio.get_running_loop()
 
     def __call__(
-        self, sources: list[list[int]], options: str, wanted: Callable[[int], bool], tell: Tell | None
+        self,
+        sources: list[list[int]],
+        options: str,
+        wanted: Callable[[int], bool],
+        tell: Tell | None,
     ) -> list[str]:
         self.batches.append([len(source) for source in sources])
         self.wanted, self.tell = wanted, tell
@@ -298,7 +325,11 @@ def test_what_nobody_waits_for_is_not_generated() -> None:
         await asyncio.sleep(0)
         assert [model.wanted(i) for i in (0, 1)] == [False, True]
         model.may_go_on.set()
-        assert [await task for task in (running[1], waiting[0], waiting[2])] == [["a1"], ["a2"], ["a4"]]
+        assert [await task for task in (running[1], waiting[0], waiting[2])] == [
+            ["a1"],
+            ["a2"],
+            ["a4"],
+        ]
         assert model.batches == [[1, 1], [2, 4]]
         assert (merger.dropped, merger.generated, merger.left) == (1, 4, 1)
 
@@ -351,11 +382,32 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(log: Path) -> Iterator[str]:
     port = _free_port()
-    command = [sys.executable, "-m", "fastgen", "serve", str(MODEL), "--port", str(port), "--dtype", "float64"]
-    command += ["--generation", json.dumps(GENERATION), "--max-waiting", "40", "--name", "en-es", "--retry-after", "7"]
+    command = [
+        sys.executable,
+        "-m",
+        "fastgen",
+        "serve",
+        str(MODEL),
+        "--port",
+        str(port),
+        "--dtype",
+        "float64",
+    ]
+    command += [
+        "--generation",
+        json.dumps(GENERATION),
+        "--max-waiting",
+        "40",
+        "--name",
+        "en-es",
+        "--retry-after",
+        "7",
+    ]
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "FASTGEN_STRICT": "1"}
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment
+        )
     assert process.stdout is not None
     ready = process.stdout.readline()
     assert "serving en-es" in ready, log.read_text()[-3000:]
@@ -368,7 +420,9 @@ def server(log: Path) -> Iterator[str]:
 def test_server(server: str, alone: list[str]) -> None:
     async def ask() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=server, timeout=60) as client:
-            return await asyncio.gather(*(client.post("/generate", json={"text": text}) for text in TEXTS))
+            return await asyncio.gather(
+                *(client.post("/generate", json={"text": text}) for text in TEXTS)
+            )
 
     assert [answer.json()["output"] for answer in asyncio.run(ask())] == alone
     with httpx.Client(base_url=server, timeout=60) as client:
@@ -378,7 +432,9 @@ def test_server(server: str, alone: list[str]) -> None:
         status = client.get("/status").json()
         assert status["texts"]["generated"] == len(TEXTS)
         assert status["texts"]["batches"] < len(TEXTS)
-        (row,) = (row for row in status["fastgen"]["rows"] if row["name"] == "transformers.beam_search")
+        (row,) = (
+            row for row in status["fastgen"]["rows"] if row["name"] == "transformers.beam_search"
+        )
         assert row["hits"] > 0
         assert row["fallbacks"] == {}
         assert client.post("/generate", json={"text": "a " * 600}).status_code == 413
@@ -394,7 +450,9 @@ def test_a_client_of_openai_s_streams(server: str, alone: list[str]) -> None:
     call: dict[str, Any] = {"model": "en-es", "prompt": TEXTS[1], "extra_body": {"num_beams": 2}}
     whole = client.completions.create(**call)
     assert whole.choices[0].text == alone[1]
-    *events, counted = client.completions.create(**call, stream=True, stream_options={"include_usage": True})
+    *events, counted = client.completions.create(
+        **call, stream=True, stream_options={"include_usage": True}
+    )
     assert "".join(event.choices[0].text for event in events) == alone[1]
     assert events[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
     assert counted.usage == whole.usage
@@ -405,7 +463,10 @@ def test_a_client_of_openai_s_streams(server: str, alone: list[str]) -> None:
 
 @pytest.mark.slow
 def test_a_client_that_leaves_its_stream_frees_its_text(server: str) -> None:
-    long = {"text": " ".join(TEXTS[:8]), "options": {"num_beams": 6, "max_new_tokens": 200, "min_new_tokens": 200}}
+    long = {
+        "text": " ".join(TEXTS[:8]),
+        "options": {"num_beams": 6, "max_new_tokens": 200, "min_new_tokens": 200},
+    }
     with httpx.Client(base_url=server, timeout=60) as client:
         before = client.get("/status").json()["texts"]["left"]
         with client.stream("POST", "/generate", json=long | {"stream": True}) as answer:
@@ -424,10 +485,18 @@ def test_metrics_and_access_log(server: str, log: Path) -> None:
         assert client.get("/some/where").status_code == 404
         answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=")
-    assert re.search(r'^fastgen_requests_total\{path="/generate",replica="\w+",status="200"\} \d', answer.text, re.M)
+    assert re.search(
+        r'^fastgen_requests_total\{path="/generate",replica="\w+",status="200"\} \d',
+        answer.text,
+        re.M,
+    )
     assert 'fastgen_info{model="en-es"' in answer.text
     end = time.monotonic() + 60
-    for line in (r"GET /some/where 404 [\d.]+ms", r"POST /generate 200 [\d.]+ms", r"GET /metrics 200 [\d.]+ms"):
+    for line in (
+        r"GET /some/where 404 [\d.]+ms",
+        r"POST /generate 200 [\d.]+ms",
+        r"GET /metrics 200 [\d.]+ms",
+    ):
         while not re.search(line, log.read_text()):  # Ray hands it on from the replica
             assert time.monotonic() < end, log.read_text()[-2000:]
             time.sleep(0.1)
@@ -436,7 +505,10 @@ def test_metrics_and_access_log(server: str, log: Path) -> None:
 
 @pytest.mark.slow
 def test_waiting_texts_of_a_client_that_leaves_are_dropped(server: str) -> None:
-    long = {"texts": [text * 2 for text in TEXTS], "options": {"num_beams": 6, "max_new_tokens": 100}}
+    long = {
+        "texts": [text * 2 for text in TEXTS],
+        "options": {"num_beams": 6, "max_new_tokens": 100},
+    }
 
     async def run() -> bool:
         """Whether the client has left while its texts waited; on a slow machine they may not have come in time."""
@@ -450,7 +522,9 @@ def test_waiting_texts_of_a_client_that_leaves_are_dropped(server: str) -> None:
             while not busy.done() and (await texts())["batches"] == before["batches"]:
                 await asyncio.sleep(0.01)
             leaving = httpx.AsyncClient(base_url=server, timeout=60)
-            tasks = [asyncio.create_task(leaving.post("/generate", json={"text": "a"})) for _ in range(5)]
+            tasks = [
+                asyncio.create_task(leaving.post("/generate", json={"text": "a"})) for _ in range(5)
+            ]
             while (await client.get("/health")).json()["waiting"] < 5:
                 if busy.done():
                     await asyncio.gather(*tasks)
@@ -482,13 +556,17 @@ def test_other_applications_of_a_cluster_are_left_alone() -> None:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             assert client.get("/en-es/health").json()["status"] == "ok"
             assert client.get("/en-es").json() == {"error": "there is no /"}
-            with pytest.raises(CommandError, match="--application texts: one of this name is running"):
+            with pytest.raises(
+                CommandError, match="--application texts: one of this name is running"
+            ):
                 start(settings, port=port, application="texts", route_prefix="/more")
             stop(connection, "texts")
             assert list(serve.status().applications) == ["other"]
             assert client.get("/other").text == "here"
     finally:
-        with contextlib.suppress(ray.exceptions.RayActorError):  # the controller may be gone before it has answered
+        with contextlib.suppress(
+            ray.exceptions.RayActorError
+        ):  # the controller may be gone before it has answered
             serve.shutdown()
         ray.shutdown()
 
@@ -507,7 +585,9 @@ def test_command_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "--generation {: Invalid JSON" in capsys.readouterr().err
 
 
-def test_an_address_that_cannot_be_had_is_said_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_that_cannot_be_had_is_said_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -524,10 +604,15 @@ def test_an_address_that_cannot_be_had_is_said_before_anything_starts(capsys: py
     assert not ray.is_initialized()
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(models, "find_spec", lambda name: None)
     assert fastgen_command(["serve", str(MODEL)]) == 2
-    assert capsys.readouterr().err == 'fastgen serve: needs ray, pydantic: pip install "ray[data,serve]>=2.60"\n'
+    assert (
+        capsys.readouterr().err
+        == 'fastgen serve: needs ray, pydantic: pip install "ray[data,serve]>=2.60"\n'
+    )
 
 
 def test_serve_run_makes_the_settings_of_words() -> None:

@@ -36,7 +36,9 @@ UNKNOWN = ["<unk>"]
 def _bytes() -> PreTrainedTokenizerFast:
     """Tokens of one byte each, as GPT-2's of rare letters."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made = tk.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(byte_level.alphabet()))}, merges=[]))
+    made = tk.Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(byte_level.alphabet()))}, merges=[])
+    )
     made.pre_tokenizer, made.decoder = byte_level, decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
 
@@ -44,11 +46,20 @@ def _bytes() -> PreTrainedTokenizerFast:
 def _trained(kind: str) -> PreTrainedTokenizerFast:
     small: dict[str, Any] = {"vocab_size": 300, "special_tokens": UNKNOWN}
     if kind == "unigram":
-        made, trainer = tk.Tokenizer(models.Unigram()), trainers.UnigramTrainer(unk_token="<unk>", **small)
+        made, trainer = (
+            tk.Tokenizer(models.Unigram()),
+            trainers.UnigramTrainer(unk_token="<unk>", **small),
+        )
         made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     else:
-        made, trainer = tk.Tokenizer(models.WordPiece(unk_token="<unk>")), trainers.WordPieceTrainer(**small)
-        made.pre_tokenizer, made.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(cleanup=False)
+        made, trainer = (
+            tk.Tokenizer(models.WordPiece(unk_token="<unk>")),
+            trainers.WordPieceTrainer(**small),
+        )
+        made.pre_tokenizer, made.decoder = (
+            pre_tokenizers.BertPreTokenizer(),
+            decoders.WordPiece(cleanup=False),
+        )
     made.train_from_iterator([*TEXTS, *TRICKY], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="<end>")
 
@@ -84,7 +95,12 @@ def test_pieces_are_the_text(kind: str, cleans: bool) -> None:
 
 @pytest.fixture(scope="module")
 def api() -> Api:
-    return Api(Settings(model=MODEL, name="en-es", dtype="float64", generation=GENERATION, linger=0.05, **LIMITS), "r1")
+    return Api(
+        Settings(
+            model=MODEL, name="en-es", dtype="float64", generation=GENERATION, linger=0.05, **LIMITS
+        ),
+        "r1",
+    )
 
 
 def _run(api: Api, asked: Coroutine[Any, Any, Any]) -> Any:
@@ -112,7 +128,9 @@ async def _events(answer: Answer) -> list[Any]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 1}, {"num_beams": 4, "no_repeat_ngram_size": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 1}, {"num_beams": 4, "no_repeat_ngram_size": 2}]
+)
 def test_streams_share_batches_with_others(api: Api, options: dict[str, Any]) -> None:
     before = api.merger.batches
 
@@ -155,13 +173,19 @@ def test_text_comes_before_the_batch_ends_and_a_finished_text_ends_its_stream(
     options = {"num_beams": 1, "max_new_tokens": 60}
 
     async def run() -> None:
-        long = asyncio.create_task(_call(api, text=" ".join(TEXTS[:4]), options=options | {"min_new_tokens": 0}))
-        short = await _call(api, text="Return the list.", options=options | {"min_new_tokens": 0}, stream=True)
+        long = asyncio.create_task(
+            _call(api, text=" ".join(TEXTS[:4]), options=options | {"min_new_tokens": 0})
+        )
+        short = await _call(
+            api, text="Return the list.", options=options | {"min_new_tokens": 0}, stream=True
+        )
         assert isinstance(short.content, AsyncIterator)
         events = short.content
         assert json.loads((await anext(events)).removeprefix("data: "))["text"]
         first.set()
-        last = [json.loads(event.removeprefix("data: ")) async for event in events if event != DONE][-1]
+        last = [
+            json.loads(event.removeprefix("data: ")) async for event in events if event != DONE
+        ][-1]
         assert last["finish_reason"] == "stop"
         assert not long.done()
         ended.set()
@@ -175,7 +199,9 @@ def test_text_comes_before_the_batch_ends_and_a_finished_text_ends_its_stream(
 
 def test_who_leaves_a_stream_frees_its_text(api: Api) -> None:
     async def run() -> None:
-        answer = await _call(api, text=TEXTS[0], options={"num_beams": 1, "max_new_tokens": 64}, stream=True)
+        answer = await _call(
+            api, text=TEXTS[0], options={"num_beams": 1, "max_new_tokens": 64}, stream=True
+        )
         assert isinstance(answer.content, AsyncIterator)
         await anext(answer.content)
         await answer.content.aclose()  # type: ignore[attr-defined]
@@ -205,18 +231,39 @@ async def _streamed(api: Api, path: str = "/generate", **body: Any) -> list[Any]
 
 def test_completions(api: Api) -> None:
     path = "/v1/completions"
-    whole = _run(api, _call(api, path, prompt=TEXTS[:2], model="en-es", max_tokens=24, temperature=0, n=2, num_beams=2))
+    whole = _run(
+        api,
+        _call(
+            api,
+            path,
+            prompt=TEXTS[:2],
+            model="en-es",
+            max_tokens=24,
+            temperature=0,
+            n=2,
+            num_beams=2,
+        ),
+    )
     assert isinstance(whole.content, dict)
     assert [choice["index"] for choice in whole.content["choices"]] == [0, 1, 2, 3]
-    own = _run(api, _call(api, texts=TEXTS[:2], options={"num_return_sequences": 2, "num_beams": 2}))
+    own = _run(
+        api, _call(api, texts=TEXTS[:2], options={"num_return_sequences": 2, "num_beams": 2})
+    )
     assert isinstance(own.content, dict)
     assert [choice["text"] for choice in whole.content["choices"]] == [
         text for one in own.content["answers"] for text in one["outputs"]
     ]
-    assert whole.content["usage"]["completion_tokens"] == sum(one["tokens"] for one in own.content["answers"])
-    events = _run(api, _streamed(api, path, prompt=TEXTS[0], stream_options={"include_usage": True}))
+    assert whole.content["usage"]["completion_tokens"] == sum(
+        one["tokens"] for one in own.content["answers"]
+    )
+    events = _run(
+        api, _streamed(api, path, prompt=TEXTS[0], stream_options={"include_usage": True})
+    )
     *_, last, counted = events
-    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == own.content["answers"][0]["output"]
+    assert (
+        "".join(event["choices"][0]["text"] for event in events[:-1])
+        == own.content["answers"][0]["output"]
+    )
     assert (last["choices"][0]["finish_reason"], last["usage"]) == ("stop", None)
     assert (counted["choices"], counted["usage"]["completion_tokens"] > 3) == ([], True)
     assert {event["id"] for event in events} == {events[0]["id"]}
@@ -228,13 +275,43 @@ def test_completions(api: Api) -> None:
     ("path", "body", "status", "shown"),
     [
         ("/generate", {"texts": ["a", "b"]}, 400, "2 texts: a stream has one"),
-        ("/generate", {"text": "a", "options": {"num_return_sequences": 2}}, 400, "num_return_sequences = 2: a stream"),
+        (
+            "/generate",
+            {"text": "a", "options": {"num_return_sequences": 2}},
+            400,
+            "num_return_sequences = 2: a stream",
+        ),
         ("/generate", {"text": "list " * 300}, 413, "tokens, 200 at most"),
-        ("/v1/completions", {"prompt": "a", "model": "gpt"}, 404, "there is no model 'gpt', but 'en-es'"),
-        ("/v1/completions", {"prompt": "a", "temperature": 0.7}, 400, "temperature = 0.7: a request cannot ask for"),
-        ("/v1/completions", {"prompt": "a", "seed": 1}, 400, "seed: Extra inputs are not permitted"),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 65}, 400, "max_new_tokens = 65, 64 at most"),
-        ("/v1/completions", {"prompt": "a", "stream": False, "stream_options": {}}, 400, "is for stream=true"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "model": "gpt"},
+            404,
+            "there is no model 'gpt', but 'en-es'",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "temperature": 0.7},
+            400,
+            "temperature = 0.7: a request cannot ask for",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "seed": 1},
+            400,
+            "seed: Extra inputs are not permitted",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "max_tokens": 65},
+            400,
+            "max_new_tokens = 65, 64 at most",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "stream": False, "stream_options": {}},
+            400,
+            "is for stream=true",
+        ),
     ],
 )
 def test_refused(api: Api, path: str, body: dict[str, Any], status: int, shown: str) -> None:
@@ -245,7 +322,9 @@ def test_refused(api: Api, path: str, body: dict[str, Any], status: int, shown: 
     assert shown in (error if path == "/generate" else error["message"])
 
 
-def test_an_error_in_the_middle_is_the_last_event(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_middle_is_the_last_event(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step, steps = DecoderStep.__call__, 0
 
     def failing(self: DecoderStep, ids: torch.Tensor, context: Any) -> torch.Tensor:
@@ -256,7 +335,10 @@ def test_an_error_in_the_middle_is_the_last_event(api: Api, monkeypatch: pytest.
         return step(self, ids, context)
 
     own = {"text": TEXTS[0], "options": {"num_beams": 1}}
-    for path, body in (("/generate", own), ("/v1/completions", {"prompt": TEXTS[0], "num_beams": 1})):
+    for path, body in (
+        ("/generate", own),
+        ("/v1/completions", {"prompt": TEXTS[0], "num_beams": 1}),
+    ):
         steps = 0
         with monkeypatch.context() as patch:
             patch.setattr(DecoderStep, "__call__", failing)
@@ -277,7 +359,9 @@ def test_a_text_that_is_drawn_anew_is_an_error(api: Api, monkeypatch: pytest.Mon
 
 
 def test_metrics(caplog: pytest.LogCaptureFixture) -> None:
-    api = Api(Settings(model=MODEL, name="en-es", dtype="float64", generation=GENERATION, **LIMITS), "r2")
+    api = Api(
+        Settings(model=MODEL, name="en-es", dtype="float64", generation=GENERATION, **LIMITS), "r2"
+    )
 
     async def run() -> Answer:
         await asyncio.gather(*(_call(api, text=text) for text in TEXTS[:3]))
@@ -290,7 +374,11 @@ def test_metrics(caplog: pytest.LogCaptureFixture) -> None:
         answer = _run(api, run())
     assert answer.headers["Content-Type"].startswith("text/plain; version=")
     families = {one.name: one for one in text_string_to_metric_families(str(answer.content))}
-    values = {(s.name, *sorted(s.labels.items())): s.value for one in families.values() for s in one.samples}
+    values = {
+        (s.name, *sorted(s.labels.items())): s.value
+        for one in families.values()
+        for s in one.samples
+    }
 
     def value(name: str, **labels: str) -> float:
         return values[(name, *sorted((labels | {"replica": "r2"}).items()))]

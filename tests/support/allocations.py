@@ -25,7 +25,9 @@ def allocations(function: Callable[[], Any]) -> Allocations:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     events = cast(Any, profiler.profiler).kineto_results.events()
-    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()) if e.name() == "[memory]"]
+    changes = [
+        e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()) if e.name() == "[memory]"
+    ]
     now = peak = 0
     for change in changes:
         now += change

@@ -24,13 +24,23 @@ def choice(
     hits = torch.rand(b, k, generator=generator) < (0.3, 0.7, 0.05)[trial % 3]
     beam = torch.randint(0, beams, (b, k), generator=generator)
     token = torch.randint(0, 99, (b, k), generator=generator)
-    done = (torch.rand(b, beams, generator=generator) < 0.5 + trial % 2).sort(1, descending=True).values
+    done = (
+        (torch.rand(b, beams, generator=generator) < 0.5 + trial % 2)
+        .sort(1, descending=True)
+        .values
+    )
     finished = torch.where(done, torch.randn(b, beams, generator=generator) * 2 - 4, rule.never)
-    search = BeamSearch(torch.zeros(b, PROMPT, dtype=torch.int64, device=device), rule, Stop(), [], 0)
+    search = BeamSearch(
+        torch.zeros(b, PROMPT, dtype=torch.int64, device=device), rule, Stop(), [], 0
+    )
     search.finished.scores.copy_(finished.sort(1, descending=True).values)
     search.finished.done.copy_(done)
     search.improvable.copy_(~done.all(1) | (torch.rand(b, generator=generator) < 0.5))
-    return search, Candidates(*(each.to(device) for each in (values, beam, token, hits))), 2 + trial % 17
+    return (
+        search,
+        Candidates(*(each.to(device) for each in (values, beam, token, hits))),
+        2 + trial % 17,
+    )
 
 
 def assert_alike(found: Choice, wanted: Choice) -> None:

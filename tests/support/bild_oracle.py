@@ -62,7 +62,9 @@ def bild(
             put("write", int(large(y).argmax()))
 
 
-def greedy(model: Scores, prompt: Sequence[int], ends: Callable[[Sequence[int]], bool]) -> list[int]:
+def greedy(
+    model: Scores, prompt: Sequence[int], ends: Callable[[Sequence[int]], bool]
+) -> list[int]:
     """The likeliest tokens behind the prompt."""
     y = list(prompt)
     while len(y) == len(prompt) or not ends(y):
@@ -83,7 +85,9 @@ class Toy:
     def __call__(self, text: Sequence[int]) -> Tensor:
         key = hashlib.sha256(repr((self.seed, len(text), *text[-3:])).encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:7]))
-        scores = self.sharpness * torch.randn(self.vocabulary, generator=generator, dtype=torch.float64)
+        scores = self.sharpness * torch.randn(
+            self.vocabulary, generator=generator, dtype=torch.float64
+        )
         if self.other is None:
             return scores
         return self.own * scores + (1.0 - self.own) * self.other(text)[: self.vocabulary]

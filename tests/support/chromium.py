@@ -39,19 +39,26 @@ class Chromium:
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         pipes = [*os.pipe(), *os.pipe()]
-        commands, self._write, self._read, answers = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in pipes)
+        commands, self._write, self._read, answers = (
+            fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in pipes
+        )
         for fd in pipes:
             os.close(fd)
         command = [sys.executable, "-c", START, str(commands), str(answers), self._path, *OPTIONS]
         command.append(f"--user-data-dir={self._folder.name}")
         self._process = subprocess.Popen(
-            command, pass_fds=(commands, answers), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command,
+            pass_fds=(commands, answers),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         os.close(commands)
         os.close(answers)
         self._buffer, self._number, self._session = b"", 0, ""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         self.call("Page.enable")
         return self
 
@@ -84,7 +91,13 @@ class Chromium:
 
     def open(self, url: str, width: int, dark: bool = False) -> None:
         """Open an address in a window of a width in CSS pixels, and wait until it has loaded."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=url)
@@ -92,7 +105,9 @@ class Chromium:
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of an expression in JavaScript, awaited."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"])
         return answer["result"].get("value")
@@ -100,8 +115,16 @@ class Chromium:
     def screenshot(self, height: int) -> bytes:
         """Return a PNG of the page, from its top down to a height in CSS pixels at most."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], height), "scale": 1}
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        clip = {
+            "x": 0,
+            "y": 0,
+            "width": size["width"],
+            "height": min(size["height"], height),
+            "scale": 1,
+        }
+        shot = self.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip
+        )
         return base64.b64decode(shot["data"])
 
     def _next(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

@@ -64,7 +64,9 @@ class Texts:
         if self.kills:
             self._kill(Path(os.environ["KILLED"]))
         lines = [
-            f"{record.number}\t{' '.join(one.texts) if isinstance(one, Output) else ''}".replace("\n", " ")
+            f"{record.number}\t{' '.join(one.texts) if isinstance(one, Output) else ''}".replace(
+                "\n", " "
+            )
             for record, one in zip(records, outputs, strict=True)
             if one is not None
         ]
@@ -88,8 +90,12 @@ def job_of(model: Path, text: Path, output: Path | None, **more: Any) -> Job:
     fields = {name: more.pop(name) for name in list(more) if name in Job.__dataclass_fields__}
     named = {name: more.pop(name) for name in list(more) if name in Options.__dataclass_fields__}
     generation = {"max_new_tokens": NEW, "num_beams": 2, **more}
-    options = Options(model, generation, append_eos=True, **{"batch_tokens": 64, "device": "cpu"} | named)
-    return Job(options, fields.pop("source", Lines(text)), fields.pop("sink", Texts()), output, **fields)
+    options = Options(
+        model, generation, append_eos=True, **{"batch_tokens": 64, "device": "cpu"} | named
+    )
+    return Job(
+        options, fields.pop("source", Lines(text)), fields.pop("sink", Texts()), output, **fields
+    )
 
 
 def run(job: Job) -> int:

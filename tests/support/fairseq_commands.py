@@ -23,7 +23,12 @@ def run(
     words, variables = ["-m", "fastgen", "run", *command], os.environ | environment
     if afresh:
         found = subprocess.run(
-            [sys.executable, *words], input=text, capture_output=True, text=True, env=variables, check=False
+            [sys.executable, *words],
+            input=text,
+            capture_output=True,
+            text=True,
+            env=variables,
+            check=False,
         )
     else:
         found = python(words, text, environment=variables)
@@ -33,7 +38,11 @@ def run(
 
 def known_to_fairseq(arguments: tuple[str, ...]) -> list[str]:
     """Arguments without an option, and its value, that fastgen adds."""
-    ours = {at for at, word in enumerate(arguments) if "--postprocess-workers" in arguments[max(at - 1, 0) : at + 1]}
+    ours = {
+        at
+        for at, word in enumerate(arguments)
+        if "--postprocess-workers" in arguments[max(at - 1, 0) : at + 1]
+    }
     return [word for at, word in enumerate(arguments) if at not in ours]
 
 
@@ -41,9 +50,17 @@ def preprocess(folder: Path) -> str:
     """Make a small corpus, train.en and so on, and preprocess it, with few words, as that trains fast; return where."""
     for language in ("en", "es"):
         lines = (TEXTS / f"test.{language}").read_text("utf-8").splitlines()
-        for name, part in {"train": lines[:600], "valid": lines[600:640], "test": lines[640:690]}.items():
+        for name, part in {
+            "train": lines[:600],
+            "valid": lines[600:640],
+            "test": lines[640:690],
+        }.items():
             (folder / f"{name}.{language}").write_text("\n".join(part) + "\n", "utf-8")
-    prefixes = [word for part in ("train", "valid", "test") for word in (f"--{part}pref", str(folder / part))]
+    prefixes = [
+        word
+        for part in ("train", "valid", "test")
+        for word in (f"--{part}pref", str(folder / part))
+    ]
     data = str(folder / "data")
     run(
         "fairseq-preprocess", "-s", "en", "-t", "es", *prefixes, "--destdir", data, "--joined-dictionary",

@@ -12,7 +12,10 @@ from fairseq.models.bart import BARTModel
 from fairseq.models.bart.model import bart_base_architecture
 from fairseq.models.lstm import LSTMModel
 from fairseq.models.lstm import base_architecture as lstm_architecture
-from fairseq.models.multilingual_transformer import MultilingualTransformerModel, base_multilingual_architecture
+from fairseq.models.multilingual_transformer import (
+    MultilingualTransformerModel,
+    base_multilingual_architecture,
+)
 from fairseq.models.transformer import TransformerModel, base_architecture
 from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
 from fairseq.sequence_generator import SequenceGenerator
@@ -40,8 +43,18 @@ class Task:
 _SIZES: dict[str, Any] = {
     f"{part}_{name}": value
     for part in ("encoder", "decoder")
-    for name, value in {"embed_dim": 16, "ffn_embed_dim": 24, "attention_heads": 2, "layers": 2}.items()
-} | {"max_source_positions": 64, "max_target_positions": 64, "dropout": 0.0, "tokens_per_sample": 64}
+    for name, value in {
+        "embed_dim": 16,
+        "ffn_embed_dim": 24,
+        "attention_heads": 2,
+        "layers": 2,
+    }.items()
+} | {
+    "max_source_positions": 64,
+    "max_target_positions": 64,
+    "dropout": 0.0,
+    "tokens_per_sample": 64,
+}
 
 
 def _transformer(**options: Any) -> Any:
@@ -61,7 +74,9 @@ def _multilingual() -> Any:
     """A model for each of two pairs of languages."""
     args = Namespace(**_SIZES, source_lang=None, target_lang=None, lang_pairs=["en-es", "es-en"])
     base_multilingual_architecture(args)
-    task = MultilingualTranslationTask(args, {"en": dictionary(), "es": dictionary()}, training=True)
+    task = MultilingualTranslationTask(
+        args, {"en": dictionary(), "es": dictionary()}, training=True
+    )
     return MultilingualTransformerModel.build_model(args, task)
 
 
@@ -72,7 +87,13 @@ def _lm(**options: Any) -> Any:
 
 
 def _lstm() -> Any:
-    args = Namespace(encoder_embed_dim=16, decoder_embed_dim=16, decoder_out_embed_dim=16, dropout=0.0, criterion="")
+    args = Namespace(
+        encoder_embed_dim=16,
+        decoder_embed_dim=16,
+        decoder_out_embed_dim=16,
+        dropout=0.0,
+        criterion="",
+    )
     lstm_architecture(args)
     return LSTMModel.build_model(args, Task())
 
@@ -90,7 +111,9 @@ MODELS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 LANGUAGE_MODELS: dict[str, Callable[[], Any]] = {
     "lm": _lm,
-    "lm_learned": lambda: _lm(decoder_learned_pos=True, activation_fn="gelu", share_decoder_input_output_embed=True),
+    "lm_learned": lambda: _lm(
+        decoder_learned_pos=True, activation_fn="gelu", share_decoder_input_output_embed=True
+    ),
 }
 OTHERS: dict[str, Callable[[], Any]] = {"lstm": _lstm}
 
@@ -146,7 +169,10 @@ SEARCHES: dict[str, Callable[[], Any]] = {
     "top_p": lambda: search.Sampling(dictionary(), sampling_topp=0.8),
     "length": lambda: search.LengthConstrainedBeamSearch(dictionary(), 0.5, 1, 1.0, 2),
     "prefix": lambda: search.PrefixConstrainedBeamSearch(
-        dictionary(), lambda sentence, text: [EOS] if len(text) > 9 else [4 + sentence % 5, 11, 12, 13, 20 + len(text)]
+        dictionary(),
+        lambda sentence, text: (
+            [EOS] if len(text) > 9 else [4 + sentence % 5, 11, 12, 13, 20 + len(text)]
+        ),
     ),
     "ordered": lambda: search.LexicallyConstrainedBeamSearch(dictionary(), "ordered"),
     "unordered": lambda: search.LexicallyConstrainedBeamSearch(dictionary(), "unordered"),
@@ -155,7 +181,11 @@ SEARCHES: dict[str, Callable[[], Any]] = {
 
 def call(models: list[Any], sample: dict[str, Any], options: dict[str, Any], seed: int = 0) -> Any:
     """One call of a new generator; `prefix_tokens`, `constraints` and `bos_token` go to it, the rest makes it."""
-    given = {name: options[name] for name in ("prefix_tokens", "constraints", "bos_token") if name in options}
+    given = {
+        name: options[name]
+        for name in ("prefix_tokens", "constraints", "bos_token")
+        if name in options
+    }
     made = {name: value for name, value in options.items() if name not in given}
     kind = made.pop("generator", SequenceGenerator)
     if "search_strategy" in made:
@@ -167,7 +197,9 @@ def call(models: list[Any], sample: dict[str, Any], options: dict[str, Any], see
     return found, torch.get_rng_state()
 
 
-def assert_same(models: list[Any], sample: dict[str, Any], options: dict[str, Any], tolerance: float = 1e-5) -> Any:
+def assert_same(
+    models: list[Any], sample: dict[str, Any], options: dict[str, Any], tolerance: float = 1e-5
+) -> Any:
     """Assert that fastgen changes nothing about a call: order, tokens, scores, attention, alignment, random state."""
     ours, state = _tried(models, sample, options)
     with fastgen.disabled():
@@ -183,7 +215,9 @@ def assert_same(models: list[Any], sample: dict[str, Any], options: dict[str, An
             for name in other:
                 if isinstance(other[name], Tensor):
                     assert one[name].dtype == other[name].dtype, name
-                    torch.testing.assert_close(one[name], other[name], atol=tolerance, rtol=tolerance, msg=name)
+                    torch.testing.assert_close(
+                        one[name], other[name], atol=tolerance, rtol=tolerance, msg=name
+                    )
                 else:
                     assert one[name] == other[name], name
     assert torch.equal(state, stock_state)
@@ -202,4 +236,6 @@ def hits() -> int:
 
 
 def fallbacks() -> dict[str, int]:
-    return dict(next(row.fallbacks for row in fastgen.status().rows if row.name == "fairseq.generate"))
+    return dict(
+        next(row.fallbacks for row in fastgen.status().rows if row.name == "fairseq.generate")
+    )

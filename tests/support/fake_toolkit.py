@@ -146,7 +146,11 @@ class Sandbox:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("FASTGEN")}
         path = os.pathsep.join([str(self.folder), str(_copy_of_fastgen())])
         # Files are rewritten within a second: byte code of the toolkit could be stale.
-        ours = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "FASTGEN_CACHE_DIR": str(self.folder / "cache")}
+        ours = {
+            "PYTHONPATH": path,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "FASTGEN_CACHE_DIR": str(self.folder / "cache"),
+        }
         return subprocess.run(
             [sys.executable, "-c", "from checks import *\n" + textwrap.dedent(code)],
             env={**kept, **ours, **environ},
@@ -162,7 +166,9 @@ def _copy_of_fastgen() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="fastgen-copy-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     shutil.copytree(
-        FASTGEN, folder / "fastgen", ignore=shutil.ignore_patterns("transformers", "fairseq", "__pycache__")
+        FASTGEN,
+        folder / "fastgen",
+        ignore=shutil.ignore_patterns("transformers", "fairseq", "__pycache__"),
     )
     for name, text in {
         "transformers": "from declaration import PATCHES, TOOLKIT\n",

@@ -17,7 +17,11 @@ def hasten() -> None:
     patch, patched = interpreter._patch_lang, set[ModuleType]()
 
     def once(fn: Any) -> Any:
-        of = {module for module in (language, language.core) if any(each is module for each in fn.__globals__.values())}
+        of = {
+            module
+            for module in (language, language.core)
+            if any(each is module for each in fn.__globals__.values())
+        }
         if not of <= patched:
             patched.update(of)
             patch(fn)
@@ -29,6 +33,8 @@ def hasten() -> None:
     of_number: Any = functools.cache(of_pointer)  # it makes a table of all types at each call
 
     def numpy_dtype(of: Any) -> Any:
-        return (of_pointer if isinstance(of.scalar, language.pointer_type) else of_number)(of.scalar)
+        return (of_pointer if isinstance(of.scalar, language.pointer_type) else of_number)(
+            of.scalar
+        )
 
     interpreter._get_np_dtype = numpy_dtype

@@ -44,7 +44,9 @@ def fallbacks() -> Counter[str]:
 def left_off() -> Counter[str]:
     """What hits so far did without, with the reason, of all patches but those of encoders."""
     rows = [
-        row for row in fastgen.status().rows if not row.name.startswith(("transformers.source", "transformers.enc"))
+        row
+        for row in fastgen.status().rows
+        if not row.name.startswith(("transformers.source", "transformers.enc"))
     ]
     return sum((Counter(row.left_off) for row in rows), Counter())
 
@@ -52,7 +54,9 @@ def left_off() -> Counter[str]:
 def counts() -> dict[str, Any]:
     """All that `status` counts; memory, which other models give back at any time, is no count."""
     of_memory = "memory", "memory_by_model", "not_packed"
-    return {name: value for name, value in fastgen.status().to_dict().items() if name not in of_memory}
+    return {
+        name: value for name, value in fastgen.status().to_dict().items() if name not in of_memory
+    }
 
 
 def notes(explanation: Any) -> list[str]:
@@ -62,11 +66,15 @@ def notes(explanation: Any) -> list[str]:
 
 def hits() -> int:
     return sum(
-        row.hits for row in fastgen.status().rows if row.name in ("transformers.beam_search", "transformers.sample")
+        row.hits
+        for row in fastgen.status().rows
+        if row.name in ("transformers.beam_search", "transformers.sample")
     )
 
 
-def assert_same(model: Any, kwargs: dict[str, Any], seed: int = 0, tolerance: float = 1e-9) -> Result:
+def assert_same(
+    model: Any, kwargs: dict[str, Any], seed: int = 0, tolerance: float = 1e-9
+) -> Result:
     """Assert that fastgen changes nothing about a call; return what it gave.
 
     Stateful arguments are copied for each run. Compared are the exception's type, the output's type and fields, every
@@ -84,7 +92,9 @@ def assert_same(model: Any, kwargs: dict[str, Any], seed: int = 0, tolerance: fl
     same(ours.value, stock.value, "output", tolerance)
     same(mine.get(CACHE), theirs.get(CACHE), "the given cache", tolerance)
     if kwargs.get("do_sample"):
-        assert torch.equal(ours.random_state, stock.random_state), "the random number generator was left elsewhere"
+        assert torch.equal(ours.random_state, stock.random_state), (
+            "the random number generator was left elsewhere"
+        )
     return ours
 
 
@@ -98,11 +108,15 @@ def assert_same_but_for_ties(model: Any, kwargs: dict[str, Any]) -> None:
         stock = model.generate(**kwargs | {"return_dict_in_generate": True, "output_scores": True})
     assert ours.shape == stock.sequences.shape
     beams, scores = kwargs["num_beams"], stock.sequences_scores.tolist()
-    for row, (found, wanted) in enumerate(zip(ours.tolist(), stock.sequences.tolist(), strict=True)):
+    for row, (found, wanted) in enumerate(
+        zip(ours.tolist(), stock.sequences.tolist(), strict=True)
+    ):
         of_sentence = range(row - row % beams, row - row % beams + beams)
         alike = [i for i in of_sentence if abs(scores[i] - scores[row]) < 1e-4]
         among_them = found in [stock.sequences[i].tolist() for i in alike]
-        assert found == wanted or among_them or (len(alike) > 1 and alike[-1] == of_sentence[-1]), scores[row]
+        assert found == wanted or among_them or (len(alike) > 1 and alike[-1] == of_sentence[-1]), (
+            scores[row]
+        )
 
 
 def same(ours: Any, stock: Any, where: str = "output", tolerance: float = 1e-9) -> None:
@@ -113,12 +127,21 @@ def same(ours: Any, stock: Any, where: str = "output", tolerance: float = 1e-9) 
             same(ours[name], stock[name], f"{where}.{name}", tolerance)
     elif isinstance(stock, torch.Tensor):
         assert isinstance(ours, torch.Tensor), where
-        assert ours.shape == stock.shape, f"{where}: shape {tuple(ours.shape)} instead of {tuple(stock.shape)}"
+        assert ours.shape == stock.shape, (
+            f"{where}: shape {tuple(ours.shape)} instead of {tuple(stock.shape)}"
+        )
         assert ours.dtype == stock.dtype, f"{where}: {ours.dtype} instead of {stock.dtype}"
         if stock.is_floating_point():
-            relative = max(tolerance, torch.finfo(torch.float32).eps if stock.dtype == torch.float32 else 0.0)
+            relative = max(
+                tolerance, torch.finfo(torch.float32).eps if stock.dtype == torch.float32 else 0.0
+            )
             torch.testing.assert_close(
-                ours, stock, atol=tolerance, rtol=relative, equal_nan=True, msg=lambda m: f"{where}: {m}"
+                ours,
+                stock,
+                atol=tolerance,
+                rtol=relative,
+                equal_nan=True,
+                msg=lambda m: f"{where}: {m}",
             )
         else:
             assert torch.equal(ours, stock), f"{where}: {ours.tolist()} instead of {stock.tolist()}"
@@ -140,4 +163,8 @@ def same(ours: Any, stock: Any, where: str = "output", tolerance: float = 1e-9) 
 def _layers(cache: Any) -> tuple[Any, ...]:
     if hasattr(cache, "self_attention_cache"):
         return _layers(cache.self_attention_cache) + _layers(cache.cross_attention_cache)
-    return tuple(part for layer in cache.layers for part in (layer.keys, layer.values, int(layer.get_seq_length())))
+    return tuple(
+        part
+        for layer in cache.layers
+        for part in (layer.keys, layer.values, int(layer.get_seq_length()))
+    )

@@ -12,7 +12,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args, **kwargs: (
-            t.fill_(torch.nan) if (t := make(*args, **kwargs)).is_floating_point() else t.fill_(-(2**30) - 7)
+            t.fill_(torch.nan)
+            if (t := make(*args, **kwargs)).is_floating_point()
+            else t.fill_(-(2**30) - 7)
         )
 
     for name in ("empty", "empty_like"):

@@ -120,7 +120,10 @@ class Pretended:
             "get_device_name": lambda device=None: H100.name,
             "get_device_properties": lambda device=None: H100,
             "get_device_capability": lambda device=None: (H100.major, H100.minor),
-            "mem_get_info": lambda device=None: (H100.total_memory - allocated(), H100.total_memory),
+            "mem_get_info": lambda device=None: (
+                H100.total_memory - allocated(),
+                H100.total_memory,
+            ),
             "memory_allocated": lambda device=None: allocated(),
             "max_memory_allocated": lambda device=None: allocated(),
             "reset_peak_memory_stats": lambda device=None: None,
@@ -145,11 +148,15 @@ class Pretended:
         if self._recording is None:
             self._run(kernel, grid, *args, **constants)
         else:
-            self._recording.launch(functools.partial(self._run, kernel, grid), kernel, *args, **constants)
+            self._recording.launch(
+                functools.partial(self._run, kernel, grid), kernel, *args, **constants
+            )
 
     def _run(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         args = tuple(arg for arg in args if arg is not kernel)
-        away = [arg.device for arg in tree_leaves(args) if isinstance(arg, Tensor) and not arg.is_cuda]
+        away = [
+            arg.device for arg in tree_leaves(args) if isinstance(arg, Tensor) and not arg.is_cuda
+        ]
         assert not away, f"{kernel.__name__} is given memory of {away}"
         if _device.computes:
             kernel[grid](*tree_map_only(Tensor, _on_cpu, args), **constants)
@@ -181,7 +188,9 @@ def _deepcopy_of(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(tensor, memo)
         if id(tensor) not in memo:
             copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            memo[id(tensor)] = torch.nn.Parameter(copied) if isinstance(tensor, torch.nn.Parameter) else copied
+            memo[id(tensor)] = (
+                torch.nn.Parameter(copied) if isinstance(tensor, torch.nn.Parameter) else copied
+            )
         return memo[id(tensor)]
 
     return deepcopy
@@ -224,7 +233,9 @@ class _Graph:
         self._device._replaying = False
 
 
-def _specialisation(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+def _specialisation(
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[Any, ...]:
     """What `triton.jit` compiles a kernel anew for: an integer is a 1, a multiple of 16, of 32 bits or of 64."""
     unspecialised = kernel.kwargs["do_not_specialize"] or ()
 
@@ -275,7 +286,11 @@ class _DLTensor(ctypes.Structure):
 
 
 class _DLManagedTensor(ctypes.Structure):
-    _fields_ = [("dl_tensor", _DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+    _fields_ = [
+        ("dl_tensor", _DLTensor),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    ]
 
 
 _CPU, _CUDA = 1, 2
@@ -285,7 +300,10 @@ _CODES = {
     torch.float64: (2, 64),
 }  # fmt: skip
 _new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_new_capsule.restype, _new_capsule.argtypes = (
+    ctypes.py_object,
+    [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+)
 _held: dict[int, tuple[Any, ...]] = {}
 
 
@@ -300,7 +318,13 @@ def _moved(tensor: Tensor, device: int) -> Tensor:
     sizes = ctypes.c_int64 * tensor.dim()
     shape, strides = sizes(*tensor.shape), sizes(*tensor.stride())
     described = _DLTensor(
-        tensor.data_ptr(), _DLDevice(device, 0), tensor.dim(), _DLDataType(*_CODES[tensor.dtype], 1), shape, strides, 0
+        tensor.data_ptr(),
+        _DLDevice(device, 0),
+        tensor.dim(),
+        _DLDataType(*_CODES[tensor.dtype], 1),
+        shape,
+        strides,
+        0,
     )
     managed = _DLManagedTensor(described, None, ctypes.cast(_native().let_go, ctypes.c_void_p))
     _held[ctypes.addressof(managed)] = managed, shape, strides, tensor
@@ -314,7 +338,9 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 def allocated() -> int:
     """Bytes of the device that somebody holds."""
     _sweep()
-    storages = (tensor.untyped_storage() for *_, tensor in list(_held.values()) if not tensor.is_cuda)
+    storages = (
+        tensor.untyped_storage() for *_, tensor in list(_held.values()) if not tensor.is_cuda
+    )
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -347,7 +373,9 @@ def _known(op: Any) -> _Known:
 def _run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator of the device; what comes from it lies there."""
     name, tensors, outs = _known(op)
-    origin: dict[int, tuple[Tensor, Tensor]] = {}  # of what lies on the CPU for now, and where it came from
+    origin: dict[
+        int, tuple[Tensor, Tensor]
+    ] = {}  # of what lies on the CPU for now, and where it came from
 
     def lowered(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -356,7 +384,9 @@ def _run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
             return value
         if not value.is_cuda:
             if value.dim() and name != "_to_copy":
-                raise RuntimeError(f"{name}: expected all tensors on cuda:0, found one on {value.device}")
+                raise RuntimeError(
+                    f"{name}: expected all tensors on cuda:0, found one on {value.device}"
+                )
             return value
         found = _moved(value, _CPU)
         origin[id(found)] = found, value
@@ -367,15 +397,22 @@ def _run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
             return value
         return origin[id(value)][1] if id(value) in origin else _moved(value, _CUDA)
 
-    if name in ("_softmax", "_log_softmax") and args[2]:  # of half precision to fp32, as CPUs have no function for
+    if (
+        name in ("_softmax", "_log_softmax") and args[2]
+    ):  # of half precision to fp32, as CPUs have no function for
         args = (args[0].float(), args[1], False)
     down = [
-        torch.tensor(arg) if place in tensors and isinstance(arg, bool | int | float) else _each(lowered, arg)
+        torch.tensor(arg)
+        if place in tensors and isinstance(arg, bool | int | float)
+        else _each(lowered, arg)
         for place, arg in enumerate(args)
     ]
     named = {key: _each(lowered, value) for key, value in kwargs.items()}
     written: list[tuple[Tensor, Tensor]] = []
-    for place, key in outs:  # which an operator may resize, as it cannot do with memory of another's
+    for (
+        place,
+        key,
+    ) in outs:  # which an operator may resize, as it cannot do with memory of another's
         out = kwargs[key] if key in kwargs else args[place]
         fresh = torch.empty(0, dtype=out.dtype, device="cpu")
         if key in named:
@@ -393,7 +430,9 @@ def _run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     return result if name == "_local_scalar_dense" else _each(lifted, result)
 
 
-def _unwritten(op: Any, name: str, down: list[Any], named: dict[str, Any], written: list[tuple[Tensor, Tensor]]) -> Any:
+def _unwritten(
+    op: Any, name: str, down: list[Any], named: dict[str, Any], written: list[tuple[Tensor, Tensor]]
+) -> Any:
     """Run an operator where kernels do not run: new memory holds 0, and so does every matrix product."""
     if name in _PRODUCTS:
         bare, bare_named = tree_map_only(Tensor, lambda each: each.to("meta"), (down, named))
@@ -402,7 +441,10 @@ def _unwritten(op: Any, name: str, down: list[Any], named: dict[str, Any], writt
             return written[0][0].resize_(shape).zero_()
         return torch.zeros(shape, dtype=down[0].dtype, device="cpu")
     if name in _LOOKUPS:  # tokens that no kernel has written may be any number
-        down = [each.clamp(min=0) if isinstance(each, Tensor) and each.dtype == torch.int64 else each for each in down]
+        down = [
+            each.clamp(min=0) if isinstance(each, Tensor) and each.dtype == torch.int64 else each
+            for each in down
+        ]
     result = op(*down, **named)
     return result.zero_() if name.startswith(("empty", "new_empty")) else result
 
@@ -427,7 +469,18 @@ def _native() -> Any:
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         library = os.path.join(folder, "guard.so")
-        command = [compiler, "-O1", "-shared", "-fPIC", "-std=c++20", "-x", "c++", "-", "-o", library]
+        command = [
+            compiler,
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-std=c++20",
+            "-x",
+            "c++",
+            "-",
+            "-o",
+            library,
+        ]
         paths = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10"]
         subprocess.run([*command, *paths], input=_SOURCE, text=True, check=True)
         loaded = ctypes.CDLL(library)

@@ -21,7 +21,10 @@ _STREAMS = ("stdin", "stdout", "stderr")
 
 
 def python(
-    arguments: Sequence[str], text: str = "", cwd: Path = ROOT, environment: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    text: str = "",
+    cwd: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
 ) -> CompletedProcess[str]:
     """Run a program as Python does that gets these arguments: -m MODULE or -c CODE, and what the program is told.
 
@@ -45,11 +48,17 @@ def _run(arguments: list[str], environment: dict[str, str], cwd: str, folder: st
         opened = os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT)
         os.dup2(opened, number)
         os.close(opened)
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(i, mode, encoding="utf-8") for i, mode in enumerate("rww"))
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(i, mode, encoding="utf-8") for i, mode in enumerate("rww")
+    )
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    sys.path[:] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
+    sys.path[:] = [
+        "",
+        *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)),
+        *sys.path,
+    ]
     how, what, *rest = arguments
     sys.argv = [how, *rest]
     try:

@@ -22,7 +22,16 @@ from fastgen.models.cuda_graphs.replay import JointReplay
 from fastgen.ops import native
 
 _T = TypeVar("_T")
-_ASKS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "item", "isin")
+_ASKS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "equal",
+    "masked_select",
+    "unique",
+    "item",
+    "isin",
+)
 _ALLOCATES = ("empty", "empty_like", "new_empty", "empty_strided")
 
 
@@ -31,13 +40,17 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._before: dict[int, tuple[torch.UntypedStorage, bytes]] = {}  # what they held, by where they lie
+        self._before: dict[
+            int, tuple[torch.UntypedStorage, bytes]
+        ] = {}  # what they held, by where they lie
         self.runs: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in _ASKS:
             raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
-        if func.overloadpacket.__name__ == "lift_fresh" and args[0].dim():  # a single one is filled in
+        if (
+            func.overloadpacket.__name__ == "lift_fresh" and args[0].dim()
+        ):  # a single one is filled in
             raise RuntimeError("numbers of the host's are copied while the stream is capturing")
         if func._schema.is_mutable:
             self._note(args, kwargs)
@@ -88,7 +101,11 @@ class Recorder(TorchDispatchMode):
 def _views(result: Any, arguments: Any) -> bool:
     """Whether all tensors of a result lie in memory of the arguments'."""
     given, made = (
-        {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+        {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves(tree)
+            if isinstance(leaf, Tensor)
+        }
         for tree in (arguments, result)
     )
     return bool(made) and made <= given
@@ -109,7 +126,9 @@ class Graphs:
         self._recording: Recorder | None = None
         monkeypatch.setattr(graph, "wanted", lambda _: True)
         monkeypatch.setattr(room, "COMPACT_EVERY", 10**9)  # on CPUs only
-        monkeypatch.setattr(native, "library", lambda: None)  # so are these; and no dispatcher sees what they do
+        monkeypatch.setattr(
+            native, "library", lambda: None
+        )  # so are these; and no dispatcher sees what they do
         monkeypatch.setattr(graph, "capture", self._capture)
         monkeypatch.setattr(JointReplay, "__call__", self._counting(JointReplay.__call__))
         for name, module in list(sys.modules.items()):

@@ -35,16 +35,30 @@ class Model:
         ids, mask = torch.tensor([self.source]), torch.tensor([self.mask])
         with torch.no_grad():
             if self.model.config.is_encoder_decoder:
-                given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": torch.tensor([text])}
+                given = {
+                    "input_ids": ids,
+                    "attention_mask": mask,
+                    "decoder_input_ids": torch.tensor([text]),
+                }
             else:
                 mask = torch.tensor([self.mask + [1] * (len(text) - len(self.mask))])
                 positions = (mask.cumsum(1) - 1).clamp(min=0)
-                given = {"input_ids": torch.tensor([text]), "attention_mask": mask, "position_ids": positions}
+                given = {
+                    "input_ids": torch.tensor([text]),
+                    "attention_mask": mask,
+                    "position_ids": positions,
+                }
             found = self.model(**given, output_hidden_states=True)
-        states = found.decoder_hidden_states if self.model.config.is_encoder_decoder else found.hidden_states
+        states = (
+            found.decoder_hidden_states
+            if self.model.config.is_encoder_decoder
+            else found.hidden_states
+        )
         return found.logits[0, -1].float(), states[-1][0]
 
-    def processed(self, text: Text, scores: Tensor, steps: Sequence[Callable[[Tensor, Tensor], Tensor]]) -> Tensor:
+    def processed(
+        self, text: Text, scores: Tensor, steps: Sequence[Callable[[Tensor, Tensor], Tensor]]
+    ) -> Tensor:
         for step in steps:
             scores = step(torch.tensor([text]), scores[None].clone())[0]
         return scores
@@ -81,7 +95,11 @@ class Shelf:
         if len(self.texts) < self.size or self.done:
             return
         settings = self.settings
-        length = settings.longest if settings.early_stopping == "never" and settings.length_penalty > 0 else new_tokens
+        length = (
+            settings.longest
+            if settings.early_stopping == "never" and settings.length_penalty > 0
+            else new_tokens
+        )
         could_be = best / length**settings.length_penalty
         self.done = settings.early_stopping is True or min(self.texts)[0] >= could_be
 
@@ -91,7 +109,9 @@ Beam = tuple[float, Text]
 
 def ranked(beams: list[Beam], scores: list[Tensor], count: int) -> list[Beam]:
     """The best continuations, of the scores (V,) of each beam's next token."""
-    totals = torch.stack([of_beam + torch.tensor(total) for (total, _), of_beam in zip(beams, scores, strict=True)])
+    totals = torch.stack(
+        [of_beam + torch.tensor(total) for (total, _), of_beam in zip(beams, scores, strict=True)]
+    )
     best = totals.flatten().topk(count)
     size = totals.shape[1]
     return [
@@ -116,7 +136,9 @@ def going_on(
     return found
 
 
-def diverse(model: Model, settings: Settings, groups: int, penalty: float, before: int = 0) -> list[Beam]:
+def diverse(
+    model: Model, settings: Settings, groups: int, penalty: float, before: int = 0
+) -> list[Beam]:
     """before: processors that come before the penalty."""
     size, prompt = settings.beams // groups, model.prompt
     count = max(2, 1 + len(settings.ends)) * size
@@ -133,7 +155,9 @@ def diverse(model: Model, settings: Settings, groups: int, penalty: float, befor
                 continue
             scores: list[Tensor] = []
             for _, text in running[group]:
-                of_text = model.processed(text, torch.log_softmax(model.read(text)[0], -1), model.process[:before])
+                of_text = model.processed(
+                    text, torch.log_softmax(model.read(text)[0], -1), model.process[:before]
+                )
                 for token in set(taken):
                     of_text[token] -= penalty * taken.count(token)
                 scores.append(model.processed(text, of_text, model.process[before:]))
@@ -158,7 +182,10 @@ def standing(text: Text, constraints: list[Phrases]) -> tuple[int, list[int], bo
                 waiting.append(current)
                 current, begun = None, []
         else:
-            current = next((phrases for phrases in waiting if any(phrase[0] == token for phrase in phrases)), None)
+            current = next(
+                (phrases for phrases in waiting if any(phrase[0] == token for phrase in phrases)),
+                None,
+            )
             if current is not None:
                 waiting.remove(current)
                 begun = [token]
@@ -184,10 +211,17 @@ def constrained(model: Model, settings: Settings, constraints: list[Phrases]) ->
         if shelf.done:
             break
         scores = [
-            model.processed(text, torch.log_softmax(model.read(text)[0], -1), model.process) for _, text in running
+            model.processed(text, torch.log_softmax(model.read(text)[0], -1), model.process)
+            for _, text in running
         ]
         candidates = ranked(running, scores, count)
-        chosen = going_on(candidates, settings.beams, shelf, len(prompt), lambda text: standing(text, constraints)[2])
+        chosen = going_on(
+            candidates,
+            settings.beams,
+            shelf,
+            len(prompt),
+            lambda text: standing(text, constraints)[2],
+        )
         forward: list[Beam] = []
         for (total, text), of_text in zip(running, scores, strict=True):
             _, wanted, complete = standing(text, constraints)
@@ -195,10 +229,16 @@ def constrained(model: Model, settings: Settings, constraints: list[Phrases]) ->
                 longer = [*text, token]
                 if longer not in [other for _, other in (*chosen, *forward)]:
                     forward.append((float(of_text[token] + torch.tensor(total)), longer))
-        running = allocated([*chosen, *forward], constraints)[: settings.beams] if forward else chosen
+        running = (
+            allocated([*chosen, *forward], constraints)[: settings.beams] if forward else chosen
+        )
     if not shelf.done:
         whole = [beam for beam in running if standing(beam[1], constraints)[2]]
-        others = [beam for beam in running if beam not in whole] if len(whole) < settings.returned else []
+        others = (
+            [beam for beam in running if beam not in whole]
+            if len(whole) < settings.returned
+            else []
+        )
         for total, text in (*whole, *others):
             shelf.add(total, text, len(text) - len(prompt))
     return sorted(shelf.texts, key=lambda kept: kept[0])[::-1][: settings.returned]
@@ -207,7 +247,11 @@ def constrained(model: Model, settings: Settings, constraints: list[Phrases]) ->
 def allocated(beams: list[Beam], constraints: list[Phrases]) -> list[Beam]:
     """The best of each bank, the highest first, then the second best of each, and so on."""
     banks = torch.tensor([standing(text, constraints)[0] for _, text in beams])
-    order = (banks * 100 + torch.tensor([total for total, _ in beams])).sort(descending=True, stable=True).indices
+    order = (
+        (banks * 100 + torch.tensor([total for total, _ in beams]))
+        .sort(descending=True, stable=True)
+        .indices
+    )
     seen: dict[int, int] = {}
     turns: list[tuple[int, int, int]] = []
     for place, at in enumerate(order.tolist()):

@@ -82,7 +82,9 @@ def forward(model: Any, r: Random) -> Iterator[None]:
 
 @contextmanager
 def function(_: Any, r: Random) -> Iterator[None]:
-    owner, name = r.choice([(nn.Linear, "forward"), (nn.functional, "scaled_dot_product_attention")])
+    owner, name = r.choice(
+        [(nn.Linear, "forward"), (nn.functional, "scaled_dot_product_attention")]
+    )
     own = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: own(*args, **kwargs) * -1.5)
     try:
@@ -98,7 +100,11 @@ class Adapted(nn.Module):
         super().__init__()
         self.layer = layer
         numbers = torch.Generator().manual_seed(0)
-        options: dict[str, Any] = {"dtype": layer.weight.dtype, "device": "cpu", "generator": numbers}
+        options: dict[str, Any] = {
+            "dtype": layer.weight.dtype,
+            "device": "cpu",
+            "generator": numbers,
+        }
         self.down = nn.Parameter(torch.randn(2, layer.in_features, **options), requires_grad=False)
         self.up = nn.Parameter(torch.randn(layer.out_features, 2, **options), requires_grad=False)
 

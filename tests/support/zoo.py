@@ -49,7 +49,9 @@ ENCODER_DECODERS: dict[str, Callable[[], Any]] = {
     "m2m_100": lambda: tf.M2M100ForConditionalGeneration(tf.M2M100Config(**_ENCODER_DECODER)),
     "pegasus": lambda: tf.PegasusForConditionalGeneration(tf.PegasusConfig(**_ENCODER_DECODER)),
     "plbart": lambda: tf.PLBartForConditionalGeneration(tf.PLBartConfig(**_ENCODER_DECODER)),
-    "blenderbot": lambda: tf.BlenderbotForConditionalGeneration(tf.BlenderbotConfig(**_ENCODER_DECODER)),
+    "blenderbot": lambda: tf.BlenderbotForConditionalGeneration(
+        tf.BlenderbotConfig(**_ENCODER_DECODER)
+    ),
     "blenderbot-small": lambda: tf.BlenderbotSmallForConditionalGeneration(
         tf.BlenderbotSmallConfig(**_ENCODER_DECODER)
     ),
@@ -122,7 +124,9 @@ STREAMS: dict[str, Callable[[], Any]] = {
 """Families whose decoder has several streams, and attention of its own."""
 
 SPEECH: dict[str, Callable[[], Any]] = {
-    "whisper": lambda: _with_speech_tokens(tf.WhisperForConditionalGeneration(tf.WhisperConfig(**_WHISPER))),
+    "whisper": lambda: _with_speech_tokens(
+        tf.WhisperForConditionalGeneration(tf.WhisperConfig(**_WHISPER))
+    ),
 }
 """Families that read the features of sounds, not tokens."""
 
@@ -176,7 +180,9 @@ def _falcon(**form: Any) -> Any:
 
 def _stablelm(**form: Any) -> Any:
     half = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
-    return tf.StableLmForCausalLM(tf.StableLmConfig(**_without("head_dim"), rope_parameters=half, **form))
+    return tf.StableLmForCausalLM(
+        tf.StableLmConfig(**_without("head_dim"), rope_parameters=half, **form)
+    )
 
 
 MORE: dict[str, Callable[[], Any]] = {
@@ -248,7 +254,13 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any
 def unproven(dtype: torch.dtype = torch.float32) -> Any:
     """Return a tiny model of a family that has no record."""
     torch.manual_seed(0)
-    shape: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": 128, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "n_positions": 128,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+    }
     tokens: dict[str, Any] = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS}
     return tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**shape, **tokens)).to(dtype).eval()
 
@@ -260,7 +272,9 @@ def alone(model: Any) -> Any:
     class Alone(kind):
         @functools.wraps(kind.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            token = current_step.set(None)  # no attention function of fastgen's, whatever is looked up
+            token = current_step.set(
+                None
+            )  # no attention function of fastgen's, whatever is looked up
             try:
                 return super().forward(*args, **kwargs)
             finally:
@@ -270,7 +284,9 @@ def alone(model: Any) -> Any:
     return model
 
 
-def batch(model: Any, sentences: int, length: int, padding: str = "natural", seed: int = 0) -> dict[str, torch.Tensor]:
+def batch(
+    model: Any, sentences: int, length: int, padding: str = "natural", seed: int = 0
+) -> dict[str, torch.Tensor]:
     """Return input_ids and attention_mask with sentences of different lengths.
 
     padding: "none", "left", "right", or "natural": right for an encoder, left for a decoder.
@@ -301,8 +317,14 @@ _DISTILBERT: dict[str, Any] = {
 ENCODERS = ("Bert", "Camembert", "DistilBert", "Electra", "Roberta", "XLMRoberta")
 
 
-def encoder(family: str, head: str = "Model", dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+def encoder(
+    family: str, head: str = "Model", dtype: torch.dtype = torch.float64, **more: Any
+) -> Any:
     """Return a tiny encoder of a family of `ENCODERS`, with a head: "Model", "ForTokenClassification" and the like."""
     options = _DISTILBERT if family == "DistilBert" else _ENCODER
     torch.manual_seed(0)
-    return getattr(tf, family + head)(getattr(tf, f"{family}Config")(**options | more)).to(dtype).eval()
+    return (
+        getattr(tf, family + head)(getattr(tf, f"{family}Config")(**options | more))
+        .to(dtype)
+        .eval()
+    )

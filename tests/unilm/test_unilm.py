@@ -24,7 +24,12 @@ FIELDS = {"return_dict_in_generate": True, "output_scores": True, "output_logits
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 4, "no_repeat_ngram_size": 2, "length_penalty": 0.6},
-    "five": {"num_beams": 5, "num_return_sequences": 5, "early_stopping": True, "min_new_tokens": 4},
+    "five": {
+        "num_beams": 5,
+        "num_return_sequences": 5,
+        "early_stopping": True,
+        "min_new_tokens": 4,
+    },
     "samples": {"do_sample": True, "num_return_sequences": 3, "top_k": 20},
 }
 MASK = 1  # in the zoo
@@ -32,21 +37,33 @@ MASK = 1  # in the zoo
 
 def bert_of(model: Any) -> Any:
     """transformers' own BERT with a model's weights."""
-    values = {name: value for name, value in model.config.to_dict().items() if name in tf.BertConfig().to_dict()}
+    values = {
+        name: value
+        for name, value in model.config.to_dict().items()
+        if name in tf.BertConfig().to_dict()
+    }
     values |= {"model_type": "bert", "is_encoder_decoder": False, "architectures": None}
-    bert = tf.BertForMaskedLM._from_config(tf.BertConfig(**values), attn_implementation="eager").to(model.dtype).eval()
+    bert = (
+        tf.BertForMaskedLM._from_config(tf.BertConfig(**values), attn_implementation="eager")
+        .to(model.dtype)
+        .eval()
+    )
     missing, unexpected = bert.load_state_dict(model.state_dict(), strict=False)
     assert (missing, unexpected) == ([], [])
     return bert
 
 
-def predicted(bert: Any, source: Tensor, targets: Tensor, source_type: int = 0, target_type: int = 1) -> Tensor:
+def predicted(
+    bert: Any, source: Tensor, targets: Tensor, source_type: int = 0, target_type: int = 1
+) -> Tensor:
     """Return the logits (V,) of a mask behind source (S,) and targets (T,): one text, nothing kept, nothing padded."""
     ids = torch.cat([source, targets, torch.tensor([MASK])])
     first, length = len(source), len(ids)
     sees = torch.ones(length, length).tril().bool()
     sees[:, :first] = True
-    hidden = torch.zeros(1, 1, length, length, dtype=bert.dtype).masked_fill(~sees, torch.finfo(bert.dtype).min)
+    hidden = torch.zeros(1, 1, length, length, dtype=bert.dtype).masked_fill(
+        ~sees, torch.finfo(bert.dtype).min
+    )
     types = torch.tensor([source_type] * first + [target_type] * (length - first))
     return bert(ids[None], hidden, types[None], torch.arange(length)[None]).logits[0, -1]
 
@@ -56,7 +73,9 @@ class Recomputed(UniLMForConditionalGeneration):
 
     bert_of_it: Any
 
-    def forward(self, attention_mask: Any = None, decoder_input_ids: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self, attention_mask: Any = None, decoder_input_ids: Any = None, **kwargs: Any
+    ) -> Any:
         sources = self.sources.repeat_interleave(len(decoder_input_ids) // len(self.sources), 0)
         rows = zip(sources, attention_mask.bool(), decoder_input_ids, strict=True)
         logits = [predicted(self.bert_of_it, source[seen], ids[1:]) for source, seen, ids in rows]
@@ -86,9 +105,13 @@ def test_cached_steps_are_those_of_a_bert_that_reads_all_anew(method: str, paddi
     for found in (stock, ours):
         assert torch.equal(found.sequences, truth.sequences)
         for step, exact in zip(found.logits, truth.logits, strict=True):
-            torch.testing.assert_close(step, exact, atol=1e-6, rtol=1e-6)  # transformers keeps them in fp32
+            torch.testing.assert_close(
+                step, exact, atol=1e-6, rtol=1e-6
+            )  # transformers keeps them in fp32
         if "num_beams" in kwargs:
-            torch.testing.assert_close(found.sequences_scores, truth.sequences_scores, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(
+                found.sequences_scores, truth.sequences_scores, atol=1e-6, rtol=1e-6
+            )
 
 
 def test_logits_in_full_precision() -> None:
@@ -100,7 +123,10 @@ def test_logits_in_full_precision() -> None:
     rows = list(zip(inputs["input_ids"], inputs["attention_mask"].bool(), labels, strict=True))
     with torch.no_grad():
         exact = torch.stack(
-            [torch.stack([predicted(bert, source[seen], row[:t]) for t in range(6)]) for source, seen, row in rows]
+            [
+                torch.stack([predicted(bert, source[seen], row[:t]) for t in range(6)])
+                for source, seen, row in rows
+            ]
         )
         trained = model(**inputs, labels=labels)
         torch.testing.assert_close(trained.logits, exact, atol=1e-9, rtol=1e-9)
@@ -132,8 +158,15 @@ def test_steps_from_the_weights_and_through_the_modules(
     try:
         model = zoo.build("unilm", seed=1)
         prompt = torch.tensor([[zoo.START, 5, 6]] * 4)
-        for more in ({}, {"decoder_input_ids": prompt}, FIELDS, {"eos_token_id": [2, 7, 9, 30, 31, 32]}):
-            kwargs = zoo.batch(model, 4, 9, "left") | METHODS[method] | {"max_new_tokens": 40} | more
+        for more in (
+            {},
+            {"decoder_input_ids": prompt},
+            FIELDS,
+            {"eos_token_id": [2, 7, 9, 30, 31, 32]},
+        ):
+            kwargs = (
+                zoo.batch(model, 4, 9, "left") | METHODS[method] | {"max_new_tokens": 40} | more
+            )
             assert assert_same(model, kwargs).error is None
             call = last_call()
             assert call is not None
@@ -149,17 +182,29 @@ def test_what_cannot_be_had_is_said() -> None:
     model = zoo.build("unilm", torch.float32)
     inputs = zoo.batch(model, 2, 9)
     with pytest.raises(ValueError, match="each step runs 2 tokens of a text"):
-        model.generate(**inputs, assistant_early_exit=1, lossless=True, fallback_threshold=0.2, max_new_tokens=4)
+        model.generate(
+            **inputs,
+            assistant_early_exit=1,
+            lossless=True,
+            fallback_threshold=0.2,
+            max_new_tokens=4,
+        )
     with pytest.raises(ValueError, match="have 130 positions, and max_position_embeddings is 128"):
         model(**zoo.batch(model, 1, 100, "none"), labels=torch.full((1, 30), 5))
-    with pytest.raises(ValueError, match="holds source and target, for which a StaticCache has no room"):
+    with pytest.raises(
+        ValueError, match="holds source and target, for which a StaticCache has no room"
+    ):
         model.generate(**inputs, cache_implementation="static", max_new_tokens=4)
     with pytest.raises(ValueError, match="output_hidden_states=True: a UniLM returns neither"):
-        model.generate(**inputs, output_hidden_states=True, return_dict_in_generate=True, max_new_tokens=4)
+        model.generate(
+            **inputs, output_hidden_states=True, return_dict_in_generate=True, max_new_tokens=4
+        )
     past = model(**inputs, decoder_input_ids=torch.tensor([[zoo.START]] * 2), use_cache=True)[CACHE]
     with pytest.raises(ValueError, match="begins with an empty cache, and the one given holds 9"):
         model.generate(**inputs, **{CACHE: past})
-    with pytest.raises(ValueError, match=r"attention_mask is \(2, 4\), and the source has 9 tokens"):
+    with pytest.raises(
+        ValueError, match=r"attention_mask is \(2, 4\), and the source has 9 tokens"
+    ):
         model(
             inputs["input_ids"],
             encoder_outputs=model.get_encoder()(inputs["input_ids"]),
@@ -172,9 +217,13 @@ def test_what_cannot_be_had_is_said() -> None:
         model(labels=torch.tensor([[5]]))
 
 
-def _published(folder: Path, model: Any, rename: Callable[[str], str] = str, **values: Any) -> tuple[Path, Path]:
+def _published(
+    folder: Path, model: Any, rename: Callable[[str], str] = str, **values: Any
+) -> tuple[Path, Path]:
     """Write a model's weights as s2s-ft publishes them: one file of torch's, and a config without a type."""
-    state = {rename(name): value for name, value in model.state_dict().items() if "decoder." not in name}
+    state = {
+        rename(name): value for name, value in model.state_dict().items() if "decoder." not in name
+    }
     state |= {
         "cls.predictions.decoder_weight": model.get_input_embeddings().weight.detach(),
         "bert.pooler.dense.weight": torch.zeros(16, 16), "bert.pooler.dense.bias": torch.zeros(16),
@@ -225,7 +274,9 @@ def test_other_numbers_of_positions(tmp_path: Path) -> None:
         (load(tmp_path / "saved", max_position_embeddings=64), 64),
     ):
         assert found.config.max_position_embeddings == count
-        assert torch.equal(found.bert.embeddings.position_embeddings.weight, table[torch.arange(count) % 128])
+        assert torch.equal(
+            found.bert.embeddings.position_embeddings.weight, table[torch.arange(count) % 128]
+        )
     inputs = zoo.batch(found, 1, 50, "none") | {"max_new_tokens": 14}
     assert torch.equal(found.generate(**inputs), model.generate(**inputs))
 
@@ -239,12 +290,19 @@ def test_a_plain_bert(tmp_path: Path, kind: Any) -> None:
     )  # fmt: skip
     bert = kind(settings).eval()
     bert.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"without a tokenizer.* mask_token_id, eos_token_id must be given"):
+    with pytest.raises(
+        ValueError, match=r"without a tokenizer.* mask_token_id, eos_token_id must be given"
+    ):
         load(tmp_path, decoder_start_token_id=101)
     tokens = {"mask_token_id": 103, "decoder_start_token_id": 101, "eos_token_id": 102}
-    for model in (load(tmp_path, **tokens), UniLMForConditionalGeneration.from_pretrained(tmp_path).eval()):
+    for model in (
+        load(tmp_path, **tokens),
+        UniLMForConditionalGeneration.from_pretrained(tmp_path).eval(),
+    ):
         own, theirs = model.bert.state_dict(), getattr(bert, "bert", bert).state_dict()
-        assert all(torch.equal(own[name], value) for name, value in theirs.items() if "pooler" not in name)
+        assert all(
+            torch.equal(own[name], value) for name, value in theirs.items() if "pooler" not in name
+        )
         assert model.config.is_encoder_decoder
         source, labels = torch.randint(4, 100, (1, 7)), torch.randint(4, 100, (1, 3))
         assert model.generate(source, max_new_tokens=5)[0, 0] == 101
@@ -252,19 +310,35 @@ def test_a_plain_bert(tmp_path: Path, kind: Any) -> None:
             sees = torch.ones(1, 1, 8, 8)
             sees[..., :7, 7] = 0
             hidden = (1 - sees) * torch.finfo(torch.float32).min
-            ids, types = torch.cat([source, torch.tensor([[103]])], 1), torch.tensor([[0] * 7 + [1]])
+            ids, types = (
+                torch.cat([source, torch.tensor([[103]])], 1),
+                torch.tensor([[0] * 7 + [1]]),
+            )
             exact = bert(ids, hidden, types).logits[:, -1]
-            torch.testing.assert_close(model(source, labels=labels).logits[:, 0], exact, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                model(source, labels=labels).logits[:, 0], exact, atol=1e-5, rtol=1e-5
+            )
 
 
 def test_types_of_tokens_are_the_configs() -> None:
     """UniLM 1 has 4 for a source and 5 for a target."""
-    values = zoo.build("unilm").config.to_dict() | {"type_vocab_size": 6, "source_type_id": 4, "target_type_id": 5}
+    values = zoo.build("unilm").config.to_dict() | {
+        "type_vocab_size": 6,
+        "source_type_id": 4,
+        "target_type_id": 5,
+    }
     model = UniLMForConditionalGeneration(UniLMConfig(**values)).double().eval()
     source, labels = torch.randint(4, 90, (1, 6)), torch.randint(4, 90, (1, 2))
     exact = predicted(bert_of(model), source[0], labels[0, :1], 4, 5)
-    torch.testing.assert_close(model(source, labels=labels).logits[0, 1], exact, atol=1e-9, rtol=1e-9)
-    assert assert_same(model, {"input_ids": source, "num_beams": 3, "max_new_tokens": 8} | FIELDS).error is None
+    torch.testing.assert_close(
+        model(source, labels=labels).logits[0, 1], exact, atol=1e-9, rtol=1e-9
+    )
+    assert (
+        assert_same(
+            model, {"input_ids": source, "num_beams": 3, "max_new_tokens": 8} | FIELDS
+        ).error
+        is None
+    )
     call = last_call()
     assert call is not None
     assert call.plan.fused
@@ -273,7 +347,10 @@ def test_types_of_tokens_are_the_configs() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rel_pos_bins": 32}, r"relative position buckets \(unilm2\) is not supported: rel_pos_bins=32"),
+        (
+            {"rel_pos_bins": 32},
+            r"relative position buckets \(unilm2\) is not supported: rel_pos_bins=32",
+        ),
         ({"seg_emb": True}, "segment embeddings inside attention is not supported: seg_emb=True"),
         ({"num_qkv": 2}, "several projections per layer is not supported: num_qkv=2"),
         ({"type_vocab_size": 0}, "source_type_id=0, where there are 0"),
@@ -298,16 +375,26 @@ class _Code:
 def test_files_that_are_refused(tmp_path: Path) -> None:
     model = zoo.build("unilm", torch.float32)
     weights, settings = _published(tmp_path, model)
-    with pytest.raises(ValueError, match=r"config is None: it must name the JSON file .*unilm1\.2\.bin"):
+    with pytest.raises(
+        ValueError, match=r"config is None: it must name the JSON file .*unilm1\.2\.bin"
+    ):
         load(weights)
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "none.bin", settings, **SPECIAL)
     torch.save({"weight": torch.zeros(2)}, tmp_path / "other.bin")
-    with pytest.raises(ValueError, match=r"other\.bin holds no weights of a UniLM: there is no bert\.embeddings"):
+    with pytest.raises(
+        ValueError, match=r"other\.bin holds no weights of a UniLM: there is no bert\.embeddings"
+    ):
         load(tmp_path / "other.bin", settings, **SPECIAL)
     state = torch.load(weights, weights_only=True)
-    torch.save({name: value for name, value in state.items() if "layer.1." not in name}, tmp_path / "half.bin")
-    with pytest.raises(ValueError, match=r"half\.bin lacks 16 weights of a UniLM, bert\.encoder\.layer\.1\.attention"):
+    torch.save(
+        {name: value for name, value in state.items() if "layer.1." not in name},
+        tmp_path / "half.bin",
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"half\.bin lacks 16 weights of a UniLM, bert\.encoder\.layer\.1\.attention",
+    ):
         load(tmp_path / "half.bin", settings, **SPECIAL)
     torch.save(state | {"code": _Code()}, tmp_path / "code.bin")
     with pytest.raises(pickle.UnpicklingError):

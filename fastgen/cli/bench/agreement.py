@@ -14,7 +14,13 @@ from torch import Tensor
 import fastgen
 from fastgen.cli.bench.measure import Verdict
 from fastgen.cli.bench.noise import HALVES, Noise, noise
-from fastgen.decoding.search.near_ties import NEAR_TIE, closest_decision, end_tokens, prompt_length, up_to_end
+from fastgen.decoding.search.near_ties import (
+    NEAR_TIE,
+    closest_decision,
+    end_tokens,
+    prompt_length,
+    up_to_end,
+)
 
 
 class Agreement:
@@ -35,7 +41,9 @@ class Agreement:
         if len(stock) != len(other):
             return Verdict(False, note=f"{len(stock)} sequences became {len(other)}")
         known = (tuple(map(tuple, stock.tolist())), tuple(map(tuple, other.tolist())))
-        if known not in self._known:  # the same difference comes back every round, and a replay is slow
+        if (
+            known not in self._known
+        ):  # the same difference comes back every round, and a replay is slow
             self._known[known] = self._judge(stock, other)
         return self._known[known]
 
@@ -45,12 +53,16 @@ class Agreement:
         found = margins(self.model, self.inputs, self.options, stock, other)
         if not found:
             return Verdict(False, note="what follows the end tokens differs")
-        return judged(found, self.model.dtype, f"{len(found)} of {len(stock)} sequences", "sequence")
+        return judged(
+            found, self.model.dtype, f"{len(found)} of {len(stock)} sequences", "sequence"
+        )
 
     def _judge_by_noise(self, stock: Tensor, other: Tensor) -> Verdict:
         if self._noise is None:
             self._noise = noise(self.model, self.inputs, self.options)
-        padded = torch.nn.utils.rnn.pad_sequence([*stock, *other], batch_first=True, padding_value=-1)
+        padded = torch.nn.utils.rnn.pad_sequence(
+            [*stock, *other], batch_first=True, padding_value=-1
+        )
         apart = int((padded[: len(stock)] != padded[len(stock) :]).any(1).sum())
         note = f"{apart} of {len(stock)} sequences differ, {self._noise}"
         return Verdict(False, note=note, within_noise=self._noise.explains)
@@ -85,8 +97,15 @@ def judged(found: Mapping[int, float], dtype: torch.dtype, differing: str, one: 
         found: margins by the texts' numbers. differing, one: what differs and what a number stands for, in words.
     """
     limit = NEAR_TIE.get(dtype, 0.0)
-    worst, ties = max(found, key=found.__getitem__), sum(margin < limit for margin in found.values())
-    return Verdict(ties == len(found), ties, f"{differing} differ, largest margin {found[worst]:.1e} ({one} {worst})")
+    worst, ties = (
+        max(found, key=found.__getitem__),
+        sum(margin < limit for margin in found.values()),
+    )
+    return Verdict(
+        ties == len(found),
+        ties,
+        f"{differing} differ, largest margin {found[worst]:.1e} ({one} {worst})",
+    )
 
 
 class Agreements:
@@ -99,7 +118,9 @@ class Agreements:
         stock, other: the outputs that were compared last.
     """
 
-    def __init__(self, model: Any, batches: Sequence[dict[str, Tensor]], options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Any, batches: Sequence[dict[str, Tensor]], options: dict[str, Any]
+    ) -> None:
         self._model, self._batches = model, batches
         self._each = [Agreement(model, inputs, options) for inputs in batches]
         self.stock: Sequence[Tensor] = []
@@ -110,14 +131,18 @@ class Agreements:
         verdicts = [judge(a, b) for judge, a, b in zip(self._each, stock, other, strict=True)]
         notes = "; ".join(f"batch {i}: {v.note}" for i, v in enumerate(verdicts) if v.note)
         equal, agree = (all(getattr(v, name) for v in verdicts) for name in ("equal", "agrees"))
-        return Verdict(equal, sum(v.near_ties for v in verdicts), notes, within_noise=agree and not equal)
+        return Verdict(
+            equal, sum(v.near_ties for v in verdicts), notes, within_noise=agree and not equal
+        )
 
     @property
     def tokens(self) -> int:
         """Of `other`, those behind the prompts, up to the ends."""
         ends = end_tokens(self._model.generation_config.eos_token_id)
         is_text_to_text = self._model.config.is_encoder_decoder
-        prompts = [1 if is_text_to_text else inputs["input_ids"].shape[1] for inputs in self._batches]
+        prompts = [
+            1 if is_text_to_text else inputs["input_ids"].shape[1] for inputs in self._batches
+        ]
         return sum(
             len(up_to_end(row[prompt:], ends))
             for prompt, output in zip(prompts, self.other, strict=False)

@@ -40,18 +40,26 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         help="sources of each round (default: as many as the largest batch has)")  # fmt: skip
     parser.add_argument("--source-tokens", type=COUNT, default=32, metavar="N",
                         help="length of a random source (%(default)s)")  # fmt: skip
-    parser.add_argument("--num-beams", type=COUNT, nargs="+", default=[1, 4], metavar="N", help="(1 4)")
-    parser.add_argument("--batch-size", type=COUNT, nargs="+", default=[1, 8], metavar="N", help="(1 8)")
+    parser.add_argument(
+        "--num-beams", type=COUNT, nargs="+", default=[1, 4], metavar="N", help="(1 4)"
+    )
+    parser.add_argument(
+        "--batch-size", type=COUNT, nargs="+", default=[1, 8], metavar="N", help="(1 8)"
+    )
     parser.add_argument("--max-new-tokens", type=COUNT, default=32, metavar="N",
                         help="longest output; from random tokens each output is so long (%(default)s)")  # fmt: skip
     parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"],
                         help="(%(default)s)")  # fmt: skip
     parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument("--threads", type=COUNT, metavar="N", help="torch's CPU threads")
-    parser.add_argument("--rounds", type=COUNT, default=5, metavar="N", help="of each cell, at most (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=COUNT, default=5, metavar="N", help="of each cell, at most (%(default)s)"
+    )
     parser.add_argument("--minutes", type=POSITIVE, default=10.0, metavar="X",
                         help="time for the whole table: fewer rounds, then fewer cells (%(default)g)")  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="for bench.json and bench.svg")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="for bench.json and bench.svg"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
         check_parent(args.output)
         if args.output.is_file():
             raise CommandError(f"--output {args.output} is a file, and not a folder")
-    lines = None if args.input is None else [line for line in read_lines(args.input) if line.strip()]
+    lines = (
+        None if args.input is None else [line for line in read_lines(args.input) if line.strip()]
+    )
     models.need("transformers", "numpy")
     models.folder_of(args.model)
     from transformers.utils import logging
@@ -73,7 +83,14 @@ def run(args: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     given = {"max_new_tokens": args.max_new_tokens}
     generator = TextGenerator(
-        Options(args.model, given, device=args.device, dtype=args.dtype, threads=args.threads, truncate=True)
+        Options(
+            args.model,
+            given,
+            device=args.device,
+            dtype=args.dtype,
+            threads=args.threads,
+            truncate=True,
+        )
     )
     sources = _sources(generator, lines, args)
     place = environment()
@@ -85,7 +102,11 @@ def run(args: argparse.Namespace) -> int:
     )
     cells = _measured(generator.model, sources, args)
     if args.output is not None:
-        _write(args, {"model": str(args.model), "environment": place, "arguments": _json_ready(args)}, cells)
+        _write(
+            args,
+            {"model": str(args.model), "environment": place, "arguments": _json_ready(args)},
+            cells,
+        )
     return 0 if all(cell.good for cell in cells) and any(cell.outcome for cell in cells) else 1
 
 
@@ -94,10 +115,16 @@ def _measured(model: Any, sources: list[list[int]], args: argparse.Namespace) ->
     from fastgen.cli.bench.benchmark_cell import Cell, measure
     from fastgen.cli.bench.measure import frozen
 
-    options: dict[str, Any] = {"do_sample": False, "num_return_sequences": 1, "max_new_tokens": args.max_new_tokens}
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "num_return_sequences": 1,
+        "max_new_tokens": args.max_new_tokens,
+    }
     if args.input is None:
         options["min_new_tokens"] = args.max_new_tokens
-    model.generation_config.max_length = None  # else transformers warns at every call that there are two limits
+    model.generation_config.max_length = (
+        None  # else transformers warns at every call that there are two limits
+    )
     cells: list[Cell] = []
     grid = list(itertools.product(dict.fromkeys(args.num_beams), dict.fromkeys(args.batch_size)))
     end = time.monotonic() + 60 * args.minutes
@@ -120,8 +147,13 @@ def _lines(cell: Cell, minutes: float) -> list[str]:
     if not outcome.agrees:
         figures, says = f"{'-':>12}{'-':>10}{'-':>15}{'-':>16}", f"DIFFERS: {outcome.note}"
     else:
-        before, after = (cell.tokens / seconds for seconds in (outcome.baseline_seconds, outcome.candidate_seconds))
-        spread = f"{outcome.low:.2f} to {outcome.high:.2f}" if len(outcome.rounds) > 1 else "one round"
+        before, after = (
+            cell.tokens / seconds
+            for seconds in (outcome.baseline_seconds, outcome.candidate_seconds)
+        )
+        spread = (
+            f"{outcome.low:.2f} to {outcome.high:.2f}" if len(outcome.rounds) > 1 else "one round"
+        )
         figures = f"{before:12.1f}{after:10.1f}{outcome.ratio:15.2f}{spread:>16}"
         ties = f", near ties: {outcome.near_ties}" if outcome.near_ties else ""
         same = "the same" if outcome.equal else f"within rounding: {outcome.note}"
@@ -130,7 +162,9 @@ def _lines(cell: Cell, minutes: float) -> list[str]:
     return [f"{start}{figures}  {says}", *(f"{'':14}{note}" for note in notes)]
 
 
-def _sources(generator: TextGenerator, lines: list[str] | None, args: argparse.Namespace) -> list[list[int]]:
+def _sources(
+    generator: TextGenerator, lines: list[str] | None, args: argparse.Namespace
+) -> list[list[int]]:
     """The token ids of the first lines, or random ones."""
     from fastgen.corpus.texts import Source
 
@@ -138,9 +172,13 @@ def _sources(generator: TextGenerator, lines: list[str] | None, args: argparse.N
     if lines is None:
         found = _random(generator, count, args.source_tokens)
     else:
-        found = [source.ids for source in generator.encode(lines[:count]) if isinstance(source, Source)]
+        found = [
+            source.ids for source in generator.encode(lines[:count]) if isinstance(source, Source)
+        ]
     if len(found) < largest:
-        raise CommandError(f"{len(found)} sources do not fill a batch of {largest}: --lines, --input or --batch-size")
+        raise CommandError(
+            f"{len(found)} sources do not fill a batch of {largest}: --lines, --input or --batch-size"
+        )
     return found
 
 
@@ -155,7 +193,9 @@ def _random(generator: TextGenerator, count: int, length: int) -> list[list[int]
 
 def _json_ready(args: argparse.Namespace) -> dict[str, Any]:
     values = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return {
+        name: str(value) if isinstance(value, Path) else value for name, value in values.items()
+    }
 
 
 def _write(args: argparse.Namespace, header: dict[str, Any], cells: list[Cell]) -> None:
@@ -163,7 +203,10 @@ def _write(args: argparse.Namespace, header: dict[str, Any], cells: list[Cell]) 
     import fastgen
 
     args.output.mkdir(exist_ok=True)
-    data = header | {"cells": [cell.to_dict() for cell in cells], "status": fastgen.status().to_dict()}
+    data = header | {
+        "cells": [cell.to_dict() for cell in cells],
+        "status": fastgen.status().to_dict(),
+    }
     file = args.output / "bench.json"
     file.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", "utf-8")
     print(f"\n{file}: every figure")

@@ -19,7 +19,9 @@ class Bar(NamedTuple):
     target: float | None = None
 
 
-def panels(title: str, size: tuple[float, float], columns: int = 1, fontsize: int = 11) -> tuple[Any, Any]:
+def panels(
+    title: str, size: tuple[float, float], columns: int = 1, fontsize: int = 11
+) -> tuple[Any, Any]:
     """Return a figure of matplotlib's and its axes, side by side."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure
@@ -33,7 +35,9 @@ def panels(title: str, size: tuple[float, float], columns: int = 1, fontsize: in
     return figure, found
 
 
-def draw_bars(ax: Any, bars: Iterable[Bar], fontsize: float | None = None, names: float | None = None) -> None:
+def draw_bars(
+    ax: Any, bars: Iterable[Bar], fontsize: float | None = None, names: float | None = None
+) -> None:
     """Draw how many times as fast each is, with its interval.
 
     Args:
@@ -73,5 +77,7 @@ def _name(cell: dict[str, Any]) -> str:
 
 
 def _speeds(cell: dict[str, Any]) -> str:
-    before, after = (cell["tokens"] / cell["outcome"][f"{side}_seconds"] for side in ("baseline", "candidate"))
+    before, after = (
+        cell["tokens"] / cell["outcome"][f"{side}_seconds"] for side in ("baseline", "candidate")
+    )
     return f", {before:.0f} → {after:.0f} tokens/s"

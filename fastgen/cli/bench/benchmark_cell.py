@@ -48,8 +48,14 @@ class Cell:
 
     def notes(self) -> list[str]:
         """What else is to be said: what fastgen left off or declined, and why."""
-        left_off = [f"left off in {count} calls: {what}" for what, count in sorted(self.counted.left_off.items())]
-        declined = [f"declined {count} calls: {what}" for what, count in sorted(self.counted.fallbacks.items())]
+        left_off = [
+            f"left off in {count} calls: {what}"
+            for what, count in sorted(self.counted.left_off.items())
+        ]
+        declined = [
+            f"declined {count} calls: {what}"
+            for what, count in sorted(self.counted.fallbacks.items())
+        ]
         return [*left_off, *declined]
 
     def to_dict(self) -> dict[str, Any]:

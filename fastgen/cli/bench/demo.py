@@ -31,15 +31,29 @@ TRANSLATIONS_SHOWN = 3
 def arguments(parser: argparse.ArgumentParser) -> None:
     folder = Path(__file__).resolve().parents[3] / "examples" / "en-es"
     parser.add_argument(
-        "--examples", type=Path, default=folder, metavar="DIR", help="folder of model/, test.en, test.es"
+        "--examples",
+        type=Path,
+        default=folder,
+        metavar="DIR",
+        help="folder of model/, test.en, test.es",
     )
-    parser.add_argument("--sentences", type=COUNT, default=200, metavar="N", help="sentences to translate (200)")
-    parser.add_argument("--tokens", type=COUNT, default=16, metavar="N", help="new tokens in part 2 (16)")
     parser.add_argument(
-        "--rounds", type=COUNT, default=5, metavar="N", help="rounds of part 1 (5); part 2 has at most 2"
+        "--sentences", type=COUNT, default=200, metavar="N", help="sentences to translate (200)"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="8 sentences, one round, a toy in part 2: a test, no measurement"
+        "--tokens", type=COUNT, default=16, metavar="N", help="new tokens in part 2 (16)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=COUNT,
+        default=5,
+        metavar="N",
+        help="rounds of part 1 (5); part 2 has at most 2",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="8 sentences, one round, a toy in part 2: a test, no measurement",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
 
@@ -100,7 +114,9 @@ def _part(workload: "Workload", rounds: int, text: "Text | None" = None) -> dict
             def after_batch() -> None:
                 nonlocal before
                 call = last_call()
-                if call and call is not before:  # else transformers' own code ran, and the report is of an earlier call
+                if (
+                    call and call is not before
+                ):  # else transformers' own code ran, and the report is of an earlier call
                     before = call
                     kv_fastgen.see(call.kv_bytes)
                     kv_expected.see(call.stock_kv_bytes)
@@ -143,29 +159,42 @@ def _print_figures(part: dict[str, Any], outcome: "Outcome") -> None:
     if outcome.equal:
         print(f"  same output           yes, all {part['sentences']}, in the warm-up and {rounds}")
         if outcome.near_ties:
-            print(f"{'':24}({outcome.near_ties} by a near tie: transformers' own decision was by less than {limit:g})")
+            print(
+                f"{'':24}({outcome.near_ties} by a near tie: transformers' own decision was by less than {limit:g})"
+            )
     else:
         print(f"  same output           NO: {outcome.note}; so no speed is shown")
     if not part["hits"]:
-        print("  fastgen did not run; so no speed is shown: see the table at the end for the reason")
+        print(
+            "  fastgen did not run; so no speed is shown: see the table at the end for the reason"
+        )
     for reason, count in part["fallbacks"].items():
         print(f"  transformers' own code ran {count} times: {reason}")
     timed = outcome.equal and part["hits"]
     lines: list[tuple[str, list[str]]] = []
     if timed:
         seconds = (outcome.baseline_seconds, outcome.candidate_seconds)
-        for name, count in (("sentences/s", part["sentences"]), ("tokens/s", part["generated_tokens"])):
+        for name, count in (
+            ("sentences/s", part["sentences"]),
+            ("tokens/s", part["generated_tokens"]),
+        ):
             lines.append((name, [f"{count / s:.2f}" for s in seconds]))
         lines.append(("seconds", [f"{s:.2f}" for s in seconds]))
     kv = part["kv_cache_bytes"]
-    lines.append(("KV cache, peak MiB", [_mebibytes(kv["transformers"]), _mebibytes(kv["fastgen"])]))
+    lines.append(
+        ("KV cache, peak MiB", [_mebibytes(kv["transformers"]), _mebibytes(kv["fastgen"])])
+    )
     for name, (stock, ours) in [("", ["transformers", "fastgen"]), *lines]:
         print(f"  {name:<22}{stock:>12}{ours:>12}")
     if timed:
         # With few rounds the interval is no more than the range of what was seen, and is called that.
         kind = "95% interval" if len(outcome.rounds) >= MIN_ROUNDS else "range"
-        spread = f"{kind} {outcome.low:.2f} to {outcome.high:.2f}; " if len(outcome.rounds) > 1 else ""
-        print(f"  faster by             {outcome.ratio:.2f}x ({spread}median of {rounds}, alternating)")
+        spread = (
+            f"{kind} {outcome.low:.2f} to {outcome.high:.2f}; " if len(outcome.rounds) > 1 else ""
+        )
+        print(
+            f"  faster by             {outcome.ratio:.2f}x ({spread}median of {rounds}, alternating)"
+        )
 
 
 def _mebibytes(count: int | None) -> str:
@@ -174,9 +203,15 @@ def _mebibytes(count: int | None) -> str:
 
 def _translations(text: "Text", translations: list[str]) -> dict[str, Any]:
     """Print some translations and their BLEU; return all."""
-    for i in range(0, len(translations), max(1, len(translations) // TRANSLATIONS_SHOWN))[:TRANSLATIONS_SHOWN]:
+    for i in range(0, len(translations), max(1, len(translations) // TRANSLATIONS_SHOWN))[
+        :TRANSLATIONS_SHOWN
+    ]:
         print()
-        for name, side in (("en", text.sources), ("es", translations), ("reference", text.references)):
+        for name, side in (
+            ("en", text.sources),
+            ("es", translations),
+            ("reference", text.references),
+        ):
             print(f"  {name:<11}{shorten(side[i], 160)}")
     try:
         from sacrebleu.metrics.bleu import BLEU
@@ -195,5 +230,7 @@ def _progress(workload: "Workload", rounds: int) -> Iterator[Any]:
     """Show a bar that the function it gives moves by one batch; it stands for a warm-up and `rounds` rounds of both."""
     from tqdm import tqdm
 
-    with tqdm(total=len(workload.batches) * 2 * (1 + rounds), unit="batch", file=sys.stderr, leave=False) as bar:
+    with tqdm(
+        total=len(workload.batches) * 2 * (1 + rounds), unit="batch", file=sys.stderr, leave=False
+    ) as bar:
         yield lambda: bar.update()

@@ -29,8 +29,13 @@ import fastgen
 T = TypeVar("T")
 
 RESAMPLES = 4000
-MIN_ROUNDS = 5  # before `precision` or `budget` may end a comparison; fewer pairs give no usable interval
-WRITTEN_BY_RUNS = ("benchmarks/results", "docs/plots")  # measuring must not make the tree look modified
+MIN_ROUNDS = (
+    5  # before `precision` or `budget` may end a comparison; fewer pairs give no usable interval
+)
+WRITTEN_BY_RUNS = (
+    "benchmarks/results",
+    "docs/plots",
+)  # measuring must not make the tree look modified
 
 
 @dataclass(frozen=True)
@@ -166,11 +171,22 @@ def compare(
         ratio, low, high = paired_ratio([t[0] for t in times], [t[1] for t in times])
         return high - low < 2 * precision * ratio
 
-    times, difference = interleave((baseline, candidate), rounds, check, warmup, synchronize, enough)
+    times, difference = interleave(
+        (baseline, candidate), rounds, check, warmup, synchronize, enough
+    )
     if difference is not None:
         return Outcome(False, ties, note=difference)
     ratio, low, high = paired_ratio([t[0] for t in times], [t[1] for t in times])
-    return Outcome(not apart, ties, [(t[0], t[1]) for t in times], ratio, low, high, apart, within_noise=bool(apart))
+    return Outcome(
+        not apart,
+        ties,
+        [(t[0], t[1]) for t in times],
+        ratio,
+        low,
+        high,
+        apart,
+        within_noise=bool(apart),
+    )
 
 
 def interleave(
@@ -245,10 +261,14 @@ def agrees(result: Mapping[str, Any]) -> bool:
     return result["equal"] or result.get("within_noise", False)
 
 
-def paired_ratio(baseline: Sequence[float], candidate: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
+def paired_ratio(
+    baseline: Sequence[float], candidate: Sequence[float], seed: int = 0
+) -> tuple[float, float, float]:
     """Return the median of baseline[i] / candidate[i] and its bootstrap 95% interval (no interval for one pair)."""
     if len(baseline) != len(candidate) or not baseline:
-        raise ValueError(f"need equally many times of both, at least one; got {len(baseline)} and {len(candidate)}")
+        raise ValueError(
+            f"need equally many times of both, at least one; got {len(baseline)} and {len(candidate)}"
+        )
     ratios = np.asarray(baseline, dtype=np.float64) / np.asarray(candidate, dtype=np.float64)
     draws = np.random.default_rng(seed).integers(0, len(ratios), (RESAMPLES, len(ratios)))
     low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
@@ -272,7 +292,9 @@ def peak_memory(call: Callable[[], object], device: str = "cpu") -> int | None:
         synchronize(device)
         return torch.cuda.max_memory_allocated(device) - held
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to what is resident now
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # sets the high-water mark back to what is resident now
         before = _status_bytes("VmRSS")
     except OSError:
         return None
@@ -342,5 +364,7 @@ def _cpu_model() -> str | None:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or None
-    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    name = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None
+    )
     return f"{name} (Zen 5)" if on_zen5() else f"{name} (AVX2)" if without_avx512() else name

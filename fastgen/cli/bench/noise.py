@@ -70,7 +70,8 @@ def noise(model: Any, inputs: Mapping[str, Tensor], options: Mapping[str, Any]) 
     generated = _is_generated(texts[:, prompt:], ends)
     exact = _forced(copy.deepcopy(model).float(), rows, texts, prompt)
     return Noise(
-        _distance(_of_returned(run), exact, generated), _distance(_forced(model, rows, texts, prompt), exact, generated)
+        _distance(_of_returned(run), exact, generated),
+        _distance(_forced(model, rows, texts, prompt), exact, generated),
     )
 
 

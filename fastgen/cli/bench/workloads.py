@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, MarianMTModel, PreTrainedTokenizerFast
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    MarianMTModel,
+    PreTrainedTokenizerFast,
+)
 
 from fastgen.cli.bild.sweep import batches_of
 from fastgen.errors import CommandError
@@ -55,7 +60,11 @@ class Text:
 
     def decode(self, workload: Workload, outputs: Sequence[torch.Tensor]) -> list[str]:
         """Return the translations in the order of the file."""
-        texts = [text for ids in outputs for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
+        texts = [
+            text
+            for ids in outputs
+            for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        ]
         ordered = dict(zip(workload.source_order, texts, strict=True))
         return [ordered[i].strip() for i in range(len(texts))]
 
@@ -67,18 +76,26 @@ def translation(folder: Path, sentences: int) -> tuple[Workload, Text]:
         CommandError: `folder` does not hold the example.
     """
     model_folder = folder / "model"
-    for path in (folder / "test.en", folder / "test.es", model_folder / "config.json", model_folder / "tokenizer.json"):
+    for path in (
+        folder / "test.en",
+        folder / "test.es",
+        model_folder / "config.json",
+        model_folder / "tokenizer.json",
+    ):
         if not path.is_file():
             raise CommandError(
                 f"{path} is missing. The demo needs the folder examples/en-es of fastgen's source repository, which an "
                 "installed package does not hold: name it with --examples DIR"
             )
     sources, references = (
-        (folder / f"test.{language}").read_text("utf-8").splitlines()[:sentences] for language in ("en", "es")
+        (folder / f"test.{language}").read_text("utf-8").splitlines()[:sentences]
+        for language in ("en", "es")
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
     model = MarianMTModel.from_pretrained(model_folder).float().eval()
-    batches = batches_of([tokenizer(source, truncation=True)["input_ids"] for source in sources], 32, model)
+    batches = batches_of(
+        [tokenizer(source, truncation=True)["input_ids"] for source in sources], 32, model
+    )
     size = f"{model.num_parameters() / 1e6:.1f}M parameters"
     workload = Workload(
         name="English to Spanish, Python documentation",
@@ -94,7 +111,9 @@ def translation(folder: Path, sentences: int) -> tuple[Workload, Text]:
 def bart(tokens: int, small: bool) -> Workload:
     """A model of BART-large's shape with random weights, 4 sources of 512 tokens; `small` is a toy of the same kind."""
     sizes = {"layers": 2, "ffn_dim": 128, "attention_heads": 4}
-    toy: dict[str, Any] = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()}
+    toy: dict[str, Any] = {
+        f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()
+    }
     config = BartConfig(**toy, d_model=64, vocab_size=500) if small else BartConfig()
     torch.manual_seed(1)
     model = BartForConditionalGeneration(config).eval()
@@ -106,7 +125,12 @@ def bart(tokens: int, small: bool) -> Workload:
         detail=f"{size}; 4 sources of {length} tokens, 4 beams, no repeated 3-gram, {tokens} new tokens",
         model=model,
         batches=[{"input_ids": ids, "attention_mask": torch.ones_like(ids)}],
-        generate={"num_beams": 4, "no_repeat_ngram_size": 3, "max_new_tokens": tokens, "min_new_tokens": tokens},
+        generate={
+            "num_beams": 4,
+            "no_repeat_ngram_size": 3,
+            "max_new_tokens": tokens,
+            "min_new_tokens": tokens,
+        },
     )
 
 
@@ -142,5 +166,7 @@ def cache_bytes(cache: Any) -> int:
         if hasattr(cache, "cross_attention_cache")
         else (cache,)
     )
-    tensors = [tensor for half in halves for layer in half.layers for tensor in (layer.keys, layer.values)]
+    tensors = [
+        tensor for half in halves for layer in half.layers for tensor in (layer.keys, layer.values)
+    ]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)

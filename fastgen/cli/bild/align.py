@@ -32,21 +32,37 @@ WINDOW = 512
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     pair.arguments(parser)
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="new folder of the aligned model")
-    parser.add_argument("--restart", action="store_true", help="forget the large model's outputs of an earlier run")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="new folder of the aligned model",
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="forget the large model's outputs of an earlier run"
+    )
     parser.add_argument("--batch-tokens", type=COUNT, default=4096, metavar="N",
                         help="source tokens of a batch in which the large model generates (%(default)s)")  # fmt: skip
     parser.add_argument("--epochs", type=POSITIVE, default=3.0, metavar="N",
                         help="passes over the outputs (%(default)g)")  # fmt: skip
-    parser.add_argument("--max-steps", type=COUNT, metavar="N", help="updates, in place of --epochs")
+    parser.add_argument(
+        "--max-steps", type=COUNT, metavar="N", help="updates, in place of --epochs"
+    )
     parser.add_argument("--learning-rate", type=POSITIVE, default=1e-4, metavar="X",
                         help="at the start; it falls to zero in a line (%(default)g)")  # fmt: skip
     parser.add_argument("--batch-size", type=COUNT, default=32, metavar="N",
                         help="lines of an update (%(default)s)")  # fmt: skip
     parser.add_argument(
-        "--label-smoothing", type=Number(float, least=0, below=1), default=0.0, metavar="X", help="(%(default)g)"
+        "--label-smoothing",
+        type=Number(float, least=0, below=1),
+        default=0.0,
+        metavar="X",
+        help="(%(default)g)",
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of dropout and order (%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="of dropout and order (%(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,10 +89,23 @@ def run(args: argparse.Namespace) -> int:
 
     from fastgen.cli.bild.finetune import Recipe, examples
 
-    recipe = Recipe(args.epochs, args.max_steps, args.learning_rate, args.batch_size, args.label_smoothing, args.seed)
+    recipe = Recipe(
+        args.epochs,
+        args.max_steps,
+        args.learning_rate,
+        args.batch_size,
+        args.label_smoothing,
+        args.seed,
+    )
     data = examples(sources, written, bool(small.config.is_encoder_decoder))
     log = _train(small, data, recipe, device)
-    record = {"large": str(args.large), "small": str(args.small), "outputs": header, "recipe": vars(recipe), "log": log}
+    record = {
+        "large": str(args.large),
+        "small": str(args.small),
+        "outputs": header,
+        "recipe": vars(recipe),
+        "log": log,
+    }
     _save(small, tokenizers[1], record, args.small, output)
     print(f"{output}: the aligned model, its tokenizer, and {RECORD}")
     return 0
@@ -87,7 +116,9 @@ def _check_writable(model: Any, folder: Path) -> None:
     try:
         model.generation_config.validate(strict=True)
     except ValueError as error:
-        raise CommandError(f"{folder}: its generation config cannot be written again: {error}") from error
+        raise CommandError(
+            f"{folder}: its generation config cannot be written again: {error}"
+        ) from error
 
 
 def _written(
@@ -98,17 +129,26 @@ def _written(
     large = pair.load_model(args.large, device, args.dtype)
     pair.check_pair(large, small, tokenizers)
     file = args.output.with_name(f"{args.output.name}.outputs.jsonl")
-    written = outputs.finished(file, header, lambda done: _generated(large, sources, done, args), args.restart)
+    written = outputs.finished(
+        file, header, lambda done: _generated(large, sources, done, args), args.restart
+    )
     starts = [1 if large.config.is_encoder_decoder else len(source) for source in sources]
-    cut = sum(len(output) - start >= args.max_new_tokens for output, start in zip(written, starts, strict=True))
+    cut = sum(
+        len(output) - start >= args.max_new_tokens
+        for output, start in zip(written, starts, strict=True)
+    )
     print(f"{file}: the large model's outputs for {len(written)} lines")
     if cut:
-        print(f"{cut} of them have all of the {args.max_new_tokens} tokens that --max-new-tokens allows: cut, perhaps")
+        print(
+            f"{cut} of them have all of the {args.max_new_tokens} tokens that --max-new-tokens allows: cut, perhaps"
+        )
     sys.stdout.flush()
     return written
 
 
-def _generated(large: Any, sources: Sequence[list[int]], done: int, args: argparse.Namespace) -> Iterator[list[int]]:
+def _generated(
+    large: Any, sources: Sequence[list[int]], done: int, args: argparse.Namespace
+) -> Iterator[list[int]]:
     """The large model's greedy outputs from the source number `done` on."""
     from tqdm import tqdm
 

@@ -31,7 +31,9 @@ class Recipe:
     seed: int
 
 
-def examples(sources: Sequence[list[int]], outputs: Sequence[list[int]], encoder_decoder: bool) -> list[Example]:
+def examples(
+    sources: Sequence[list[int]], outputs: Sequence[list[int]], encoder_decoder: bool
+) -> list[Example]:
     """What the small model learns from: every token that the large one wrote, given those before it.
 
     Args:
@@ -53,14 +55,20 @@ def collate(batch: Sequence[Example], pad: int) -> dict[str, Tensor]:
     """A batch of examples, padded behind."""
     fill = {"input_ids": pad, "decoder_input_ids": pad, "labels": _IGNORED}
     tensors = {
-        name: [torch.tensor(example[name], dtype=torch.int64, device="cpu") for example in batch] for name in batch[0]
+        name: [torch.tensor(example[name], dtype=torch.int64, device="cpu") for example in batch]
+        for name in batch[0]
     }
-    padded = {name: pad_sequence(rows, batch_first=True, padding_value=fill[name]) for name, rows in tensors.items()}
+    padded = {
+        name: pad_sequence(rows, batch_first=True, padding_value=fill[name])
+        for name, rows in tensors.items()
+    }
     mask = pad_sequence([torch.ones_like(row) for row in tensors["input_ids"]], batch_first=True)
     return padded | {"attention_mask": mask}
 
 
-def finetune(model: Any, data: list[Example], pad: int, recipe: Recipe, on_cpu: bool) -> list[dict[str, float]]:
+def finetune(
+    model: Any, data: list[Example], pad: int, recipe: Recipe, on_cpu: bool
+) -> list[dict[str, float]]:
     """Train the model, in fp32 and in place; return the Trainer's log: step, loss, learning rate."""
     with tempfile.TemporaryDirectory() as folder:  # the Trainer wants one, and writes nothing
         settings = TrainingArguments(
@@ -78,7 +86,10 @@ def finetune(model: Any, data: list[Example], pad: int, recipe: Recipe, on_cpu: 
             use_cpu=on_cpu,
         )
         trainer = Trainer(
-            model, settings, data_collator=lambda batch: collate(batch, pad), train_dataset=cast(Any, data)
+            model,
+            settings,
+            data_collator=lambda batch: collate(batch, pad),
+            train_dataset=cast(Any, data),
         )
         trainer.train()
     model.eval()

@@ -18,7 +18,9 @@ Header = dict[str, Any]
 Outputs = list[list[int]]
 
 
-def finished(file: Path, header: Header, make: Callable[[int], Iterable[list[int]]], restart: bool) -> Outputs:
+def finished(
+    file: Path, header: Header, make: Callable[[int], Iterable[list[int]]], restart: bool
+) -> Outputs:
     """The outputs of all lines: those that the file holds, and behind them those that are made now.
 
     Args:
@@ -35,7 +37,9 @@ def finished(file: Path, header: Header, make: Callable[[int], Iterable[list[int
     if file.exists():
         done, _ = _read(file, header)
         if len(done) != header["lines"]:
-            raise CommandError(f"{file} holds {len(done)} outputs of {header['lines']}; --restart makes them anew")
+            raise CommandError(
+                f"{file} holds {len(done)} outputs of {header['lines']}; --restart makes them anew"
+            )
         return done
     done, length = _read(part, header) if part.exists() else ([], 0)
     with part.open("r+b" if length else "wb") as stream:
@@ -67,8 +71,12 @@ def _read(file: Path, header: Header) -> tuple[Outputs, int]:
     except ValueError:
         found, outputs = None, []
     if not isinstance(found, dict) or not all(isinstance(tokens, list) for tokens in outputs):
-        raise CommandError(f"{file} does not hold outputs of a large model; --restart makes them anew")
+        raise CommandError(
+            f"{file} does not hold outputs of a large model; --restart makes them anew"
+        )
     changed = differences(found, header)
     if changed:
-        raise CommandError(f"{file} was made otherwise: {'; '.join(changed)}. --restart makes its outputs anew")
+        raise CommandError(
+            f"{file} was made otherwise: {'; '.join(changed)}. --restart makes its outputs anew"
+        )
     return outputs, file.stat().st_size - len(torn)

@@ -21,14 +21,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """What both tools ask for."""
     parser.add_argument("large", type=Path, metavar="LARGE", help=models.HELP)
     parser.add_argument("small", type=Path, metavar="SMALL", help=models.HELP)
-    parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="UTF-8 text, one source per line")
+    parser.add_argument(
+        "--input", type=Path, required=True, metavar="FILE", help="UTF-8 text, one source per line"
+    )
     parser.add_argument("--append-eos", action="store_true",
                         help="end each source with the end token, where the tokenizer does not")  # fmt: skip
     parser.add_argument("--max-source-tokens", type=COUNT, metavar="N",
                         help="cut longer sources (default: what the tokenizer says)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=COUNT, default=MAX_NEW_TOKENS, metavar="N",
                         help="longest output (%(default)s)")  # fmt: skip
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], help="default: cuda where there is one"
+    )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"],
                         help="type in which the models generate (%(default)s)")  # fmt: skip
     parser.add_argument("--threads", type=COUNT, metavar="N", help="torch's CPU threads")
@@ -56,8 +60,15 @@ def load_model(source: Path, device: str, dtype: str) -> Any:
 
 def greedy(model: Any, max_new_tokens: int) -> dict[str, Any]:
     """What `generate` is to be given for greedy outputs, whatever the model's own generation config says."""
-    model.generation_config.max_length = None  # else transformers warns at every call that there are two limits
-    return {"num_beams": 1, "do_sample": False, "num_return_sequences": 1, "max_new_tokens": max_new_tokens}
+    model.generation_config.max_length = (
+        None  # else transformers warns at every call that there are two limits
+    )
+    return {
+        "num_beams": 1,
+        "do_sample": False,
+        "num_return_sequences": 1,
+        "max_new_tokens": max_new_tokens,
+    }
 
 
 def check_pair(large: Any, small: Any, tokenizers: tuple[Any, ...]) -> None:
@@ -89,13 +100,17 @@ def read_lines(file: Path) -> list[str]:
         try:
             lines.append(line.decode("utf-8").removesuffix("\r"))
         except UnicodeDecodeError as error:
-            raise CommandError(f"{file}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from error
+            raise CommandError(
+                f"{file}, line {number}: not UTF-8 ({error.reason} at byte {error.start})"
+            ) from error
     if not any(line.strip() for line in lines):
         raise CommandError(f"{file} is empty")
     return lines
 
 
-def encode(tokenizer: Any, lines: Sequence[str], append_eos: bool, limit: int | None) -> list[list[int]]:
+def encode(
+    tokenizer: Any, lines: Sequence[str], append_eos: bool, limit: int | None
+) -> list[list[int]]:
     """The token ids of each line, of `limit` at most.
 
     Raises:
@@ -111,7 +126,9 @@ def encode(tokenizer: Any, lines: Sequence[str], append_eos: bool, limit: int | 
     found: list[list[int]] = tokenizer(list(lines), **options)["input_ids"]
     for line, ids in zip(lines, found, strict=True):
         if append_eos and ids[-1:] == [end]:
-            raise CommandError(f"--append-eos: the tokenizer ends {line[:60]!r} with {tokenizer.eos_token!r} already")
+            raise CommandError(
+                f"--append-eos: the tokenizer ends {line[:60]!r} with {tokenizer.eos_token!r} already"
+            )
         if append_eos:
             ids.append(end)
         if not ids:

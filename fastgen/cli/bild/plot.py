@@ -19,7 +19,10 @@ def draw(data: dict[str, Any]) -> Any:
     if data["max_loss"]:
         ax.axhline(quality - data["max_loss"], color=_LARGE, linewidth=1, linestyle="--")
     ax.plot(1, quality, "x", color="black", label="the large model alone")
-    for lossless, colour, label in ((False, _POINT, "big-little decoding"), (True, _LOSSLESS, "lossless")):
+    for lossless, colour, label in (
+        (False, _POINT, "big-little decoding"),
+        (True, _LOSSLESS, "lossless"),
+    ):
         points = [point for point in data["points"] if (point["rollback"] is None) == lossless]
         speeds = [point["ratio"] for point in points]
         spread = [[p["ratio"] - p["low"] for p in points], [p["high"] - p["ratio"] for p in points]]
@@ -30,7 +33,15 @@ def draw(data: dict[str, Any]) -> Any:
             ax.annotate(f"{point['fallback']:g}{rollback}", (point["ratio"], point["quality"]), fontsize=6,
                         xytext=(3, 3), textcoords="offset points")  # fmt: skip
     if (chosen := data["chosen"]) is not None:
-        ax.plot(chosen["ratio"], chosen["quality"], "o", markersize=11, fillstyle="none", color=_CHOSEN, label="chosen")
+        ax.plot(
+            chosen["ratio"],
+            chosen["quality"],
+            "o",
+            markersize=11,
+            fillstyle="none",
+            color=_CHOSEN,
+            label="chosen",
+        )
     ax.set_xlabel("times as fast as the large model alone (labels: fallback / rollback)")
     ax.set_ylabel(data["metric"])
     ax.legend(frameon=False, fontsize=8)

@@ -45,7 +45,9 @@ class Point:
     @property
     def options(self) -> dict[str, Any]:
         """As arguments of `generate`, or as fields of a generation config."""
-        kept = {"lossless": True} if self.rollback is None else {"rollback_threshold": self.rollback}
+        kept = (
+            {"lossless": True} if self.rollback is None else {"rollback_threshold": self.rollback}
+        )
         return {"fallback_threshold": self.fallback, "max_draft": self.max_draft} | kept
 
 
@@ -66,7 +68,13 @@ class Measured:
     def over(self, baseline: Measured) -> dict[str, Any]:
         """How many times as fast as another one: median over the rounds, and its 95% interval."""
         ratio, low, high = paired_ratio(baseline.seconds, self.seconds)
-        return {"seconds": self.seconds, "ratio": ratio, "low": low, "high": high, "counts": self.counts}
+        return {
+            "seconds": self.seconds,
+            "ratio": ratio,
+            "low": low,
+            "high": high,
+            "counts": self.counts,
+        }
 
 
 def batches_of(sources: Sequence[list[int]], size: int, model: Any) -> list[Batch]:
@@ -90,7 +98,10 @@ def batches_of(sources: Sequence[list[int]], size: int, model: Any) -> list[Batc
 
 
 def measure(
-    arms: Mapping[str, Arm], batches: Sequence[Batch], rounds: int, advance: Callable[[], object] = lambda: None
+    arms: Mapping[str, Arm],
+    batches: Sequence[Batch],
+    rounds: int,
+    advance: Callable[[], object] = lambda: None,
 ) -> dict[str, Measured]:
     """Generate from all batches by each arm, `rounds` times; `advance` is called behind each batch."""
     found = {name: Measured([0.0] * rounds) for name in arms}
@@ -103,7 +114,11 @@ def measure(
                 names = list(arms) if (number + place) % 2 == 0 else list(arms)[::-1]
                 outputs: list[Any] = []
                 times, _ = interleave(
-                    [functools.partial(arms[name], batch) for name in names], 1, outputs.extend, 0, _synchronize
+                    [functools.partial(arms[name], batch) for name in names],
+                    1,
+                    outputs.extend,
+                    0,
+                    _synchronize,
                 )
                 for name, seconds, output in zip(names, times[0], outputs, strict=True):
                     found[name].seconds[number] += seconds
@@ -113,7 +128,9 @@ def measure(
     return found
 
 
-def texts_of(measured: Measured, batches: Sequence[Batch], tokenizer: Any, encoder_decoder: bool) -> list[str]:
+def texts_of(
+    measured: Measured, batches: Sequence[Batch], tokenizer: Any, encoder_decoder: bool
+) -> list[str]:
     """What an arm wrote, in the order of the file."""
     texts: dict[int, str] = {}
     for batch, output in zip(batches, measured.outputs, strict=True):

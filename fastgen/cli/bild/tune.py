@@ -25,22 +25,37 @@ from fastgen.number import COUNT, POSITIVE, Number
 if TYPE_CHECKING:
     from fastgen.cli.bild.sweep import Arm, Batch, Point
 
-HELP = "measure the thresholds on a validation file, and write the best ones into a generation config"
+HELP = (
+    "measure the thresholds on a validation file, and write the best ones into a generation config"
+)
 FALLBACKS = (0.2, 0.4, 0.6, 0.8)
 ROLLBACKS = (1.0, 2.0, 3.0, 5.0)
 _LARGE = "large"
 _OF_BEAMS = (
     "early_stopping", "length_penalty", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
 )  # fmt: skip
-_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
+_OF_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "top_h",
+    "epsilon_cutoff",
+    "eta_cutoff",
+)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     pair.arguments(parser)
-    parser.add_argument("--reference", type=Path, required=True, metavar="FILE", help="a reference for each source")
+    parser.add_argument(
+        "--reference", type=Path, required=True, metavar="FILE", help="a reference for each source"
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="CONFIG.json|FOLDER",
                         help="generation config to write; in a folder, its generation_config.json")  # fmt: skip
-    parser.add_argument("--metric", choices=list(quality.METRICS), default="bleu", help="(%(default)s)")
+    parser.add_argument(
+        "--metric", choices=list(quality.METRICS), default="bleu", help="(%(default)s)"
+    )
     parser.add_argument("--max-loss", type=Number(float, least=0), default=0.0, metavar="X",
                         help="points of the metric that may be lost (%(default)g)")  # fmt: skip
     parser.add_argument(
@@ -63,10 +78,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and choose; return 1 where nothing is to be chosen."""
-    config_file: Path = args.output if args.output.suffix == ".json" else args.output / "generation_config.json"
+    config_file: Path = (
+        args.output if args.output.suffix == ".json" else args.output / "generation_config.json"
+    )
     pair.check_parent(args.output)
     if config_file != args.output and args.output.is_file():
-        raise CommandError(f"--output {args.output} is a file, and neither a folder nor CONFIG.json")
+        raise CommandError(
+            f"--output {args.output} is a file, and neither a folder nor CONFIG.json"
+        )
     if config_file.is_dir():
         raise CommandError(f"--output {config_file} is a folder, and not a file")
     for model in (args.large, args.small):
@@ -78,7 +97,9 @@ def run(args: argparse.Namespace) -> int:
     metric = quality.METRICS[args.metric]()
     device = pair.device_of(args)
     tokenizers = tuple(map(models.load_tokenizer, (args.large, args.small)))
-    large, small = (pair.load_model(model, device, args.dtype) for model in (args.large, args.small))
+    large, small = (
+        pair.load_model(model, device, args.dtype) for model in (args.large, args.small)
+    )
     pair.check_pair(large, small, tokenizers)
     sources = pair.encode(tokenizers[0], lines, args.append_eos, args.max_source_tokens)
 
@@ -94,7 +115,9 @@ def run(args: argparse.Namespace) -> int:
     chosen = data["chosen"]
     if chosen is None:
         within = f"within {args.max_loss:g} points of it" if args.max_loss else "without a loss"
-        print(f"nothing is faster than the large model alone {within}: no generation config is written")
+        print(
+            f"nothing is faster than the large model alone {within}: no generation config is written"
+        )
         return 1
     _plot(sweep_file)
     point = _point(chosen)
@@ -104,12 +127,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def choose(points: Sequence[dict[str, Any]], quality: float, max_loss: float) -> dict[str, Any] | None:
+def choose(
+    points: Sequence[dict[str, Any]], quality: float, max_loss: float
+) -> dict[str, Any] | None:
     """The fastest point whose quality is at most `max_loss` below that of the large model alone.
 
     None where none of them is faster than the large model in all that the rounds show (`low`).
     """
-    good = [point for point in points if point["quality"] >= quality - max_loss and point["low"] > 1.0]
+    good = [
+        point for point in points if point["quality"] >= quality - max_loss and point["low"] > 1.0
+    ]
     return max(good, key=lambda point: point["ratio"], default=None)
 
 
@@ -134,7 +161,9 @@ def _texts(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The sources and references that are measured; blank sources are left out."""
     sources, references = (pair.read_lines(file) for file in (args.input, args.reference))
     if len(sources) != len(references):
-        raise CommandError(f"{args.input} has {len(sources)} lines, and {args.reference} {len(references)}")
+        raise CommandError(
+            f"{args.input} has {len(sources)} lines, and {args.reference} {len(references)}"
+        )
     both = [(s, r) for s, r in zip(sources, references, strict=True) if s.strip()][: args.lines]
     return [s for s, _ in both], [r for _, r in both]
 
@@ -157,7 +186,10 @@ def _measured(
     ]
     greedy = pair.greedy(large, args.max_new_tokens) | {"return_dict_in_generate": True}
     arms: dict[str, Arm] = {_LARGE: functools.partial(_generate, large, greedy)}
-    always = {"assistant_model": small, "adaptive_draft": False}  # else lossless points learn of each other's costs
+    always = {
+        "assistant_model": small,
+        "adaptive_draft": False,
+    }  # else lossless points learn of each other's costs
     for point in points:
         arms[str(point)] = functools.partial(_generate, large, greedy | point.options | always)
     batches = sweep.batches_of(sources, args.batch_size, large)
@@ -165,7 +197,9 @@ def _measured(
         arms[str(points[0])](batches[0])
     except ValueError as error:  # models that cannot decode together
         raise CommandError(str(error)) from error
-    with tqdm(total=args.rounds * len(batches), unit="batch", file=sys.stderr, mininterval=5) as bar:
+    with tqdm(
+        total=args.rounds * len(batches), unit="batch", file=sys.stderr, mininterval=5
+    ) as bar:
         found = sweep.measure(arms, batches, args.rounds, bar.update)
     alone = found.pop(_LARGE)
 
@@ -197,8 +231,15 @@ def _point(chosen: dict[str, Any]) -> Point:
 
 def _set(config: Any, point: Point) -> None:
     """Make a generation config one for greedy big-little decoding at a point."""
-    config.update(num_beams=1, do_sample=False, num_return_sequences=1, **dict.fromkeys((*_OF_SAMPLING, *_OF_BEAMS)))
-    config._from_model_config = False  # else transformers drops the fields that it does not know when it reads the file
+    config.update(
+        num_beams=1,
+        do_sample=False,
+        num_return_sequences=1,
+        **dict.fromkeys((*_OF_SAMPLING, *_OF_BEAMS)),
+    )
+    config._from_model_config = (
+        False  # else transformers drops the fields that it does not know when it reads the file
+    )
     for name, value in point.options.items():
         setattr(config, name, value)
 
@@ -212,7 +253,9 @@ def _check_writable(config: Any, folder: Path) -> None:
     try:
         trial.validate(strict=True)
     except ValueError as error:
-        raise CommandError(f"{folder}: its generation config cannot be written again: {error}") from error
+        raise CommandError(
+            f"{folder}: its generation config cannot be written again: {error}"
+        ) from error
 
 
 def _plot(sweep_file: Path) -> None:

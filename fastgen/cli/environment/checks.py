@@ -63,30 +63,44 @@ def said(error: Exception) -> str:
 def versions() -> Iterator[Finding]:
     """Python, torch and Triton against what fastgen's own metadata ask for; the toolkits against their guards."""
     python = metadata.metadata("fastgen-nlp")["Requires-Python"]
-    yield _against("Python", platform.python_version(), python, advice="a Python of a supported version")
+    yield _against(
+        "Python", platform.python_version(), python, advice="a Python of a supported version"
+    )
     torch = _torch()
     if torch is None:
-        yield Finding("trouble", "torch cannot be imported, and nothing runs without it", "pip install torch")
+        yield Finding(
+            "trouble", "torch cannot be imported, and nothing runs without it", "pip install torch"
+        )
         return
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"
     yield _against("torch", torch.__version__, _required("torch"), build)
     yield _triton(torch)
     import_targets()
     toolkits = fastgen.status().toolkits
-    hints = {toolkit.name: toolkit.install_hint for toolkit in (transformers.TOOLKIT, fairseq.TOOLKIT)}
+    hints = {
+        toolkit.name: toolkit.install_hint for toolkit in (transformers.TOOLKIT, fairseq.TOOLKIT)
+    }
     for toolkit in toolkits:
         found = str(getattr(sys.modules.get(toolkit.name), "__version__", toolkit.found))
-        fits = found[0].isdigit() and SpecifierSet(toolkit.supported).contains(found, prereleases=True)
+        fits = found[0].isdigit() and SpecifierSet(toolkit.supported).contains(
+            found, prereleases=True
+        )
         text = f"{toolkit.name} {found} ({toolkit.supported} is supported, {toolkit.tested} the newest tested)"
         if not fits and found[0].isdigit():
-            yield Finding("trouble", f"{text}: fastgen accelerates nothing of it", hints[toolkit.name])
+            yield Finding(
+                "trouble", f"{text}: fastgen accelerates nothing of it", hints[toolkit.name]
+            )
         elif fits and Version(found) > Version(toolkit.tested):
-            yield Finding("note", f"{text}: newer than tested, and compared before anything is accelerated")
+            yield Finding(
+                "note", f"{text}: newer than tested, and compared before anything is accelerated"
+            )
         else:
             yield Finding("ok" if fits else "note", text)
     if all(toolkit.found == "not installed" for toolkit in toolkits):
         yield Finding(
-            "trouble", "there is no toolkit to accelerate", f'pip install "transformers{_required("transformers")}"'
+            "trouble",
+            "there is no toolkit to accelerate",
+            f'pip install "transformers{_required("transformers")}"',
         )
 
 
@@ -102,13 +116,28 @@ def devices() -> Iterator[Finding]:
         size = f"{device.total_memory / 2**30:.0f} GiB, compute capability {device.major}.{device.minor}"
         yield Finding("ok", f"cuda:{index}: {device.name}, {size}")
     if torch.version.cuda and not torch.cuda.is_available():
-        yield Finding("note", "torch is built for CUDA but sees no device", "nvidia-smi says whether the driver does")
+        yield Finding(
+            "note",
+            "torch is built for CUDA but sees no device",
+            "nvidia-smi says whether the driver does",
+        )
     if not torch.version.cuda and Path("/dev/nvidia0").exists():
-        yield Finding("note", "there is an NVIDIA device, but torch is built for CPUs", "install torch's CUDA build")
+        yield Finding(
+            "note",
+            "there is an NVIDIA device, but torch is built for CPUs",
+            "install torch's CUDA build",
+        )
 
     has = torch.cpu.get_capabilities()
-    units = {"avx2": "AVX2", "avx512_f": "AVX-512", "avx512_bf16": "AVX-512 for bf16", "amx_bf16": "AMX"}
-    there = ", ".join(text for name, text in units.items() if has.get(name)) or "none of them of x86-64"
+    units = {
+        "avx2": "AVX2",
+        "avx512_f": "AVX-512",
+        "avx512_bf16": "AVX-512 for bf16",
+        "amx_bf16": "AMX",
+    }
+    there = (
+        ", ".join(text for name, text in units.items() if has.get(name)) or "none of them of x86-64"
+    )
     yield Finding("ok", f"CPU: {has.get('cpu_name') or platform.machine()}; vector units: {there}")
     by, reason = linear.described()
     text = f"fp32 linear layers on the CPU: {by}"
@@ -119,11 +148,19 @@ def devices() -> Iterator[Finding]:
     text = f"attention and the choice of tokens on the CPU, fp32, in C: {native.state()}"
     if native.found().library is None:
         can = native.found().variant in native.build.VARIANTS
-        yield Finding("note", text, f"python {native.build.__file__} compiles them (cc, gcc, clang)" if can else "")
+        yield Finding(
+            "note",
+            text,
+            f"python {native.build.__file__} compiles them (cc, gcc, clang)" if can else "",
+        )
     else:
         yield Finding("ok", text)
     if not (has.get("avx512_bf16") or has.get("amx_bf16") or has.get("bf16")):
-        yield Finding("note", "no unit of this CPU multiplies in bf16: models in bf16 are slow on it", "load in fp32")
+        yield Finding(
+            "note",
+            "no unit of this CPU multiplies in bf16: models in bf16 are slow on it",
+            "load in fp32",
+        )
 
 
 def patches() -> Iterator[Finding]:
@@ -132,7 +169,11 @@ def patches() -> Iterator[Finding]:
     for module, problem in import_targets().items():
         modules[problem].append(module)
     for problem, names in modules.items():
-        advice = "fastgen's patches let fairseq be imported: unset FASTGEN" if settings().mode == "0" else ""
+        advice = (
+            "fastgen's patches let fairseq be imported: unset FASTGEN"
+            if settings().mode == "0"
+            else ""
+        )
         yield Finding("trouble", f"{', '.join(names)} cannot be imported: {problem}", advice)
 
     alike: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
@@ -165,9 +206,16 @@ def variables() -> Iterator[Finding]:
             advice = f"did you mean {close[0]}?" if close else "`fastgen status` lists all"
             yield Finding("note", f"{name} is no variable of fastgen's, and does nothing", advice)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        torch, text = _torch(), "TRITON_INTERPRET=1: Triton's kernels run in Python, thousands of times slower"
+        torch, text = (
+            _torch(),
+            "TRITON_INTERPRET=1: Triton's kernels run in Python, thousands of times slower",
+        )
         used = settings().ops == "triton" or (torch is not None and torch.cuda.is_available())
-        yield Finding("trouble", text, "unset it") if used else Finding("note", f"{text}; nothing here calls one")
+        yield (
+            Finding("trouble", text, "unset it")
+            if used
+            else Finding("note", f"{text}; nothing here calls one")
+        )
 
 
 def surroundings() -> Iterator[Finding]:
@@ -179,7 +227,9 @@ def surroundings() -> Iterator[Finding]:
         threads, cores = torch.get_num_threads(), processor.usable_cores()
         text = f"threads: {threads}, cores: {cores}"
         if threads > cores:
-            yield Finding("note", f"{text}; threads wait for each other", f"OMP_NUM_THREADS={cores}")
+            yield Finding(
+                "note", f"{text}; threads wait for each other", f"OMP_NUM_THREADS={cores}"
+            )
         else:
             yield Finding("ok" if threads == cores else "note", text)
     maps = Path("/proc/self/maps")
@@ -190,7 +240,11 @@ def surroundings() -> Iterator[Finding]:
     folder = Path(sysconfig.get_path("purelib"))
     try:
         there = hook.is_installed(folder)
-        text = "every program of this environment is accelerated" if there else "programs need `import fastgen`"
+        text = (
+            "every program of this environment is accelerated"
+            if there
+            else "programs need `import fastgen`"
+        )
         yield Finding("ok", f"{hook.NAME} is {'' if there else 'not '}in {folder}: {text}")
     except CommandError as error:
         yield Finding("note", str(error))
@@ -206,7 +260,11 @@ def surroundings() -> Iterator[Finding]:
 def openmp_runtimes(maps: str) -> list[str]:
     """Return the files of OpenMP runtimes in a process's memory map, as /proc/PID/maps has it."""
     names = ("libgomp", "libiomp5", "libomp.", "libomp-")
-    files = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if line.count(" ") >= 5 and "/" in line}
+    files = {
+        line.split(maxsplit=5)[-1]
+        for line in maps.splitlines()
+        if line.count(" ") >= 5 and "/" in line
+    }
     return sorted(file for file in files if file.rpartition("/")[2].startswith(names))
 
 
@@ -223,9 +281,15 @@ def _triton(torch: ModuleType) -> Finding:
         return _against("Triton", found, _required("triton"))
     advice = f'pip install "triton{_required("triton")}"'
     if settings().ops == "triton":
-        return Finding("trouble", "Triton is not installed, but FASTGEN_OPS=triton asks for its kernels", advice)
+        return Finding(
+            "trouble",
+            "Triton is not installed, but FASTGEN_OPS=triton asks for its kernels",
+            advice,
+        )
     if torch.cuda.is_available():
-        return Finding("note", "Triton is not installed: on a GPU, operations run as torch operations", advice)
+        return Finding(
+            "note", "Triton is not installed: on a GPU, operations run as torch operations", advice
+        )
     return Finding("ok", "Triton is not installed; on a CPU nothing uses it")
 
 

@@ -39,10 +39,17 @@ def run(args: argparse.Namespace) -> int:
     wrong = _start()
     found = {subject: examine(look) for subject, look in CHECKS.items()}
     found["variables"][:0] = wrong
-    troubles = sum(finding.level == "trouble" for findings in found.values() for finding in findings)
+    troubles = sum(
+        finding.level == "trouble" for findings in found.values() for finding in findings
+    )
     if args.json:
-        checks = {subject: [asdict(finding) for finding in findings] for subject, findings in found.items()}
-        print(json.dumps({"version": __version__, "troubles": troubles, "checks": checks}, indent=2))
+        checks = {
+            subject: [asdict(finding) for finding in findings]
+            for subject, findings in found.items()
+        }
+        print(
+            json.dumps({"version": __version__, "troubles": troubles, "checks": checks}, indent=2)
+        )
     else:
         print(f"fastgen {__version__}: {_summary(troubles)}")
         for subject, findings in found.items():

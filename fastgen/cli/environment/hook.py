@@ -42,7 +42,9 @@ def _install(args: argparse.Namespace) -> int:
         scratch.replace(file)
     except OSError as error:
         raise CommandError(f"{file} cannot be written: {error}") from error
-    print(f"{file} is in place: fairseq and transformers are accelerated in every program of this environment")
+    print(
+        f"{file} is in place: fairseq and transformers are accelerated in every program of this environment"
+    )
     return 0
 
 
@@ -74,6 +76,11 @@ def _file(site_packages: Path) -> Path:
 
 
 install = SimpleNamespace(
-    HELP="accelerate every program of this Python environment", __doc__=__doc__, arguments=_arguments, run=_install
+    HELP="accelerate every program of this Python environment",
+    __doc__=__doc__,
+    arguments=_arguments,
+    run=_install,
 )
-remove = SimpleNamespace(HELP="undo install-hook", __doc__=__doc__, arguments=_arguments, run=_remove)
+remove = SimpleNamespace(
+    HELP="undo install-hook", __doc__=__doc__, arguments=_arguments, run=_remove
+)

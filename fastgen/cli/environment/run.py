@@ -36,9 +36,18 @@ HELP = "run a console script (fairseq-generate), a Python file or a module, acce
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("-m", dest="module", action="store_true", help="TARGET is a module, as in `python -m`")
-    parser.add_argument("target", metavar="TARGET", help="a console script's name, a .py file, or with -m a module")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="what the program gets as its arguments")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="TARGET is a module, as in `python -m`"
+    )
+    parser.add_argument(
+        "target", metavar="TARGET", help="a console script's name, a .py file, or with -m a module"
+    )
+    parser.add_argument(
+        "args",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="what the program gets as its arguments",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +64,11 @@ def run_target(target: str, args: list[str], module: bool = False) -> int:
     if module and not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())  # where Python itself would look first
     script = _script_in(target) if module else _script(target)
-    of_fairseq = target.partition(".")[0] in ("fairseq", "fairseq_cli") if module else target.startswith("fairseq-")
+    of_fairseq = (
+        target.partition(".")[0] in ("fairseq", "fairseq_cli")
+        if module
+        else target.startswith("fairseq-")
+    )
     advice = f": {FAIRSEQ.install_hint}" if of_fairseq else ""
     if script is None and not module:
         _check_file(target, advice)
@@ -84,7 +97,9 @@ def _script(name: str) -> EntryPoint | None:
 def _check_file(path: str, advice: str) -> None:
     """Raise CommandError where there is no such file to run."""
     if not Path(path).is_file():
-        raise CommandError(f"there is no console script named {path!r} here, and no such file{advice}")
+        raise CommandError(
+            f"there is no console script named {path!r} here, and no such file{advice}"
+        )
     try:
         Path(path).open("rb").close()
     except OSError as error:
@@ -95,7 +110,11 @@ def _check_module(name: str, advice: str) -> None:
     """Raise CommandError where there is no such module to run; what its packages raise on import is their own."""
     try:
         spec = None if name.startswith(".") else find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None and find_spec(f"{name}.__main__") is None:
+        if (
+            spec is not None
+            and spec.submodule_search_locations is not None
+            and find_spec(f"{name}.__main__") is None
+        ):
             raise CommandError(f"{name} is a package without a module __main__, and cannot be run")
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
@@ -108,13 +127,18 @@ def _check_module(name: str, advice: str) -> None:
 
 
 def _show(
-    shown_by: _ExceptHook, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    shown_by: _ExceptHook,
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
 ) -> None:
     """Show an uncaught exception of the program as Python does where it runs by itself: without frames of ours."""
     names = [traceback.tb_frame.f_globals.get("__name__") for traceback in _each(traceback)]
     if __name__ in names:
         outer = names.index(__name__)
-        inner = next((at for at in range(outer, len(names)) if names[at] not in _OUTSIDE), len(names))
+        inner = next(
+            (at for at in range(outer, len(names)) if names[at] not in _OUTSIDE), len(names)
+        )
         traceback = next(itertools.islice(_each(traceback), inner, None), None)
     shown_by(kind, error.with_traceback(traceback), traceback)
 
@@ -129,7 +153,10 @@ def _script_in(module: str) -> EntryPoint | None:
     """The console script of a module that is patched: what runs as `__main__` is a second one, and is not."""
     if not any(row.target.startswith(f"{module}:") for row in fastgen.status().rows):
         return None
-    return next((script for script in entry_points(group="console_scripts") if script.module == module), None)
+    return next(
+        (script for script in entry_points(group="console_scripts") if script.module == module),
+        None,
+    )
 
 
 def _status(result: object) -> int:

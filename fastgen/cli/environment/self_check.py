@@ -27,19 +27,26 @@ def _tried(loops: tuple[str, ...], compare: Callable[[], tuple[bool, str]]) -> I
     try:
         equal, compared = compare()
     except Exception as error:
-        yield Finding("trouble", f"tiny models of {_toolkit(loops)} did not generate: {said(error)}", REPORT)
+        yield Finding(
+            "trouble", f"tiny models of {_toolkit(loops)} did not generate: {said(error)}", REPORT
+        )
         return
     if not equal or _differed() > differed:
         yield Finding("trouble", f"other tokens than without fastgen: {compared}", REPORT)
         return
-    done = sum((_counts(loop) - earlier for loop, earlier in zip(loops, before, strict=True)), Counter[str]())
+    done = sum(
+        (_counts(loop) - earlier for loop, earlier in zip(loops, before, strict=True)),
+        Counter[str](),
+    )
     calls = done.pop("calls", 0)
     if calls:
         ran = {path for by_path in fastgen.status().operations.values() for path in by_path}
         paths = " and ".join(name for path, name in PATHS.items() if path in ran)
         yield Finding("ok", f"{compared}; {calls} calls ran fastgen's loops, operations by {paths}")
     else:
-        yield Finding("trouble", f"{compared}, but fastgen's loops did not run", "the patches below say why")
+        yield Finding(
+            "trouble", f"{compared}, but fastgen's loops did not run", "the patches below say why"
+        )
     for what, count in done.items():
         yield Finding("note", f"in {count} of the calls: {what}")
 
@@ -47,7 +54,9 @@ def _tried(loops: tuple[str, ...], compare: Callable[[], tuple[bool, str]]) -> I
 def _counts(loop: str) -> Counter[str]:
     """Calls of a loop so far, what they left off, and why others were not served."""
     row = fastgen.status()[loop]
-    not_served = Counter({f"on {_toolkit((loop,))}'s own code: {why}": count for why, count in row.fallbacks.items()})
+    not_served = Counter(
+        {f"on {_toolkit((loop,))}'s own code: {why}": count for why, count in row.fallbacks.items()}
+    )
     return Counter(calls=row.hits) + Counter(row.left_off) + not_served
 
 
@@ -77,7 +86,13 @@ def _fairseq() -> tuple[bool, str]:
     for i in range(60):
         words.add_symbol(f"w{i}")
     sizes = {"embed_dim": 16, "ffn_embed_dim": 24, "attention_heads": 2, "layers": 2}
-    args = Namespace(**{f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()})
+    args = Namespace(
+        **{
+            f"{part}_{name}": size
+            for part in ("encoder", "decoder")
+            for name, size in sizes.items()
+        }
+    )
     args.max_source_positions = args.max_target_positions = 64
     base_architecture(args)
     with torch.random.fork_rng(), torch.no_grad():
@@ -93,7 +108,11 @@ def _fairseq() -> tuple[bool, str]:
 
         def tokens(beams: int) -> list[list[int]]:
             generator = SequenceGenerator([model], words, beam_size=beams, max_len_b=8)
-            return [text["tokens"].tolist() for texts in generator.generate([model], sample) for text in texts]
+            return [
+                text["tokens"].tolist()
+                for texts in generator.generate([model], sample)
+                for text in texts
+            ]
 
         for beams in (3, 1):
             ours = tokens(beams)

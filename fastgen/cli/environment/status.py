@@ -15,9 +15,13 @@ HELP = "show what runs here and what does not"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--all", action="store_true", help="print every patch and every variable, not the summary alone"
+        "--all",
+        action="store_true",
+        help="print every patch and every variable, not the summary alone",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text; it holds everything")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead of text; it holds everything"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,7 +39,11 @@ def run(args: argparse.Namespace) -> int:
         for variable in VARIABLES
     ]
     if args.json:
-        print(json.dumps({**status.to_dict(), "import_problems": problems, "variables": variables}, indent=2))
+        print(
+            json.dumps(
+                {**status.to_dict(), "import_problems": problems, "variables": variables}, indent=2
+            )
+        )
         return 0
     print(status)
     for problem in dict.fromkeys(problems.values()):
@@ -47,10 +55,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     width = max(len("value"), *(len(variable["value"]) for variable in variables))
     longest = max(len(variable["name"]) for variable in variables) + 2
-    print(f"\n{'variable':<{longest}}{'value':<{width}}  what it does (allowed values; the default comes first)")
+    print(
+        f"\n{'variable':<{longest}}{'value':<{width}}  what it does (allowed values; the default comes first)"
+    )
     for variable in variables:
         allowed = "|".join(variable["allowed"]) or variable["form"]
-        print(f"{variable['name']:<{longest}}{variable['value'] or '-':<{width}}  {variable['help']} ({allowed})")
+        print(
+            f"{variable['name']:<{longest}}{variable['value'] or '-':<{width}}  {variable['help']} ({allowed})"
+        )
     return 0
 
 
@@ -62,8 +74,12 @@ def import_targets() -> dict[str, str]:
         needs is not installed, with what to type.
     """
     problems: dict[str, str] = {}
-    hints = {toolkit.name: toolkit.install_hint for toolkit in (transformers.TOOLKIT, fairseq.TOOLKIT)}
-    targets = {row.target.partition(":")[0]: row.name.partition(".")[0] for row in fastgen.status().rows}
+    hints = {
+        toolkit.name: toolkit.install_hint for toolkit in (transformers.TOOLKIT, fairseq.TOOLKIT)
+    }
+    targets = {
+        row.target.partition(":")[0]: row.name.partition(".")[0] for row in fastgen.status().rows
+    }
     for module, toolkit in targets.items():
         if find_spec(module.partition(".")[0]) is None:
             continue

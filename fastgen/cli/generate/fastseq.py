@@ -44,6 +44,10 @@ def task(folder: Path, config: Mapping[str, Any], name: str | None, known: Set[s
         return Task()
     tasks = config.get("task_specific_params") or {}
     if name not in tasks:
-        raise CommandError(f"--task {name}: the config of {folder} has {', '.join(tasks) or 'no tasks'}")
+        raise CommandError(
+            f"--task {name}: the config of {folder} has {', '.join(tasks) or 'no tasks'}"
+        )
     said = tasks[name]
-    return Task(said.get("prefix") or "", {key: value for key, value in said.items() if key in known})
+    return Task(
+        said.get("prefix") or "", {key: value for key, value in said.items() if key in known}
+    )

@@ -49,7 +49,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(defaults=parser)
     if isinstance(parser, CommandParser):
         parser.answer(
-            fastseq.DROPPED | {name.replace("_", "-"): why for name, why in generation_options.ELSEWHERE.items()}
+            fastseq.DROPPED
+            | {name.replace("_", "-"): why for name, why in generation_options.ELSEWHERE.items()}
         )
 
 
@@ -59,9 +60,17 @@ def _input(parser: argparse.ArgumentParser) -> None:
     add("--input", nargs="+", required=True, metavar="FILE",
         help="text, TSV, CSV, JSONL, Parquet, a folder that datasets' save_to_disk wrote, or - for standard input; "
         "one after the other; .gz, .bz2, .xz and .zst are unpacked")  # fmt: skip
-    add("--input-format", choices=formats.NAMES, help="default: by the ending of the name, else text")
+    add(
+        "--input-format",
+        choices=formats.NAMES,
+        help="default: by the ending of the name, else text",
+    )
     add("--column", metavar="NAME", help="which holds the text: its name, or its number from 1")
-    add("--prefix-column", metavar="NAME", help="which holds what stands before each text, such as T5's task")
+    add(
+        "--prefix-column",
+        metavar="NAME",
+        help="which holds what stands before each text, such as T5's task",
+    )
     add("--header", action=argparse.BooleanOptionalAction, default=None,
         help="whether a table's first row names the columns (default: unless --column is a number)")  # fmt: skip
     add("--no-quotes", dest="quotes", action="store_false",
@@ -73,9 +82,18 @@ def _output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     add = group.add_argument
     add("--output", default=STDIN, metavar="FILE", help="- or nothing: standard output")
-    add("--output-format", choices=writers.NAMES, help="default: by the ending of the name, else text")
+    add(
+        "--output-format",
+        choices=writers.NAMES,
+        help="default: by the ending of the name, else text",
+    )
     add("--scores", action="store_true", help="write the score of each output")
-    add("--field-prefix", default="", metavar="TEXT", help="before the names of the fields that are added")
+    add(
+        "--field-prefix",
+        default="",
+        metavar="TEXT",
+        help="before the names of the fields that are added",
+    )
     add("--overwrite", action="store_true", help="write over an output that is there")
     add("--on-error", choices=("fail", "skip", "empty"), default="fail",
         help="a record without an output ends the run, is left out, or has an empty one (%(default)s); a blank line of "
@@ -85,32 +103,68 @@ def _output(parser: argparse.ArgumentParser) -> None:
 def _texts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("texts and tokens")
     add = group.add_argument
-    add("--prefix", metavar="TEXT", help="before each source (default: what --task says, or nothing)")
-    add("--task", metavar="NAME", help="take prefix and options of this name from the model's task_specific_params")
+    add(
+        "--prefix",
+        metavar="TEXT",
+        help="before each source (default: what --task says, or nothing)",
+    )
+    add(
+        "--task",
+        metavar="NAME",
+        help="take prefix and options of this name from the model's task_specific_params",
+    )
     add("--max-source-tokens", "--max-tokenizer-length", type=COUNT, metavar="N",
         help="longer sources are problems (default: what the tokenizer says)")  # fmt: skip
     add("--truncate", "--truncation", action=argparse.BooleanOptionalAction, default=False,
         help="cut longer sources instead")  # fmt: skip
-    add("--append-eos", action="store_true", help="end each source with the end token, where the tokenizer does not")
-    add("--source-lang", metavar="LANG", help="of tokenizers that know languages, as they name them")
+    add(
+        "--append-eos",
+        action="store_true",
+        help="end each source with the end token, where the tokenizer does not",
+    )
+    add(
+        "--source-lang", metavar="LANG", help="of tokenizers that know languages, as they name them"
+    )
     add("--target-lang", metavar="LANG", help="likewise, of the output")
     add("--forced-bos-token", metavar="TOKEN", help="the output's first token, by its name")
-    add("--target-lang-column", metavar="NAME", help="the column that has the --target-lang of each text")
-    add("--forced-bos-column", metavar="NAME", help="the column that has the --forced-bos-token of each text")
+    add(
+        "--target-lang-column",
+        metavar="NAME",
+        help="the column that has the --target-lang of each text",
+    )
+    add(
+        "--forced-bos-column",
+        metavar="NAME",
+        help="the column that has the --forced-bos-token of each text",
+    )
     add("--include-special-tokens", action="store_true", help="leave special tokens in the output")
-    add("--clean-up-tokenization-spaces", action="store_true", help="take out spaces before punctuation")
+    add(
+        "--clean-up-tokenization-spaces",
+        action="store_true",
+        help="take out spaces before punctuation",
+    )
 
 
 def _model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     add = group.add_argument
-    add("--dtype", choices=_DTYPES, default="float32", help="type in which it generates (%(default)s)")
+    add(
+        "--dtype",
+        choices=_DTYPES,
+        default="float32",
+        help="type in which it generates (%(default)s)",
+    )
     add("--fp16", dest="dtype", action="store_const", const="float16", help="--dtype float16")
     add("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one)")
     add("--threads", type=COUNT, metavar="N", help="torch's CPU threads")
     add("--batch-tokens", type=COUNT, default=Options.batch_tokens, metavar="N",
         help="source tokens of a batch, padding counted (%(default)s)")  # fmt: skip
-    add("--seed", type=int, default=0, help="of what is drawn; a block's draws depend on it and its number alone")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of what is drawn; a block's draws depend on it and its number alone",
+    )
 
 
 def _big_little(parser: argparse.ArgumentParser) -> None:
@@ -119,11 +173,31 @@ def _big_little(parser: argparse.ArgumentParser) -> None:
     )
     add = group.add_argument
     add("--assistant-model", type=Path, metavar="MODEL", help=models.HELP)
-    add("--fallback-threshold", type=float, metavar="P", help="it stops where it is less sure than this")
-    add("--rollback-threshold", type=float, metavar="COST", help="what costs the large model more does not stand")
+    add(
+        "--fallback-threshold",
+        type=float,
+        metavar="P",
+        help="it stops where it is less sure than this",
+    )
+    add(
+        "--rollback-threshold",
+        type=float,
+        metavar="COST",
+        help="what costs the large model more does not stand",
+    )
     add("--max-draft", type=int, metavar="N", help="tokens that it drafts in a row at most")
-    add("--lossless", action=argparse.BooleanOptionalAction, default=None, help="the large model's own output")
-    add("--adaptive-draft", action=argparse.BooleanOptionalAction, default=None, help="draft where that is faster")
+    add(
+        "--lossless",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="the large model's own output",
+    )
+    add(
+        "--adaptive-draft",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="draft where that is faster",
+    )
     add("--paper-compat", action="store_true", default=None, help="as the authors' program")
     add("--speculative-beams", type=int, metavar="STEPS", help="draft steps of the beam search")
 
@@ -131,9 +205,19 @@ def _big_little(parser: argparse.ArgumentParser) -> None:
 def _run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     add = group.add_argument
-    add("--block", type=COUNT, default=BLOCK, metavar="N", help="records written together (%(default)s)")
+    add(
+        "--block",
+        type=COUNT,
+        default=BLOCK,
+        metavar="N",
+        help="records written together (%(default)s)",
+    )
     add("--processes", type=COUNT, default=1, metavar="N", help="on this machine (%(default)s)")
-    add("--restart", action="store_true", help="forget what an earlier run has left beside the output")
+    add(
+        "--restart",
+        action="store_true",
+        help="forget what an earlier run has left beside the output",
+    )
     add("--summary", type=Path, metavar="FILE", help="write what the run has done, as JSON")
     add("--quiet", action="store_true", help="show no progress")
 
@@ -170,14 +254,20 @@ def run(args: argparse.Namespace) -> int:
 def _tell(summary: Summary) -> None:
     """Say on standard error what was done, and what fastgen did not accelerate."""
     rate = f"{summary.records_per_second:.1f} a second" if summary.made else "all by an earlier run"
-    print(f"{summary.records} records, {summary.tokens} tokens, {summary.seconds:.1f} s ({rate})", file=sys.stderr)
+    print(
+        f"{summary.records} records, {summary.tokens} tokens, {summary.seconds:.1f} s ({rate})",
+        file=sys.stderr,
+    )
     if summary.blank:
         print(
-            f"{summary.blank} of {summary.records} records are blank lines, and so are their outputs", file=sys.stderr
+            f"{summary.blank} of {summary.records} records are blank lines, and so are their outputs",
+            file=sys.stderr,
         )
     if summary.at_limit:
         which = f" ({summary.limit})" if summary.limit else ""
-        print(f"{summary.at_limit} of {summary.records} outputs hit the limit{which}", file=sys.stderr)
+        print(
+            f"{summary.at_limit} of {summary.records} outputs hit the limit{which}", file=sys.stderr
+        )
     for patch, reasons in summary.fallbacks.items():
         for reason, calls in reasons.items():
             print(f"not accelerated, calls of {patch}: {calls} ({reason})", file=sys.stderr)
@@ -201,11 +291,20 @@ def _options(args: argparse.Namespace) -> Options:
     task = fastseq.task(args.model, config, args.task, set(generation_options.settings()))
     asked = task.generation | generation_options.given(args)
     targets = _targets(args, asked)
-    generation_options.check(asked, {name: value for name, value in stored.items() if not name.startswith("_")})
-    given = {name: value for name in bild_options.NAMES if (value := getattr(args, name)) is not None}
+    generation_options.check(
+        asked, {name: value for name, value in stored.items() if not name.startswith("_")}
+    )
+    given = {
+        name: value for name in bild_options.NAMES if (value := getattr(args, name)) is not None
+    }
     asked |= _drafts(args, asked, given, stored)
-    if "max_new_tokens" not in {**_said(stored), **asked} and not models.load_config(args.model).is_encoder_decoder:
-        raise CommandError("--max-new-tokens is needed: a decoder's prompt would count in --max-length")
+    if (
+        "max_new_tokens" not in {**_said(stored), **asked}
+        and not models.load_config(args.model).is_encoder_decoder
+    ):
+        raise CommandError(
+            "--max-new-tokens is needed: a decoder's prompt would count in --max-length"
+        )
     local = args.engine == "local"  # else each machine finds the model by itself
     assistant = args.assistant_model
     return Options(
@@ -219,13 +318,19 @@ def _options(args: argparse.Namespace) -> Options:
     )  # fmt: skip
 
 
-def _targets(args: argparse.Namespace, asked: dict[str, Any]) -> Literal["language", "token"] | None:
+def _targets(
+    args: argparse.Namespace, asked: dict[str, Any]
+) -> Literal["language", "token"] | None:
     """What a column says of how outputs begin.
 
     Raises:
         CommandError: it is said in another way too.
     """
-    columns = [name for name in ("target_lang_column", "forced_bos_column") if getattr(args, name) is not None]
+    columns = [
+        name
+        for name in ("target_lang_column", "forced_bos_column")
+        if getattr(args, name) is not None
+    ]
     for_all = {"target_lang": args.target_lang, "forced_bos_token": args.forced_bos_token} | asked
     names = ("target_lang", "forced_bos_token", "forced_bos_token_id")
     ways = columns + [name for name in names if for_all.get(name) is not None]
@@ -282,12 +387,18 @@ def _output_of(args: argparse.Namespace) -> Path | None:
         raise CommandError(f"--output {output} is a folder")
     if output.exists() and not args.overwrite and not in_progress(output):
         raise CommandError(f"--output {output} is there already; --overwrite writes over it")
-    if any(name != STDIN and output.exists() and output.samefile(name) for name in args.input if Path(name).exists()):
+    if any(
+        name != STDIN and output.exists() and output.samefile(name)
+        for name in args.input
+        if Path(name).exists()
+    ):
         raise CommandError(f"--output {output} is an input too")
     return output
 
 
-def _sink(args: argparse.Namespace, options: Options, source: Files, first: dict[str, Any] | None) -> File:
+def _sink(
+    args: argparse.Namespace, options: Options, source: Files, first: dict[str, Any] | None
+) -> File:
     """What outputs are written as.
 
     Raises:
@@ -302,12 +413,16 @@ def _sink(args: argparse.Namespace, options: Options, source: Files, first: dict
             raise CommandError(f"--output: objects of JSONL have no fixed columns for {kind.upper()}; "
                                "write JSONL or Parquet")  # fmt: skip
         if first is None:
-            raise CommandError(f"--output-format {kind}: columns of standard input are not known; write JSONL")
+            raise CommandError(
+                f"--output-format {kind}: columns of standard input are not known; write JSONL"
+            )
     stored = _said(_json_of(options.model / "generation_config.json"))
     several = {**stored, **options.generation}.get("num_return_sequences", 1) > 1
     columns = None if first is None else tuple(first)
     problems = args.on_error == "empty" and kind != "text"
-    return File(kind, packing, columns, args.quotes, several, args.scores, problems, args.field_prefix)
+    return File(
+        kind, packing, columns, args.quotes, several, args.scores, problems, args.field_prefix
+    )
 
 
 def _json_of(file: Path) -> dict[str, Any]:

@@ -32,19 +32,31 @@ ELSEWHERE = {
 """Those that are no option of the command, and why."""
 
 RESTORED = {
-    "num_beam_groups": ("int", "Groups of beams, each unlike those before it (diverse beam search)"),
-    "diversity_penalty": ("float", "What a token loses for each earlier group's beam that has chosen it"),
+    "num_beam_groups": (
+        "int",
+        "Groups of beams, each unlike those before it (diverse beam search)",
+    ),
+    "diversity_penalty": (
+        "float",
+        "What a token loses for each earlier group's beam that has chosen it",
+    ),
     "force_words_ids": (
         "list",
         "Token ids that each output has to hold: a list of phrases, or of lists of alternatives",
     ),
-    "penalty_alpha": ("float", "How much unlikeness counts beside probability (contrastive search, with --top-k)"),
+    "penalty_alpha": (
+        "float",
+        "How much unlikeness counts beside probability (contrastive search, with --top-k)",
+    ),
 }
 """Those that transformers no longer documents."""
 
 _NOT_NEGATIVE, _SHARE = Number(least=0), Number(float, least=0, most=1)
 RANGES = {
-    **dict.fromkeys(("num_beams", "num_return_sequences", "num_beam_groups", "max_length", "max_new_tokens"), COUNT),
+    **dict.fromkeys(
+        ("num_beams", "num_return_sequences", "num_beam_groups", "max_length", "max_new_tokens"),
+        COUNT,
+    ),
     **dict.fromkeys(("min_length", "min_new_tokens", "top_k"), _NOT_NEGATIVE),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), _NOT_NEGATIVE),
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "max_time"), POSITIVE),
@@ -85,13 +97,19 @@ class Setting:
         else:
             found = said
         if not any(self._is(found, kind) for kind in self.kinds):
-            words = " ".join(said) if isinstance(said, list) and all(isinstance(w, str) for w in said) else said
+            words = (
+                " ".join(said)
+                if isinstance(said, list) and all(isinstance(w, str) for w in said)
+                else said
+            )
             raise CommandError(f"{self.flag} {words}: must be {' or '.join(self.kinds)}")
         return found
 
     def _of_words(self, words: list[str]) -> Any:
         values = [_json(word) for word in words]
-        if len(values) > 1 or (not isinstance(values[0], list) and not {*self.kinds} - {"list", "tuple"}):
+        if len(values) > 1 or (
+            not isinstance(values[0], list) and not {*self.kinds} - {"list", "tuple"}
+        ):
             return values
         return values[0] if any(self._is(values[0], kind) for kind in self.kinds) else words[0]
 
@@ -107,7 +125,9 @@ def settings() -> dict[str, Setting]:
     known = vars(GenerationConfig())
     found: dict[str, Setting] = {}
     for name, types, text in _DOCUMENTED.findall(GenerationConfig.__doc__ or ""):
-        kinds = tuple(kind for kind in dict.fromkeys(re.findall(r"\w+", _outermost(types))) if kind in _TYPES)
+        kinds = tuple(
+            kind for kind in dict.fromkeys(re.findall(r"\w+", _outermost(types))) if kind in _TYPES
+        )
         if name in known and name not in ELSEWHERE and kinds:
             said = " ".join(text.split()).partition(". ")[0].replace("%", "%%")
             found[name] = Setting(name, kinds, said.rstrip(":."))
@@ -121,7 +141,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "As transformers' GenerationConfig has them; what is not given is the model's own. Lists are several values, "
         "or JSON.",
     )
-    group.add_argument("--generation-config", type=Path, metavar="FILE", help="JSON with such options; flags go before")
+    group.add_argument(
+        "--generation-config",
+        type=Path,
+        metavar="FILE",
+        help="JSON with such options; flags go before",
+    )
     for name, setting in settings().items():
         flags, kinds = (setting.flag, *ALIASES.get(name, ())), set(setting.kinds)
         given: dict[str, Any] = {"dest": _DEST + name, "help": setting.help, "default": None}
@@ -131,7 +156,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         if "bool" in kinds:
             group.add_argument(*flags, nargs="?", const=True, metavar="VALUE", **given)
             no = f"--no-{setting.flag.removeprefix('--')}"
-            group.add_argument(no, action="store_const", const=False, dest=_DEST + name, help=f"{name}=False")
+            group.add_argument(
+                no, action="store_const", const=False, dest=_DEST + name, help=f"{name}=False"
+            )
             continue
         nargs = "+" if kinds & {"list", "tuple"} else None
         group.add_argument(*flags, nargs=nargs, metavar=setting.kinds[0].upper(), **given)
@@ -147,7 +174,11 @@ def given(args: argparse.Namespace, elsewhere: Mapping[str, str] = ELSEWHERE) ->
         CommandError: a value is not of its type or not in its range, or the file is no such config.
     """
     known = settings()
-    said = {name.removeprefix(_DEST): value for name, value in vars(args).items() if name.startswith(_DEST)}
+    said = {
+        name.removeprefix(_DEST): value
+        for name, value in vars(args).items()
+        if name.startswith(_DEST)
+    }
     flags = {name: known[name].value(value) for name, value in said.items() if value is not None}
     file = args.generation_config
     found = ({} if file is None else of_file(file, known, elsewhere)) | flags
@@ -158,7 +189,9 @@ def given(args: argparse.Namespace, elsewhere: Mapping[str, str] = ELSEWHERE) ->
     return found
 
 
-def of_file(file: Path, known: Mapping[str, Setting], elsewhere: Mapping[str, str] = ELSEWHERE) -> dict[str, Any]:
+def of_file(
+    file: Path, known: Mapping[str, Setting], elsewhere: Mapping[str, str] = ELSEWHERE
+) -> dict[str, Any]:
     """What a generation config on disk says.
 
     Args:
@@ -171,9 +204,13 @@ def of_file(file: Path, known: Mapping[str, Setting], elsewhere: Mapping[str, st
     try:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise CommandError(f"--generation-config {file} cannot be read: {first_line(error)}") from error
+        raise CommandError(
+            f"--generation-config {file} cannot be read: {first_line(error)}"
+        ) from error
     if not isinstance(found, dict):
-        raise CommandError(f"--generation-config {file} holds no options, but a {type(found).__name__}")
+        raise CommandError(
+            f"--generation-config {file} holds no options, but a {type(found).__name__}"
+        )
     values: dict[str, Any] = {}
     for name, value in found.items():
         if value is None or name.startswith("_") or name == "transformers_version":
@@ -182,7 +219,9 @@ def of_file(file: Path, known: Mapping[str, Setting], elsewhere: Mapping[str, st
             values[name] = known[name].value(value)
         elif value:
             reason = elsewhere.get(name, "transformers has no such option")
-            raise CommandError(f"--generation-config {file}: {name} is not an option here: {reason}")
+            raise CommandError(
+                f"--generation-config {file}: {name} is not an option here: {reason}"
+            )
     return values
 
 

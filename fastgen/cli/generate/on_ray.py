@@ -20,21 +20,50 @@ _OF_A_CLUSTER = ("address", "rows", "rows_per_file", "worker_cpus", "worker_gpus
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("a Ray cluster", "See docs/cluster.md. --output is then a folder.")
+    group = parser.add_argument_group(
+        "a Ray cluster", "See docs/cluster.md. --output is then a folder."
+    )
     add = group.add_argument
-    add("--engine", choices=("local", "ray"), default="local", help="what runs the models (%(default)s)")
-    add("--address", metavar="ADDRESS", help="of the cluster, as ray.init takes it (default: RAY_ADDRESS, or one here)")
+    add(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="what runs the models (%(default)s)",
+    )
+    add(
+        "--address",
+        metavar="ADDRESS",
+        help="of the cluster, as ray.init takes it (default: RAY_ADDRESS, or one here)",
+    )
     add("--workers", type=COUNT, nargs="+", default=[1], metavar="N",
         help="actors, each with a model: how many, or at least and at most (1)")  # fmt: skip
-    add("--worker-cpus", type=POSITIVE, default=1.0, metavar="N", help="processors that each takes (%(default)g)")
+    add(
+        "--worker-cpus",
+        type=POSITIVE,
+        default=1.0,
+        metavar="N",
+        help="processors that each takes (%(default)g)",
+    )
     add(
         "--worker-gpus",
         type=POSITIVE,
         metavar="N",
         help="GPUs that each takes, parts of one too (default: none)",
     )
-    add("--rows", type=COUNT, default=256, metavar="N", help="that an actor is given at a time (%(default)s)")
-    add("--rows-per-file", type=COUNT, default=50_000, metavar="N", help="of the output (%(default)s)")
+    add(
+        "--rows",
+        type=COUNT,
+        default=256,
+        metavar="N",
+        help="that an actor is given at a time (%(default)s)",
+    )
+    add(
+        "--rows-per-file",
+        type=COUNT,
+        default=50_000,
+        metavar="N",
+        help="of the output (%(default)s)",
+    )
 
 
 def check_unused(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -51,11 +80,15 @@ def run(args: argparse.Namespace, options: Options, parser: argparse.ArgumentPar
     models.need("ray", "pyarrow")
     _refuse(_OF_ONE_MACHINE, args, parser, "is not for --engine ray")
     if len(args.input) > 1 or args.input[0] == STDIN:
-        raise CommandError(f"--engine ray takes one file or folder as --input, not {' '.join(args.input)}")
+        raise CommandError(
+            f"--engine ray takes one file or folder as --input, not {' '.join(args.input)}"
+        )
     if args.output == STDIN:
         raise CommandError("--engine ray needs --output, a folder that is not there or empty")
     if len(args.workers) > 2:
-        raise CommandError(f"--workers takes one number or two, not {' '.join(map(str, args.workers))}")
+        raise CommandError(
+            f"--workers takes one number or two, not {' '.join(map(str, args.workers))}"
+        )
     from fastgen.ray import engine
 
     try:
@@ -73,7 +106,9 @@ def run(args: argparse.Namespace, options: Options, parser: argparse.ArgumentPar
     return 0
 
 
-def _refuse(names: tuple[str, ...], args: argparse.Namespace, parser: argparse.ArgumentParser, why: str) -> None:
+def _refuse(
+    names: tuple[str, ...], args: argparse.Namespace, parser: argparse.ArgumentParser, why: str
+) -> None:
     for name in names:
         if getattr(args, name) != parser.get_default(name):
             raise CommandError(f"--{name.replace('_', '-')} {why}")
@@ -82,5 +117,7 @@ def _refuse(names: tuple[str, ...], args: argparse.Namespace, parser: argparse.A
 def _format(name: str | None) -> str | None:
     """Of the names of `fastgen.corpus`, those of `fastgen.ray`."""
     if name in ("tsv", "dataset"):
-        raise CommandError(f"--engine ray reads and writes Parquet, JSONL, CSV and text, not {name}")
+        raise CommandError(
+            f"--engine ray reads and writes Parquet, JSONL, CSV and text, not {name}"
+        )
     return "txt" if name == "text" else name

@@ -38,7 +38,8 @@ def _of_sacrebleu(kind: Callable[[], Any]) -> Metric:
     found = kind()
     found.corpus_score(["a"], [["a"]])  # a signature knows how many references there are
     return Metric(
-        lambda texts, references: float(kind().corpus_score(texts, [references]).score), str(found.get_signature())
+        lambda texts, references: float(kind().corpus_score(texts, [references]).score),
+        str(found.get_signature()),
     )
 
 

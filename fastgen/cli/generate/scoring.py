@@ -19,9 +19,22 @@ from fastgen.errors import CommandError
 def arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("quality")
     add = group.add_argument
-    add("--reference", "--reference-path", metavar="FILE", help="of each record; in any format that --input has")
-    add("--reference-format", choices=formats.NAMES, help="default: by the ending of the name, else text")
-    add("--reference-column", metavar="NAME", help="which holds the references: its name, or its number from 1")
+    add(
+        "--reference",
+        "--reference-path",
+        metavar="FILE",
+        help="of each record; in any format that --input has",
+    )
+    add(
+        "--reference-format",
+        choices=formats.NAMES,
+        help="default: by the ending of the name, else text",
+    )
+    add(
+        "--reference-column",
+        metavar="NAME",
+        help="which holds the references: its name, or its number from 1",
+    )
     add("--metric", nargs="+", choices=list(METRICS), help="(bleu)")
     add("--score-path", type=Path, metavar="FILE", help="write the metrics as JSON, too")
 
@@ -37,7 +50,9 @@ class Scoring:
 
     def check(self, source: Files) -> None:
         """Raise CommandError if there are not as many references as records, where these can be read twice."""
-        if not source.once and (records := sum(1 for _ in source.records())) != len(self.references):
+        if not source.once and (records := sum(1 for _ in source.records())) != len(
+            self.references
+        ):
             raise CommandError(self._differ(records))
 
     def tell(self, sink: File, output: Path, records: int) -> bool:
@@ -47,20 +62,29 @@ class Scoring:
             False if there are not as many references as records; nothing is computed then.
         """
         if len(self.references) != records:
-            print(f"{self._differ(records)}; {output} is complete, and no metric is computed", file=sys.stderr)
+            print(
+                f"{self._differ(records)}; {output} is complete, and no metric is computed",
+                file=sys.stderr,
+            )
             return False
         texts = [""] * records
         for number, text in sink.best(output):
             texts[number - 1] = text
-        scores = {name: metric.score(texts, self.references) for name, metric in self.metrics.items()}
+        scores = {
+            name: metric.score(texts, self.references) for name, metric in self.metrics.items()
+        }
         for name, metric in self.metrics.items():
             print(f"{name} {scores[name]:.2f} ({metric.signature})")
         if self.written is not None:
             signatures = {name: metric.signature for name, metric in self.metrics.items()}
             try:
-                self.written.write_text(json.dumps(scores | {"signatures": signatures}, indent=2) + "\n", "utf-8")
+                self.written.write_text(
+                    json.dumps(scores | {"signatures": signatures}, indent=2) + "\n", "utf-8"
+                )
             except OSError as error:
-                raise CommandError(f"--score-path {self.written}: {error.strerror}; {output} is complete") from error
+                raise CommandError(
+                    f"--score-path {self.written}: {error.strerror}; {output} is complete"
+                ) from error
         return True
 
     def _differ(self, records: int) -> str:
@@ -79,15 +103,25 @@ def prepared(args: argparse.Namespace, output: Path | None) -> Scoring | None:
                 raise CommandError(f"--{option.replace('_', '-')} needs --reference FILE")
         return None
     if output is None:
-        raise CommandError("--reference: standard output is not read again; name a file by --output")
+        raise CommandError(
+            "--reference: standard output is not read again; name a file by --output"
+        )
     metrics = {name: METRICS[name]() for name in args.metric or ["bleu"]}
     options = ("--reference-column", "--reference-format")
-    found = Files((args.reference,), args.reference_format, args.reference_column, limit=args.limit, options=options)
+    found = Files(
+        (args.reference,),
+        args.reference_format,
+        args.reference_column,
+        limit=args.limit,
+        options=options,
+    )
     if found.format == "tsv":
         found = replace(found, quotes=args.quotes)
     references: list[str] = []
     for record in found.records():
         if record.problem is not None and not isinstance(record.problem, Blank):
-            raise CommandError(f"--reference {args.reference}, record {record.number}: {record.problem.reason}")
+            raise CommandError(
+                f"--reference {args.reference}, record {record.number}: {record.problem.reason}"
+            )
         references.append(record.text)
     return Scoring(metrics, references, args.reference, args.score_path)

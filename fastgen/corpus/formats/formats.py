@@ -17,7 +17,14 @@ from fastgen.errors import CommandError
 NAMES = ("text", "tsv", "csv", "jsonl", "parquet", "dataset")
 BY_COLUMN = NAMES[1:]
 DELIMITERS = {"tsv": "\t", "csv": ","}
-_ENDINGS = {".tsv": "tsv", ".tab": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_ENDINGS = {
+    ".tsv": "tsv",
+    ".tab": "tsv",
+    ".csv": "csv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+}
 _LONGEST_FIELD = 1 << 24  # a quote that is not closed must not take the whole file into memory
 _AT_ONCE = 1024  # rows of Parquet and datasets
 
@@ -70,7 +77,9 @@ def length(kind: str, stream: BinaryIO) -> int:
     return sum(piece.count(b"\n") for piece in iter(lambda: stream.read(1 << 20), b""))
 
 
-def columns(kind: str, name: str, opened: Callable[[], AbstractContextManager[BinaryIO]]) -> list[str]:
+def columns(
+    kind: str, name: str, opened: Callable[[], AbstractContextManager[BinaryIO]]
+) -> list[str]:
     """The columns of a file's first row."""
     with opened() as stream:
         row = next(rows(kind, name, stream, Layout()), None)
@@ -107,7 +116,9 @@ def _ended_by_newline(stream: BinaryIO) -> Iterator[bytes]:
 def _table(name: str, stream: BinaryIO, delimiter: str, layout: Layout) -> Iterator[Row]:
     csv.field_size_limit(_LONGEST_FIELD)
     # Bytes that are not UTF-8 come through as surrogates, so that they are a problem of their row alone.
-    text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="" if layout.quotes else "\n")
+    text = io.TextIOWrapper(
+        stream, "utf-8-sig", "surrogateescape", newline="" if layout.quotes else "\n"
+    )
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     found = reader if layout.quotes else (line.rstrip("\r\n").split(delimiter) for line in text)
     try:
@@ -120,7 +131,9 @@ def _table(name: str, stream: BinaryIO, delimiter: str, layout: Layout) -> Itera
                 _check(name, dict.fromkeys(header), layout)
                 if layout.header:
                     continue
-            if cells or len(header) == 1:  # csv has nothing for a blank line, which is a row of one empty field
+            if (
+                cells or len(header) == 1
+            ):  # csv has nothing for a blank line, which is a row of one empty field
                 yield _of_cells(header, cells or [""])
     except csv.Error as error:  # a quote where none may be: where the next row begins is not known
         way_out = "; --no-quotes where a quote is a letter like others" if delimiter == "\t" else ""
@@ -181,7 +194,9 @@ def _dataset(name: str, layout: Layout) -> Iterator[Row]:
             f"{name} cannot be read as a dataset that save_to_disk wrote: {first_line(error)}"
         ) from error
     if isinstance(found, DatasetDict):
-        raise CommandError(f"{name} has several parts, {', '.join(map(str, found))}: name one, as {name}/PART")
+        raise CommandError(
+            f"{name} has several parts, {', '.join(map(str, found))}: name one, as {name}/PART"
+        )
     _check(name, dict.fromkeys(found.column_names), layout)
     for table in found.with_format("arrow").iter(_AT_ONCE):  # as stored: nothing is decoded
         yield from (Row(fields=fields) for fields in cast(Any, table).to_pylist())

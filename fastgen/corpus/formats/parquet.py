@@ -24,12 +24,16 @@ def of_json_lines(lines: Path, output: Path) -> None:
     types: dict[str, Any] = {}
     for rows in _groups(lines):
         for name in dict.fromkeys(name for row in rows for name in row):
-            types[name] = _wider(types.get(name, pa.null()), _type_of([row.get(name) for row in rows]))
+            types[name] = _wider(
+                types.get(name, pa.null()), _type_of([row.get(name) for row in rows])
+            )
     types = {name: kind if _storable(kind) else pa.string() for name, kind in types.items()}
     schema = pa.schema(types)
     with pq.ParquetWriter(output, schema) as writer:
         for rows in _groups(lines):
-            columns = [_array([row.get(name) for row in rows], kind) for name, kind in types.items()]
+            columns = [
+                _array([row.get(name) for row in rows], kind) for name, kind in types.items()
+            ]
             writer.write_table(pa.Table.from_arrays(columns, schema=schema))
 
 
@@ -86,7 +90,10 @@ def _array(values: list[Any], kind: Any) -> Any:
     import pyarrow as pa
 
     if kind == pa.string():
-        values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+        values = [
+            value if value is None or isinstance(value, str) else json.dumps(value)
+            for value in values
+        ]
     if pa.types.is_floating(kind):
         values = [value if value is None else float(value) for value in values]
     return pa.array(values, kind)

@@ -61,7 +61,9 @@ class Files:
             raise CommandError("--input - -: there is one standard input")
         kinds = {self.format or _format_of(name) for name in self.names}
         if len(kinds) > 1:
-            raise CommandError(f"--input: files of {' and '.join(sorted(kinds))}; --input-format says which they are")
+            raise CommandError(
+                f"--input: files of {' and '.join(sorted(kinds))}; --input-format says which they are"
+            )
         object.__setattr__(self, "format", kinds.pop())
         if self.format in formats.BY_COLUMN and self.column is None:
             raise CommandError(f"{self.options[0]} is needed: {self._columns_said()}")
@@ -72,7 +74,9 @@ class Files:
             raise CommandError(f"lines of text have no column {self.target_column!r}; "
                                "--input-format says what else the file is")  # fmt: skip
         if self.format == "csv" and not self.quotes:
-            raise CommandError("--no-quotes: a comma in a field of CSV needs quotes; TSV does without")
+            raise CommandError(
+                "--no-quotes: a comma in a field of CSV needs quotes; TSV does without"
+            )
         if self.format in ("parquet", "dataset") and STDIN in self.names:
             raise CommandError(f"--input-format {self.format} is not read from standard input")
 
@@ -101,7 +105,12 @@ class Files:
                 fields = None if row is None else row.fields
                 if position == 0:
                     first = fields
-                elif self.format != "jsonl" and first is not None and fields is not None and [*fields] != [*first]:
+                elif (
+                    self.format != "jsonl"
+                    and first is not None
+                    and fields is not None
+                    and [*fields] != [*first]
+                ):
                     raise CommandError(
                         f"{name} has the columns {', '.join(fields)}, and {self.names[0]} {', '.join(first)}"
                     )
@@ -147,7 +156,10 @@ class Files:
         held: dict[str, Any] = {"text": row.text}
         if problem is None and self.format != "text":
             assert fields is not None
-            held = {field: fields.get(formats.key_of(name, fields)) for field, name in self._columns.items()}
+            held = {
+                field: fields.get(formats.key_of(name, fields))
+                for field, name in self._columns.items()
+            }
             problem = next(filter(None, map(_problem_of, self.layout.names, held.values())), None)
         if problem is not None:
             return Record(number, "", fields=fields, problem=Problem(problem))
@@ -167,7 +179,9 @@ class Files:
         name = next((name for name in self.names if not _is_stream(name)), None)
         if name is None:
             return f"which column of {self.format} holds the text"
-        found = formats.columns(cast(str, self.format), name, lambda: _opened(name, cast(str, self.format)))
+        found = formats.columns(
+            cast(str, self.format), name, lambda: _opened(name, cast(str, self.format))
+        )
         return f"{name} has {', '.join(found)}"
 
 
@@ -248,7 +262,9 @@ def _identity(name: str) -> dict[str, Any]:
         digests = [_digest(file) for file in files]
     except OSError as error:
         raise CommandError(f"{name} cannot be read: {error.strerror}") from error
-    whole = digests[0] if path.is_file() else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    whole = (
+        digests[0] if path.is_file() else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    )
     return {"name": name, "size": sum(file.stat().st_size for file in files), "sha256": whole}
 
 

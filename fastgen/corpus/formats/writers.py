@@ -58,9 +58,13 @@ class File:
 
     def __post_init__(self) -> None:
         if self.format == "parquet" and self.compression:
-            raise CommandError(f"--output: Parquet is compressed by itself; leave {self.compression} off the name")
+            raise CommandError(
+                f"--output: Parquet is compressed by itself; leave {self.compression} off the name"
+            )
         if self.format == "csv" and not self.quotes:
-            raise CommandError("--no-quotes: a comma in a field of CSV needs quotes; TSV does without")
+            raise CommandError(
+                "--no-quotes: a comma in a field of CSV needs quotes; TSV does without"
+            )
         twice = [name for name in self.added if name in (self.columns or ())]
         if self.format != "text" and twice:
             raise CommandError(
@@ -113,7 +117,10 @@ class File:
             number, rank = f"{self.prefix}number", f"{self.prefix}rank"
         for record in found.records():
             fields = record.fields or {}
-            if not (self.several and (self._numbered or self.format in formats.DELIMITERS)) or fields[rank] == "1":
+            if (
+                not (self.several and (self._numbered or self.format in formats.DELIMITERS))
+                or fields[rank] == "1"
+            ):
                 yield int(fields.get(number, record.number)), record.text
 
     @property
@@ -141,7 +148,9 @@ class File:
         def write(values: Sequence[Any]) -> None:
             cells = [_cell(value) for value in values]
             if not self.quotes:
-                written.write(delimiter.join(_BREAKS_AND_TABS.sub(" ", cell) for cell in cells) + "\n")
+                written.write(
+                    delimiter.join(_BREAKS_AND_TABS.sub(" ", cell) for cell in cells) + "\n"
+                )
             else:  # csv puts no quotes around a lone \r, at which readers of csv end a line
                 (quoted if any("\r" in cell for cell in cells) else plain).writerow(cells)
 

@@ -50,7 +50,9 @@ def _device(job: Job) -> str:
 
 def versions() -> dict[str, str]:
     """Of the packages that an output depends on."""
-    installed = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")}
+    installed = {
+        name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")
+    }
     return installed | {"fastgen": fastgen.__version__}
 
 
@@ -88,5 +90,9 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _flat(header: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in header.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        found |= (
+            _flat(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{name}": value}
+        )
     return found

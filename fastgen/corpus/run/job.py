@@ -78,7 +78,9 @@ def _check(job: Job) -> None:
             "--processes N for several on this machine, or --engine ray for many machines"
         )
     if job.processes > 1 and job.source.once:
-        raise CommandError("several processes cannot read standard input or another pipe; name a file")
+        raise CommandError(
+            "several processes cannot read standard input or another pipe; name a file"
+        )
 
 
 def _to_stdout(job: Job) -> Summary:
@@ -98,7 +100,9 @@ def _to_file(job: Job, output: Path) -> Summary:
     with closing(Journal(output, header, job.on_error)) as journal:
         if not journal.begun and _file(output) != before:
             remove(output)  # the header of this run, which would have the next one write over it
-            raise CommandError(f"{output}: another run has just finished it; --overwrite writes over it")
+            raise CommandError(
+                f"{output}: another run has just finished it; --overwrite writes over it"
+            )
         done = len(journal.entries)
         reports, lost = ([], []) if journal.whole else _make(job, journal)
         if not journal.whole:
@@ -110,7 +114,9 @@ def _to_file(job: Job, output: Path) -> Summary:
 def _make(job: Job, journal: Journal | Stdout) -> tuple[list[Report], list[str]]:
     """Make the blocks that are not there. Returns what processes report, and how those have ended that do not."""
     left = blocks(job.source, job.block, [entry.digest for entry in journal.entries])
-    with closing(Meter(job.source, sum(entry.records for entry in journal.entries), job.progress)) as meter:
+    with closing(
+        Meter(job.source, sum(entry.records for entry in journal.entries), job.progress)
+    ) as meter:
 
         def append(data: bytes, entry: Entry) -> None:
             journal.append(data, entry)

@@ -71,7 +71,9 @@ def in_progress(output: Path) -> bool:
 
 def remove(output: Path) -> None:
     """Take away all that runs have left beside an output; the journal, which says what to do with the rest, last."""
-    final = output.with_name(f"{output.name}.part.final")  # what a sink makes of the whole, before it is the output
+    final = output.with_name(
+        f"{output.name}.part.final"
+    )  # what a sink makes of the whole, before it is the output
     for file in (final, body_of(output), journal_of(output)):
         file.unlink(missing_ok=True)
 
@@ -124,7 +126,9 @@ def read(output: Path) -> Written:
             except (KeyError, TypeError, ValueError) as error:
                 if not line.endswith(b"\n") or not stream.read(1):
                     break
-                raise CommandError(f"{journal} is no journal of a run; --restart begins anew") from error
+                raise CommandError(
+                    f"{journal} is no journal of a run; --restart begins anew"
+                ) from error
             found.length += len(line)
     size = body.stat().st_size if body.exists() else 0
     if size < found.end and not found.whole:
@@ -196,7 +200,9 @@ class Journal:
     def _compare(self, was: dict[str, Any], header: dict[str, Any], on_error: str) -> None:
         if changed := differences(was, header):
             journal = journal_of(self.output)
-            raise CommandError(f"{journal} was begun otherwise: {'; '.join(changed)}. --restart begins anew")
+            raise CommandError(
+                f"{journal} was begun otherwise: {'; '.join(changed)}. --restart begins anew"
+            )
         for entry in self.entries:
             if entry.on_error not in (None, on_error):
                 raise CommandError(
@@ -222,12 +228,17 @@ class Stdout:
             BrokenPipeError: nobody reads it any more.
             CommandError: it cannot be written for another reason.
         """
-        with writing("standard output", "What was written to it cannot be gone on with; --output names a file"):
+        with writing(
+            "standard output",
+            "What was written to it cannot be gone on with; --output names a file",
+        ):
             try:
                 sys.stdout.buffer.write(data)
                 sys.stdout.buffer.flush()
             except OSError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its own end
+                os.dup2(
+                    os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+                )  # for what Python writes at its own end
                 raise
         self.entries.append(entry)
 
@@ -241,7 +252,9 @@ def writing(file: Path | str, meaning: str = GOES_ON) -> Generator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise CommandError(f"{file} cannot be written: {error.strerror or error}. {meaning}") from error
+        raise CommandError(
+            f"{file} cannot be written: {error.strerror or error}. {meaning}"
+        ) from error
 
 
 def _write(stream: Any, data: bytes) -> None:

@@ -27,7 +27,9 @@ class Waits:
     writing: float = 0.0
 
 
-def run(items: Iterable[T], make: Callable[[T], S], write: Callable[[S], None], waits: Waits) -> None:
+def run(
+    items: Iterable[T], make: Callable[[T], S], write: Callable[[S], None], waits: Waits
+) -> None:
     """Write what is made of each item.
 
     Args:
@@ -60,7 +62,9 @@ class _Ahead(Generic[T]):
     def __init__(self, items: Iterable[T]) -> None:
         self._queue: Queue[tuple[list[T], BaseException | None]] = Queue(DEPTH)
         self._closed = threading.Event()
-        threading.Thread(target=self._fill, args=(items,), name="fastgen-reading", daemon=True).start()
+        threading.Thread(
+            target=self._fill, args=(items,), name="fastgen-reading", daemon=True
+        ).start()
 
     def __iter__(self) -> Iterator[T]:
         while True:
@@ -117,7 +121,9 @@ class _Behind(Generic[S]):
 
     def _drain(self) -> None:
         while item := self._queue.get():
-            if self._error is None:  # behind what could not be written nothing is, so that there is no gap
+            if (
+                self._error is None
+            ):  # behind what could not be written nothing is, so that there is no gap
                 try:
                     self._write(item[0])
                 except BaseException as error:

@@ -38,7 +38,9 @@ class Meter:
             from tqdm import tqdm
 
             length = operator.length_hint(source, 0) or None
-            self._bar = tqdm(total=length, initial=done, unit=" sentences", file=sys.stderr, mininterval=0.5)
+            self._bar = tqdm(
+                total=length, initial=done, unit=" sentences", file=sys.stderr, mininterval=0.5
+            )
         self._begin, self._tokens, self._told = time.perf_counter(), 0, 0
 
     def show(self, entry: Entry) -> None:
@@ -62,4 +64,6 @@ def tell_all(problems: Sequence[tuple[int, str]], records: int) -> None:
     if problems:
         numbers = ", ".join(str(number) for number, _ in problems[:LISTED])
         more = f" and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
-        _logger.warning("%d of %d records have no output: %s%s", len(problems), records, numbers, more)
+        _logger.warning(
+            "%d of %d records have no output: %s%s", len(problems), records, numbers, more
+        )

@@ -34,7 +34,9 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._tokenizer = threading.Lock()  # its settings are set while it reads, and nobody may use it meanwhile
+        self._tokenizer = (
+            threading.Lock()
+        )  # its settings are set while it reads, and nobody may use it meanwhile
 
     def run(self, blocks: Iterable[Block], append: Append) -> Report:
         """Make all of these blocks, and append them in their order; `blocks` is iterated once the model is there.
@@ -45,9 +47,14 @@ class Worker:
         begin = time.perf_counter()
         self.generator = TextGenerator(self.job.options)
         self._warm_up()
-        report, before = Report(loading=time.perf_counter() - begin, limit=self.generator.limit.said), counts()
+        report, before = (
+            Report(loading=time.perf_counter() - begin, limit=self.generator.limit.said),
+            counts(),
+        )
         begin, waits = time.perf_counter(), pipeline.Waits()
-        pipeline.run(self._read(blocks), self._generate, lambda item: append(*self._texts(*item)), waits)
+        pipeline.run(
+            self._read(blocks), self._generate, lambda item: append(*self._texts(*item)), waits
+        )
         report.seconds = time.perf_counter() - begin
         report.reading, report.writing = waits.reading, waits.writing
         report.note_process(before)
@@ -68,7 +75,10 @@ class Worker:
     def _encode(self, records: Sequence[Record]) -> Sources:
         good = [record for record in records if not record.problem]
         with self._tokenizer:
-            texts, targets = [record.prefix + record.text for record in good], [record.target for record in good]
+            texts, targets = (
+                [record.prefix + record.text for record in good],
+                [record.target for record in good],
+            )
             found = iter(self.generator.encode(texts, targets))
         return [record.problem or next(found) for record in records]
 
@@ -104,7 +114,9 @@ class Worker:
         tokens, at_limit = sum(one.tokens for one in outputs), sum(one.at_limit for one in outputs)
         handled = self.job.on_error if problems else None
         data = self.job.sink.block(block.records, shown)
-        return data, Entry(len(data), len(shown), tokens, block.digest, problems, handled, blank, at_limit)
+        return data, Entry(
+            len(data), len(shown), tokens, block.digest, problems, handled, blank, at_limit
+        )
 
 
 def _problems(block: Block, results: Results) -> list[tuple[int, str]]:

@@ -66,10 +66,14 @@ class _Run:
         self.job, self.blocks, self.append = job, blocks, append
         self.processes: dict[Connection, _Process] = {}
         self.read_all = False
-        self.sent = deque[int]()  # numbers of blocks that were sent out and are not written, as they rise
+        self.sent = deque[
+            int
+        ]()  # numbers of blocks that were sent out and are not written, as they rise
         self.made: dict[int, tuple[bytes, Entry]] = {}  # of these
         self.again: list[Block] = []  # of these, those of processes that have died
-        self.errors: list[tuple[float, Exception]] = []  # with the number of the block that is the first to be missing
+        self.errors: list[
+            tuple[float, Exception]
+        ] = []  # with the number of the block that is the first to be missing
         self.reports: list[Report] = []
         self.lost: list[str] = []
 

@@ -28,7 +28,9 @@ class CapturedBeamSearch(BeamSearch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.choices = CapturedSelection(graph.generator(self.prompt.device) if self.sample else None)
+        self.choices = CapturedSelection(
+            graph.generator(self.prompt.device) if self.sample else None
+        )
         # Of the text: its length, the newest tokens' column behind the prompt, and how many they are with the next.
         behind, device = self.prompt.shape[1], self.prompt.device
         self._offsets = torch.tensor([0, -behind, 1 - behind], device=device, dtype=torch.int64)
@@ -50,7 +52,9 @@ class CapturedBeamSearch(BeamSearch):
         slots = None if ancestry is None else ancestry.next_slots()
         choose = functools.partial(self._choose, logits, text, last, slots)
         seen = None if slots is None else slots.rows
-        parents, flags = self.choices(choose, logits, self.ids, seen, last, phases(self.transforms, self.length))
+        parents, flags = self.choices(
+            choose, logits, self.ids, seen, last, phases(self.transforms, self.length)
+        )
         if ancestry is None:
             model.reorder(parents)
         else:
@@ -69,7 +73,9 @@ class CapturedBeamSearch(BeamSearch):
             self.choices.last()  # raises where nothing could be drawn
         return not last
 
-    def _choose(self, logits: Tensor, text: Text, last: bool, slots: Table | None) -> tuple[Tensor, Tensor]:
+    def _choose(
+        self, logits: Tensor, text: Text, last: bool, slots: Table | None
+    ) -> tuple[Tensor, Tensor]:
         """Write the next token of every beam to the tables; return its parents (B, M) and what is seen, `Choice.flags`.
 
         slots: what each beam sees, where that is a table.
@@ -92,7 +98,9 @@ class CapturedBeamSearch(BeamSearch):
             return found
         chosen = self.by_rules(candidates, new_tokens)
         merged, flags = chosen.merged, chosen.flags
-        order = torch.where(over, torch.arange(self.rule.beams, device=over.device, dtype=torch.int64), merged.order)
+        order = torch.where(
+            over, torch.arange(self.rule.beams, device=over.device, dtype=torch.int64), merged.order
+        )
         finished.scores.copy_(torch.where(over, finished.scores, merged.scores))
         finished.done.copy_(torch.where(over, finished.done, merged.done))
         self.scores.copy_(chosen.scores)

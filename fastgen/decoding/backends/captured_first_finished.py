@@ -43,7 +43,11 @@ class Finished(NamedTuple):
     counts: Tensor
 
     def of(self, sentences: Tensor) -> "Finished":
-        return Finished([table[sentences] for table in self.rows], self.lengths[sentences], self.counts[sentences])
+        return Finished(
+            [table[sentences] for table in self.rows],
+            self.lengths[sentences],
+            self.counts[sentences],
+        )
 
 
 class Left(NamedTuple):
@@ -88,14 +92,22 @@ class CapturedFirstFinished(FirstFinished):
         self._collect()
         return not all(self.over) and super().advance(model, made)
 
-    def _advance(self, model: Stepper, logits: Tensor, attention: Tensor | None, phase: Hashable) -> bool:
+    def _advance(
+        self, model: Stepper, logits: Tensor, attention: Tensor | None, phase: Hashable
+    ) -> bool:
         last = self.step == self.longest
         slots = model.ancestry.next_slots()
-        seen = None if attention is None else self._attended(attention, max(1, model.ancestry.steps_left)).rows
+        seen = (
+            None
+            if attention is None
+            else self._attended(attention, max(1, model.ancestry.steps_left)).rows
+        )
         finished = self._finished or self._begin(self.step - model.ancestry.steps)
         torch.add(self._offsets, self.step, out=self._numbers)
         choose = functools.partial(self._choose, logits, attention, slots, finished, last)
-        over = self.choices(choose, logits, attention, seen, slots.rows, self.tokens, finished.counts, last, phase)
+        over = self.choices(
+            choose, logits, attention, seen, slots.rows, self.tokens, finished.counts, last, phase
+        )
         model.ancestry.note_extended()
         self.step += 1
         before = over if last else self.choices.look(over)
@@ -114,12 +126,16 @@ class CapturedFirstFinished(FirstFinished):
         self._offsets.copy_(torch.tensor([0, -1, 1, -prefilled], dtype=torch.int64, device="cpu"))
         lengths = torch.zeros(self.present, self.beams, dtype=torch.int64, device=self.device)
         counts = torch.tensor(
-            [len(self.finished[number]) for number in self.running], device=self.device, dtype=torch.int64
+            [len(self.finished[number]) for number in self.running],
+            device=self.device,
+            dtype=torch.int64,
         )
         self._finished = Finished([table.clone() for table in self._rows], lengths, counts)
         return self._finished
 
-    def _choose(self, logits: Tensor, attention: Tensor | None, slots: Table, finished: Finished, last: bool) -> Tensor:
+    def _choose(
+        self, logits: Tensor, attention: Tensor | None, slots: Table, finished: Finished, last: bool
+    ) -> Tensor:
         """Write the next token of every beam to the tables, and what finishes; return which sentences are over, (B,).
 
         slots: what each beam sees. last: whether the texts are as long as they may become.
@@ -143,17 +159,29 @@ class CapturedFirstFinished(FirstFinished):
         extend_rows_(tables, chosen.beams, step)
         return chosen.over
 
-    def _chosen(self, found: Candidates, finished: Finished, length: Tensor, last: bool) -> FirstChosen:
+    def _chosen(
+        self, found: Candidates, finished: Finished, length: Tensor, last: bool
+    ) -> FirstChosen:
         """What runs on and what finishes: slots are filled with candidates that end, as long as there are any.
 
         length: of what ends in this step.
         """
         slots = Slots(self.ignored, finished.counts, finished.lengths)
-        if use_triton("choice", lambda: first_covered(found.scores, self.beams), found.scores, found.tokens, *slots):
-            return choose_first_(found.scores, found.tokens, found.beams, slots, self.end, length, last)
+        if use_triton(
+            "choice",
+            lambda: first_covered(found.scores, self.beams),
+            found.scores,
+            found.tokens,
+            *slots,
+        ):
+            return choose_first_(
+                found.scores, found.tokens, found.beams, slots, self.end, length, last
+            )
         return self.by_rules(found, finished, length, last)
 
-    def by_rules(self, found: Candidates, finished: Finished, length: Tensor, last: bool) -> FirstChosen:
+    def by_rules(
+        self, found: Candidates, finished: Finished, length: Tensor, last: bool
+    ) -> FirstChosen:
         """The same, in torch."""
         m, device = self.beams, self.device
         ends = self._ends(found)
@@ -162,7 +190,9 @@ class CapturedFirstFinished(FirstFinished):
         place = place * (ending & (place <= m))
         order = torch.arange(-1, m, device=device, dtype=torch.int64).expand(len(place), -1)
         order = order.scatter(
-            1, place, torch.arange(m, 2 * m, device=device, dtype=torch.int64).expand(len(place), -1)
+            1,
+            place,
+            torch.arange(m, 2 * m, device=device, dtype=torch.int64).expand(len(place), -1),
         )[:, 1:]
         torch.where(order >= m, length, finished.lengths, out=finished.lengths)
         torch.maximum(finished.counts, place.amax(1), out=finished.counts)
@@ -174,7 +204,9 @@ class CapturedFirstFinished(FirstFinished):
 
     def _keep(self, model: Stepper, staying: list[int]) -> Tensor:
         if self._finished is not None:
-            self._left.append(self._leave(sorted({*range(self.present)} - {*staying}), self._finished))
+            self._left.append(
+                self._leave(sorted({*range(self.present)} - {*staying}), self._finished)
+            )
         kept = super()._keep(model, staying)
         if self._finished is not None:
             self._finished = self._finished.of(kept)
@@ -212,7 +244,8 @@ class CapturedFirstFinished(FirstFinished):
         if not filled:
             return
         place, slot = (
-            torch.tensor(column, device=self.device, dtype=torch.int64) for column in zip(*filled, strict=True)
+            torch.tensor(column, device=self.device, dtype=torch.int64)
+            for column in zip(*filled, strict=True)
         )
         tokens, reached = (table[place, slot] for table in left.finished.rows[:2])
         attention = None if left.attention is None else left.attention[place * self.beams + slot]
@@ -225,4 +258,6 @@ class CapturedFirstFinished(FirstFinished):
         scores, token_scores = self._limited(scores, numbers, count), differences(reached)
         for i, (number, size) in enumerate(zip(numbers, sizes, strict=True)):
             seen = None if attention is None else attention[i, :, :size]
-            self._note(number, Hypothesis(tokens[i, 1 : size + 1], scores[i], token_scores[i, :size], seen))
+            self._note(
+                number, Hypothesis(tokens[i, 1 : size + 1], scores[i], token_scores[i, :size], seen)
+            )

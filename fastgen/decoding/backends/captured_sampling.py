@@ -48,7 +48,9 @@ class CapturedSampling(Sampling):
         return Text(self.ids[:, : self.length] if self._has_room else self.ids, self.prompt_length)
 
     def advance(self, model: Stepper, logits: Tensor) -> bool:
-        if self.length < self.longest and self.choices.able(logits):  # a criterion of the user's may allow more
+        if self.length < self.longest and self.choices.able(
+            logits
+        ):  # a criterion of the user's may allow more
             with contextlib.suppress(graph.NotCaptured):
                 return self._advance(model, logits)
         if self._has_room:
@@ -65,7 +67,9 @@ class CapturedSampling(Sampling):
         last = self.stop.ends_all(self.length + 1)
         self._end.fill_(self.length)
         choose = functools.partial(self._choose_next, logits, text, last)
-        flags: Tensor = self.choices(choose, logits, self.ids, last, phases(self.transforms, self.length))
+        flags: Tensor = self.choices(
+            choose, logits, self.ids, last, phases(self.transforms, self.length)
+        )
         before = self.choices.look(flags)
         alive = [True] if before is None else self._alive(before[0])
         if not any(alive):  # nothing ran any more in this step
@@ -79,7 +83,9 @@ class CapturedSampling(Sampling):
             self._close()
             return False
         if self.may_drop and who_leaves(not_alive(alive), len(alive), self.captured):
-            alive = self._alive(cast(Tensor, self.choices.last())[0])  # of this step, so that none after it goes unseen
+            alive = self._alive(
+                cast(Tensor, self.choices.last())[0]
+            )  # of this step, so that none after it goes unseen
             if not any(alive):
                 self._close()
                 return False
@@ -90,7 +96,9 @@ class CapturedSampling(Sampling):
     def _choose_next(self, logits: Tensor, text: Text, last: bool) -> Tensor:
         """Write the next token of every row to the table; return what is seen: which rows run on (1, R)."""
         scores = (
-            apply_transforms(logits.to(torch.float32, copy=True), text, self.transforms) if self.transforms else logits
+            apply_transforms(logits.to(torch.float32, copy=True), text, self.transforms)
+            if self.transforms
+            else logits
         )
         tokens = self._picked(scores, self.choices.draw)
         if self.pad is not None:

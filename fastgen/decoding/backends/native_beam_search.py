@@ -42,10 +42,17 @@ class NativeBeamSearch(native_multistep.NativeMultistep[BeamSearch]):
         # A criterion of the caller's may let texts become longer than the tables are, which raises step by step.
         alike = min(steps.alike(text), search.ids.shape[2] - search.length)
         prepared = model.begin_steps(alike) if alike > 0 else None
-        if prepared is None or rule.candidates >= prepared.logits.shape[1] or not _covers(search, steps, prepared):
+        if (
+            prepared is None
+            or rule.candidates >= prepared.logits.shape[1]
+            or not _covers(search, steps, prepared)
+        ):
             return None
         (b, m), finished = search.scores.shape, search.finished
-        search.scores, search.improvable = search.scores.contiguous(), search.improvable.contiguous()
+        search.scores, search.improvable = (
+            search.scores.contiguous(),
+            search.improvable.contiguous(),
+        )
         finished.scores, finished.done = finished.scores.contiguous(), finished.done.contiguous()
         sentences = search.sentences.contiguous()
         flags = torch.empty(4, b, dtype=torch.bool, device="cpu")
@@ -92,7 +99,10 @@ def _covers(search: BeamSearch, steps: native_multistep.Steps, prepared: Prepare
         and in_memory(search.beams, own.beams, dtype=torch.int32)
         and own.scores.shape == own.done.shape == (b, m)
         and len(search.improvable) == len(search.sentences) == b
-        and all(table.shape[:2] == (b, m) and table.stride(2) == 1 for table in (search.ids, search.beams))
+        and all(
+            table.shape[:2] == (b, m) and table.stride(2) == 1
+            for table in (search.ids, search.beams)
+        )
         and own.ids.shape == search.ids.shape
         and own.beams.shape == search.beams.shape
         and own.ids.stride(2) == own.beams.stride(2) == 1

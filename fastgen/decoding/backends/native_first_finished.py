@@ -44,15 +44,26 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
             return None
         if attention is not None:
             attention.make_room(step + alike - 1)
-        prepared = model.begin_steps(alike, None if attention is None else attention.rows[step : step + alike])
-        if prepared is None or 2 * m >= prepared.logits.shape[1] or not _covers(search, steps, prepared):
+        prepared = model.begin_steps(
+            alike, None if attention is None else attention.rows[step : step + alike]
+        )
+        if (
+            prepared is None
+            or 2 * m >= prepared.logits.shape[1]
+            or not _covers(search, steps, prepared)
+        ):
             return None
         width = step + prepared.steps + 1
         over = torch.tensor(search.over, dtype=torch.bool, device="cpu")
         counts = torch.tensor(
-            [len(search.finished[number]) for number in search.running], dtype=torch.int64, device="cpu"
+            [len(search.finished[number]) for number in search.running],
+            dtype=torch.int64,
+            device="cpu",
         )
-        places, tokens, reached = torch.empty(b * m, 3, dtype=torch.int64, device="cpu"), *_tables(b * m, width)
+        places, tokens, reached = (
+            torch.empty(b * m, 3, dtype=torch.int64, device="cpu"),
+            *_tables(b * m, width),
+        )
         origins = None if attention is None else torch.empty_like(tokens)
         scores = search.scores.view(b, m, -1)
         job = c.FirstFinished(
@@ -64,7 +75,9 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
             job.origins, job.finished_origins = attention.origins.data_ptr(), origins.data_ptr()
             job.origins_b, job.origins_m = attention.origins.stride()[:2]
         ids = search.tokens.view(b, m, -1)
-        texts, held = steps.texts(search.text, ids, b * m, prepared, fewest_leaving(b, search.captured))
+        texts, held = steps.texts(
+            search.text, ids, b * m, prepared, fewest_leaving(b, search.captured)
+        )
         outcome = native_multistep.run(
             model, prepared, texts,
             lambda threads: c.search_first_finished(prepared.by, threads, prepared.decoder, texts, job),
@@ -108,7 +121,9 @@ def _covers(search: FirstFinished, steps: native_multistep.Steps, prepared: Prep
 
 def _stop(search: FirstFinished) -> Stop:
     """When texts end: by their token alone, as the search itself makes the steps in which all do."""
-    return Stop(eos=torch.tensor([search.end], dtype=torch.int64, device="cpu"), longest=search.longest + 3)
+    return Stop(
+        eos=torch.tensor([search.end], dtype=torch.int64, device="cpu"), longest=search.longest + 3
+    )
 
 
 def _tables(rows: int, width: int) -> tuple[Tensor, Tensor]:
@@ -117,7 +132,9 @@ def _tables(rows: int, width: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _note(search: FirstFinished, places: Tensor, tokens: Tensor, reached: Tensor, origins: Tensor | None) -> None:
+def _note(
+    search: FirstFinished, places: Tensor, tokens: Tensor, reached: Tensor, origins: Tensor | None
+) -> None:
     """Note the hypotheses that have finished, those of a step together."""
     ended: list[int] = cast(Any, places[:, 2]).tolist()
     first = 0
@@ -125,5 +142,7 @@ def _note(search: FirstFinished, places: Tensor, tokens: Tensor, reached: Tensor
         behind = first + ended.count(ended[first])  # steps ascend
         rows, length = slice(first, behind), ended[first] + 1
         came_by = None if origins is None else origins[rows, :length]
-        search.note_finished(places[rows, 0], tokens[rows, :length], reached[rows, :length], came_by)
+        search.note_finished(
+            places[rows, 0], tokens[rows, :length], reached[rows, :length], came_by
+        )
         first = behind

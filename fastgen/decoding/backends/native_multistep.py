@@ -59,11 +59,17 @@ class Steps:
 
     def __init__(self, stop: Stop, transforms: Sequence[LogitsTransform]) -> None:
         self.stop, self.transforms = stop, transforms
-        blocks = [e for e in transforms if isinstance(e, NGramBlock) and (e.source is None or e.source.numel() > 0)]
+        blocks = [
+            e
+            for e in transforms
+            if isinstance(e, NGramBlock) and (e.source is None or e.source.numel() > 0)
+        ]
         self._sources = [None if e.source is None else e.source.contiguous().cpu() for e in blocks]
         self._ngrams = (c.NGrams * len(blocks))(*map(_ngrams, blocks, self._sources))
         self.ends = (
-            torch.empty(0, dtype=torch.int64, device="cpu") if stop.eos is None else stop.eos.to(torch.int64).cpu()
+            torch.empty(0, dtype=torch.int64, device="cpu")
+            if stop.eos is None
+            else stop.eos.to(torch.int64).cpu()
         )
         self._sets: dict[tuple[tuple[bool, ...], int], Tensor] = {}
         self._others = [e for e in transforms if not isinstance(e, NGramBlock | Ban)]
@@ -72,25 +78,35 @@ class Steps:
     def covers(self, sentences: int) -> bool:
         """Whether C can read the sources of n-grams, of all sentences or of each of so many."""
         sources = (source for source in self._sources if source is not None)
-        return all(in_memory(each, dtype=torch.int64) and len(each) in (1, sentences) for each in sources)
+        return all(
+            in_memory(each, dtype=torch.int64) and len(each) in (1, sentences) for each in sources
+        )
 
     def alike(self, text: Text) -> int:
         """For how many steps the same may not come next, up to `MOST`; 0 where something else is edited."""
         now = self._active(text.length)
         for steps in range(MOST):
             length = text.length + steps
-            if self._active(length) != now or not all(e.idle(_at(text, length)) for e in self._others):
+            if self._active(length) != now or not all(
+                e.idle(_at(text, length)) for e in self._others
+            ):
                 return steps
             if self.stop.longest is not None and length + 1 >= self.stop.longest:
                 return steps + 1
         return MOST
 
-    def texts(self, text: Text, ids: Tensor, rows: int, prepared: Prepared, leave: int) -> tuple[c.Texts, list[Any]]:
+    def texts(
+        self, text: Text, ids: Tensor, rows: int, prepared: Prepared, leave: int
+    ) -> tuple[c.Texts, list[Any]]:
         """What C reads of texts ids (B, M, L), or (R, L), and what has to be held for it."""
         vocabulary, longest = prepared.logits.shape[1], self.stop.longest
         assert longest is not None
         banned = self._banned(text, vocabulary)
-        sets = None if banned is None and not self._sources else empty_mask(rows, vocabulary, ids.device)
+        sets = (
+            None
+            if banned is None and not self._sources
+            else empty_mask(rows, vocabulary, ids.device)
+        )
         texts = c.Texts(
             ids=ids.data_ptr(), ids_b=ids.stride(0), ids_m=ids.stride(1) if ids.dim() == 3 else 0, length=text.length,
             prompt=text.prompt_length, ends_at=longest, ends=self.ends.data_ptr(), end_count=len(self.ends),
@@ -174,7 +190,11 @@ class Outcome(NamedTuple):
 
 
 def run(
-    model: MultistepModel, prepared: Prepared, texts: c.Texts, search: Callable[[int], int], is_open: Callable[[], bool]
+    model: MultistepModel,
+    prepared: Prepared,
+    texts: c.Texts,
+    search: Callable[[int], int],
+    is_open: Callable[[], bool],
 ) -> Outcome:
     """Make steps, and tell the model of them.
 
@@ -186,7 +206,9 @@ def run(
     """
     status = search(torch.get_num_threads())
     if status == c.NO_MEMORY:
-        raise torch.OutOfMemoryError(f"no memory for {prepared.steps} decode steps of {len(prepared.logits)} rows in C")
+        raise torch.OutOfMemoryError(
+            f"no memory for {prepared.steps} decode steps of {len(prepared.logits)} rows in C"
+        )
     began: list[float] = cast(Any, prepared.began).tolist()
     model.end_steps(texts.run, began[: texts.run], is_open())
     return Outcome(status, texts.made)
@@ -232,4 +254,6 @@ class NativeMultistep(ABC, Generic[_Search]):
         if isinstance(found, bool):
             return found
         search: Any = self.search
-        return search.advance(self.model, self.model.step(search.text.ids) if found is None else found)
+        return search.advance(
+            self.model, self.model.step(search.text.ids) if found is None else found
+        )

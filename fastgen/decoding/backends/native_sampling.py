@@ -38,9 +38,13 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
         text, (rows, length) = search.text, search.ids.shape
         alike = steps.alike(text)
         prepared = model.begin_steps(alike) if alike else None
-        if prepared is None or len(prepared.own) > 1 or not steps.covers(rows):  # C runs one row per sentence
+        if (
+            prepared is None or len(prepared.own) > 1 or not steps.covers(rows)
+        ):  # C runs one row per sentence
             return None
-        if not (in_memory(search.ids, dtype=torch.int64) and in_memory(search.running, dtype=torch.bool)):
+        if not (
+            in_memory(search.ids, dtype=torch.int64) and in_memory(search.running, dtype=torch.bool)
+        ):
             return None
         ids = search.ids.new_empty(rows, length + prepared.steps)
         ids[:, :length] = search.ids

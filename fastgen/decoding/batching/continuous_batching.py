@@ -28,7 +28,9 @@ FREED = 0.75
 OCCUPIED = 0.5
 """The share of places taken, over the steps of cohorts that are done, below which others start."""
 
-_Made = TypeVar("_Made")  # what a step says of the next tokens: logits, or what a search makes of them
+_Made = TypeVar(
+    "_Made"
+)  # what a step says of the next tokens: logits, or what a search makes of them
 _Made_co = TypeVar("_Made_co", covariant=True)
 
 
@@ -103,13 +105,19 @@ def step(cohorts: Sequence[Cohort[_Made]], replay: JointReplay) -> list[_Made]:
     """Make one step of several; return what it says of the next tokens of each."""
     texts = [cohort.search.text.ids for cohort in cohorts]
     models = [cohort.model for cohort in cohorts]
-    decoders, pairs = max(models, key=lambda model: model.longest).decoders, list(zip(models, texts, strict=True))
+    decoders, pairs = (
+        max(models, key=lambda model: model.longest).decoders,
+        list(zip(models, texts, strict=True)),
+    )
     if replay.refused is None and all(model.is_replayed(len(ids)) for model, ids in pairs):
         results = replay(decoders, [model.open_step(ids) for model, ids in pairs])
     else:
         newest = [ids[:, -1] for ids in texts]
         contexts = zip(*(model.begin_step(ids) for model, ids in pairs), strict=True)
-        made = [joint_step(decoder, newest, parts) for decoder, parts in zip(decoders, contexts, strict=True)]
+        made = [
+            joint_step(decoder, newest, parts)
+            for decoder, parts in zip(decoders, contexts, strict=True)
+        ]
         results = zip(*made, strict=True)
     return [model.end_step(of_model) for model, of_model in zip(models, results, strict=True)]
 

@@ -31,7 +31,11 @@ def certain(search: BeamSearch, begin: int) -> Tensor:
     # Of equal scores either may come to stand first.
     best = finished.done & (finished.scores == finished.scores[:, :1])
     rows = torch.cat([running, ended.where(best[:, :, None], running[:, :1])], 1)
-    closed = torch.ones_like(search.improvable) if search.rule.early_stopping is True else ~search.improvable
+    closed = (
+        torch.ones_like(search.improvable)
+        if search.rule.early_stopping is True
+        else ~search.improvable
+    )
     settled = finished.done.all(1) & closed
     rows = ended[:, :1].where(settled[:, None, None], rows)
     alike = (rows == rows[:, :1]).all(1).cumprod(1).bool()

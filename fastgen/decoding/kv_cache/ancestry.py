@@ -22,9 +22,13 @@ class Ancestry:
     def __init__(self, sentences: int, beams: int, longest: int, device: torch.device) -> None:
         self.beams, self.longest = beams, longest
         self.steps = self.filled = 0  # tokens of a beam; slots of all
-        self.times: Tensor | None = None  # (B, F) int64, behind a sweep: the step that each slot is of
+        self.times: Tensor | None = (
+            None  # (B, F) int64, behind a sweep: the step that each slot is of
+        )
         self._open = False  # whether the slots of the next token are open already
-        self.own = torch.full((beams, beams), -torch.inf, dtype=torch.float32, device=device).fill_diagonal_(0.0)
+        self.own = torch.full(
+            (beams, beams), -torch.inf, dtype=torch.float32, device=device
+        ).fill_diagonal_(0.0)
         self._visible = torch.empty(sentences, beams, 0, dtype=torch.float32, device=device)
         self._whole: Tensor | None = None  # what `_visible` is the end of
 
@@ -47,7 +51,10 @@ class Ancestry:
         filled = self.filled
         if self._visible.shape[2] < filled + self.beams:
             elements = self._visible.shape[0] * self.beams**2
-            slots = filled + room.room_for(self.steps, self.longest, self._visible, elements) * self.beams
+            slots = (
+                filled
+                + room.room_for(self.steps, self.longest, self._visible, elements) * self.beams
+            )
             grown = self._visible.new_empty(*self._visible.shape[:2], slots)
             grown[:, :, :filled] = self.visible
             self._visible, self._whole = grown, None
@@ -86,7 +93,9 @@ class Ancestry:
     def move(self, whole: Tensor, prefix: int, mask: Tensor | None) -> None:
         """Lie there from now on, (B, M, N) fp32, behind what beams see of the prefix, as `behind` has it."""
         whole[:, :, :prefix] = 0.0 if mask is None else mask.view(len(whole), 1, prefix)
-        count = min(self.filled + self.beams, self._visible.shape[2])  # those that are open too, if there are any
+        count = min(
+            self.filled + self.beams, self._visible.shape[2]
+        )  # those that are open too, if there are any
         whole[:, :, prefix : prefix + count] = self._visible[:, :, :count]
         self._whole, self._visible = whole, whole[:, :, prefix:]
 
@@ -131,7 +140,12 @@ class Ancestry:
         sentence has more: to be told to every `LayerKV` of the text. None where all stay. On a CPU only: elsewhere
         the look at the device may cost more than it saves.
         """
-        if self.beams == 1 or self.own.device.type != "cpu" or self.steps == 0 or self.steps % room.COMPACT_EVERY:
+        if (
+            self.beams == 1
+            or self.own.device.type != "cpu"
+            or self.steps == 0
+            or self.steps % room.COMPACT_EVERY
+        ):
             return None
         seen = self.visible.eq(0).any(1)
         longest = int(seen.sum(1).max()) if seen.numel() else 0
@@ -144,7 +158,9 @@ class Ancestry:
             )
             self.times = self.times.expand(slots.shape[0], -1)
         self.times = self.times.gather(1, slots)
-        self._visible[:, :, :longest] = self.visible.gather(2, slots[:, None].expand(-1, self.beams, -1))
+        self._visible[:, :, :longest] = self.visible.gather(
+            2, slots[:, None].expand(-1, self.beams, -1)
+        )
         self.filled, self._open = longest, False
         return slots
 

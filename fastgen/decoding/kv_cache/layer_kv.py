@@ -64,7 +64,9 @@ class LayerKV:
         """Bytes of the slots in use, without the room to grow."""
         if self._keys is None or self._values is None:
             return 0
-        elements = sum(math.prod((*buffer.shape[:2], buffer.shape[3])) for buffer in (self._keys, self._values))
+        elements = sum(
+            math.prod((*buffer.shape[:2], buffer.shape[3])) for buffer in (self._keys, self._values)
+        )
         return elements * self.slots * self._keys.element_size()
 
     def extend(self, keys: Tensor, values: Tensor) -> None:
@@ -72,7 +74,9 @@ class LayerKV:
         added = keys.shape[2]
         prefix = self.prefix + added
         steps = room.room_for(0, self.longest, keys, self._elements(keys) * self.expected)
-        self._reserve(keys, values, prefix + steps * self.expected, prefix + self.longest * self.expected)
+        self._reserve(
+            keys, values, prefix + steps * self.expected, prefix + self.longest * self.expected
+        )
         assert self._keys is not None
         assert self._values is not None
         self._keys[:, :, self.prefix : self.prefix + added] = keys
@@ -107,7 +111,9 @@ class LayerKV:
             self._grow(keys, values)
         self.make_room()
 
-    def append_turned(self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+    def append_turned(
+        self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation
+    ) -> Tensor:
         """The same of keys that are turned first, key, value (B*M, Hkv, D); return the turned queries (B*M, H, D)."""
         self._open(key[:, :, None], value[:, :, None])
         turned = turn_into_slots_(query, key, value, rotation, *self.room, self.slots)
@@ -133,7 +139,9 @@ class LayerKV:
         assert self._keys is not None
         assert self._values is not None
         if self._keys.shape[2] < self.slots + tokens * self.beams:
-            keys, values = (buffer.new_empty(*buffer.shape[:2], 0, buffer.shape[3]) for buffer in self.room)
+            keys, values = (
+                buffer.new_empty(*buffer.shape[:2], 0, buffer.shape[3]) for buffer in self.room
+            )
             self._grow(keys, values, tokens)
 
     def move(self, keys: Tensor, values: Tensor) -> None:
@@ -174,7 +182,9 @@ class LayerKV:
         for buffer in (self._keys, self._values):
             assert buffer is not None
             index = slots[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
-            buffer[:, :, first : first + count] = buffer[:, :, first : first + self.filled].gather(2, index)
+            buffer[:, :, first : first + count] = buffer[:, :, first : first + self.filled].gather(
+                2, index
+            )
         self.filled = count
 
     def undo_steps(self) -> None:
@@ -191,7 +201,9 @@ class LayerKV:
         assert self._values is not None
         kept: list[Tensor] = []
         for buffer in (self._keys, self._values):
-            if moves is None or self.beams == 1:  # with one, others are handed the memory itself, and may hold on to it
+            if (
+                moves is None or self.beams == 1
+            ):  # with one, others are handed the memory itself, and may hold on to it
                 kept.append(buffer.index_select(0, sentences))
             else:
                 move_sentences_(buffer[:, :, : self.slots], *moves)
@@ -208,7 +220,8 @@ class LayerKV:
         index = torch.cat([prefix, slots + self.prefix], 2)
         sentence = torch.arange(b, device=slots.device, dtype=torch.int64)[:, None, None]
         keys, values = (
-            kv.transpose(1, 2)[sentence, index].flatten(0, 1).transpose(1, 2) for kv in (self.keys, self.values)
+            kv.transpose(1, 2)[sentence, index].flatten(0, 1).transpose(1, 2)
+            for kv in (self.keys, self.values)
         )
         return keys, values
 
@@ -247,11 +260,15 @@ def room_for_steps(text: Sequence["LayerKV"], ancestry: Ancestry | None, most: i
         most = min(most, (layer.room[0].shape[2] - layer.slots) // layer.beams)
     if ancestry is not None:
         ancestry.have_open()
-        most = min(most, room.COMPACT_EVERY - ancestry.steps % room.COMPACT_EVERY, ancestry.steps_left)
+        most = min(
+            most, room.COMPACT_EVERY - ancestry.steps % room.COMPACT_EVERY, ancestry.steps_left
+        )
     return most
 
 
-def note_steps(text: Sequence["LayerKV"], ancestry: Ancestry | None, steps: int, is_open: bool) -> None:
+def note_steps(
+    text: Sequence["LayerKV"], ancestry: Ancestry | None, steps: int, is_open: bool
+) -> None:
     """So many of them have been made, and reordered; is_open: whether the slots of one more are open."""
     for layer in text:
         layer.note_step(steps)

@@ -67,7 +67,9 @@ class NGramBlock:
     def add_to(self, mask: Tensor, text: Text, vocabulary: int) -> None:
         """Add what this bans to a token mask (R, ceil(V / 32))."""
         if self.active(text.length):
-            ngram_mask_(mask, text.ids, self.n, vocabulary, self._source_on(mask.device), text.filled)
+            ngram_mask_(
+                mask, text.ids, self.n, vocabulary, self._source_on(mask.device), text.filled
+            )
 
     @property
     def least(self) -> int:
@@ -94,7 +96,9 @@ class Ban:
     tokens: Tensor
     active: Callable[[int], bool]
     passes: bool = False
-    _within: Tensor | None = field(default=None, init=False)  # the vocabulary, found at the first use
+    _within: Tensor | None = field(
+        default=None, init=False
+    )  # the vocabulary, found at the first use
 
     def __post_init__(self) -> None:
         self.tokens = self.tokens.to(torch.int64)  # an empty list makes a tensor of floats
@@ -136,7 +140,9 @@ class Only:
     def add_to(self, mask: Tensor, text: Text, vocabulary: int) -> None:
         """Add what this bans to a token mask (R, ceil(V / 32))."""
         if self.active(text.length):
-            mask |= packed(torch.arange(vocabulary, device=mask.device, dtype=torch.int64)[None] != self.token)
+            mask |= packed(
+                torch.arange(vocabulary, device=mask.device, dtype=torch.int64)[None] != self.token
+            )
 
 
 @dataclass
@@ -151,7 +157,9 @@ class TokenBias:
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         self.tokens, self.offsets = self.tokens.to(scores.device), self.offsets.to(scores.device)
-        return scores.index_add_(1, self.tokens, self.offsets.to(scores.dtype).expand(scores.shape[0], -1))
+        return scores.index_add_(
+            1, self.tokens, self.offsets.to(scores.dtype).expand(scores.shape[0], -1)
+        )
 
     def changes(self, text: Text, vocabulary: int) -> SparseUpdate:
         """What this does to log-probabilities."""
@@ -172,9 +180,13 @@ class SequenceShift:
     offsets: Mapping[tuple[int, ...], float]
     beyond: int
     _tokens: Tensor | None = field(default=None, init=False)  # (N,) int64, the different last ones
-    _alone: Tensor | None = field(default=None, init=False)  # (N,) fp32, offsets of sequences of one token
-    _behind: list[tuple[Tensor, Tensor, Tensor]] = field(  # by length: tokens before (G, L), column (G,), offset (G,)
-        default_factory=list[tuple[Tensor, Tensor, Tensor]], init=False
+    _alone: Tensor | None = field(
+        default=None, init=False
+    )  # (N,) fp32, offsets of sequences of one token
+    _behind: list[tuple[Tensor, Tensor, Tensor]] = (
+        field(  # by length: tokens before (G, L), column (G,), offset (G,)
+            default_factory=list[tuple[Tensor, Tensor, Tensor]], init=False
+        )
     )
 
     def idle(self, text: Text) -> bool:
@@ -201,7 +213,9 @@ class SequenceShift:
                 last = ids[:, text.length - count : text.length]
             else:
                 last = ids.index_select(
-                    1, torch.arange(count, device=ids.device, dtype=torch.int64) + (text.filled - count)
+                    1,
+                    torch.arange(count, device=ids.device, dtype=torch.int64)
+                    + (text.filled - count),
                 )
             found = (last[:, None] == before).all(-1)
             offsets.index_add_(1, column, torch.where(found, offset, 0.0))
@@ -219,9 +233,19 @@ class SequenceShift:
                     by_length.setdefault(len(sequence), []).append(sequence)
             self._behind = [
                 (
-                    torch.tensor([sequence[:-1] for sequence in alike], device=device, dtype=torch.int64),
-                    torch.tensor([tokens.index(sequence[-1]) for sequence in alike], device=device, dtype=torch.int64),
-                    torch.tensor([self.offsets[sequence] for sequence in alike], dtype=torch.float32, device=device),
+                    torch.tensor(
+                        [sequence[:-1] for sequence in alike], device=device, dtype=torch.int64
+                    ),
+                    torch.tensor(
+                        [tokens.index(sequence[-1]) for sequence in alike],
+                        device=device,
+                        dtype=torch.int64,
+                    ),
+                    torch.tensor(
+                        [self.offsets[sequence] for sequence in alike],
+                        dtype=torch.float32,
+                        device=device,
+                    ),
                 )
                 for alike in by_length.values()
             ]
@@ -256,7 +280,9 @@ class Penalty:
         rows, vocabulary = scores.shape
         seen = torch.zeros(rows, vocabulary + 1, dtype=torch.bool, device=scores.device)
         seen = seen.scatter_(1, self._tokens(text, vocabulary), True)[:, :vocabulary]
-        return torch.where(seen, torch.where(scores < 0, scores * self.factor, scores / self.factor), scores)
+        return torch.where(
+            seen, torch.where(scores < 0, scores * self.factor, scores / self.factor), scores
+        )
 
     def _tokens(self, text: Text, outside: int) -> Tensor:
         """Token ids (R, L), `outside` where they are not of the text that counts."""
@@ -274,12 +300,18 @@ class Penalty:
         tokens = self._tokens(text, vocabulary).sort(1).values
         again = torch.nn.functional.pad(tokens[:, 1:] == tokens[:, :-1], (1, 0))
         factors = torch.full(tokens.shape, self.factor, dtype=torch.float32, device=tokens.device)
-        return SparseUpdate(tokens.masked_fill(again, vocabulary), factors, torch.zeros_like(factors))
+        return SparseUpdate(
+            tokens.masked_fill(again, vocabulary), factors, torch.zeros_like(factors)
+        )
 
 
-def keep_sentences(transforms: Iterable[LogitsTransform], sentences: Tensor, beams: int = 1) -> None:
+def keep_sentences(
+    transforms: Iterable[LogitsTransform], sentences: Tensor, beams: int = 1
+) -> None:
     """Only these sentences go on under edits, int64 indices into the present ones, of so many rows each."""
-    rows = (sentences[:, None] * beams + torch.arange(beams, device=sentences.device, dtype=torch.int64)).flatten()
+    rows = (
+        sentences[:, None] * beams + torch.arange(beams, device=sentences.device, dtype=torch.int64)
+    ).flatten()
     for edit in transforms:
         if isinstance(edit, Penalty):
             edit.keep(rows)
@@ -334,7 +366,9 @@ class TopP:
     least: int
     dense: Callable[[Tensor, Tensor], Tensor]
     _count: int = field(default=64, init=False)  # how many of a row are looked at
-    _pause: int = field(default=0, init=False)  # steps for which the toolkit's function runs at once
+    _pause: int = field(
+        default=0, init=False
+    )  # steps for which the toolkit's function runs at once
     _failed: int = field(default=0, init=False)  # how often in succession few were not enough
 
     def idle(self, text: Text) -> bool:
@@ -378,15 +412,23 @@ def only_ban(transforms: Sequence[LogitsTransform], text: Text) -> bool:
     return all(isinstance(edit, NGramBlock | Ban | Only) or edit.idle(text) for edit in transforms)
 
 
-def sparse(transforms: Sequence[LogitsTransform], text: Text, vocabulary: int) -> LogitsUpdates | None:
+def sparse(
+    transforms: Sequence[LogitsTransform], text: Text, vocabulary: int
+) -> LogitsUpdates | None:
     """Return what the edits do in this step to few tokens, or None when they do anything else."""
     active = [edit for edit in transforms if not edit.idle(text)]
     bans = [edit for edit in active if isinstance(edit, NGramBlock | Ban | Only)]
     changing = [edit for edit in active if isinstance(edit, TokenBias | SequenceShift | Penalty)]
     forcing = [edit for edit in active if isinstance(edit, Force) and edit.single]
-    if len(bans) + len(changing) + len(forcing) < len(active) or len(changing) > 1 or len(forcing) > 1:
+    if (
+        len(bans) + len(changing) + len(forcing) < len(active)
+        or len(changing) > 1
+        or len(forcing) > 1
+    ):
         return None
-    if forcing and active[-1] is not forcing[0]:  # what comes later may ban or change the forced token
+    if (
+        forcing and active[-1] is not forcing[0]
+    ):  # what comes later may ban or change the forced token
         return None
     rows, device = text.ids.shape[0], text.ids.device
     for force in forcing:
@@ -415,7 +457,9 @@ def phases(transforms: Sequence[LogitsTransform], length: int) -> tuple[int, ...
     )
 
 
-def apply_transforms(scores: Tensor, text: Text, transforms: Sequence[LogitsTransform], kept: bool = False) -> Tensor:
+def apply_transforms(
+    scores: Tensor, text: Text, transforms: Sequence[LogitsTransform], kept: bool = False
+) -> Tensor:
     """Apply the edits in order; `scores` may be changed in place.
 
     kept: the caller keeps scores too, and edits of ours leave it alone; a user's function sees and may change it.

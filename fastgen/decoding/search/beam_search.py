@@ -14,7 +14,14 @@ from torch import Tensor
 
 from fastgen.decoding.batching.batch_compaction import Wanted, closed_up, who_leaves
 from fastgen.decoding.kv_cache.ancestry import Ancestry
-from fastgen.decoding.logits.transforms import LogitsTransform, Text, apply_transforms, keep_sentences, only_ban, sparse
+from fastgen.decoding.logits.transforms import (
+    LogitsTransform,
+    Text,
+    apply_transforms,
+    keep_sentences,
+    only_ban,
+    sparse,
+)
 from fastgen.decoding.search.finishing_rules import Merged, TransformersRule
 from fastgen.decoding.search.stopping import Stop
 from fastgen.models.memory.scratch import Memory
@@ -87,7 +94,9 @@ class Hypotheses:
     def put(self, sentences: Tensor, rows: "Hypotheses") -> None:
         """Write the rows of some sentences into the table of all."""
         for mine, theirs in zip(
-            (self.ids, self.beams, self.scores, self.done), (rows.ids, rows.beams, rows.scores, rows.done), strict=True
+            (self.ids, self.beams, self.scores, self.done),
+            (rows.ids, rows.beams, rows.scores, rows.done),
+            strict=True,
         ):
             mine[sentences] = theirs
 
@@ -115,7 +124,9 @@ def read(flags: Tensor) -> list[list[bool]]:
 
 def gather(table: Tensor, index: Tensor) -> Tensor:
     """Return table (B, N) or (B, N, L) at index (B, K) of its second dimension."""
-    return table.gather(1, index if table.dim() == 2 else index[:, :, None].expand(-1, -1, table.shape[2]))
+    return table.gather(
+        1, index if table.dim() == 2 else index[:, :, None].expand(-1, -1, table.shape[2])
+    )
 
 
 @dataclass
@@ -169,7 +180,9 @@ class BeamSearch:
         self.sentences = torch.arange(
             b, device=device, dtype=torch.int64
         )  # which of all sentences the running rows are
-        self._first_rows = self.sentences[:, None] * m  # in the whole batch, as the toolkit counts them
+        self._first_rows = (
+            self.sentences[:, None] * m
+        )  # in the whole batch, as the toolkit counts them
         self.result = self.finished  # all sentences; another table once some have left
 
     @property
@@ -191,14 +204,21 @@ class BeamSearch:
     def advance(self, model: Stepper, logits: Tensor) -> bool:
         """Choose the next token of every beam; False when the search is over."""
         values, beam, token = self._candidates(logits, self.text, torch.multinomial)
-        hits = self.stop(token, self.length + 1, lambda: self._extended(self.ids, beam, token), self._scores_so_far())
+        hits = self.stop(
+            token,
+            self.length + 1,
+            lambda: self._extended(self.ids, beam, token),
+            self._scores_so_far(),
+        )
         chosen = self._chosen(Candidates(values, beam, token, hits), self._new_tokens() + 1)
         changed, improvable, done, over = read(chosen.flags)  # the one read of the device in a step
         # What finished is gathered from the tables as they are before the running beams move on.
         if any(changed):
             self._finish(chosen.merged.order, beam, token, self._new_tokens())
         self.finished.scores, self.finished.done = chosen.merged.scores, chosen.merged.done
-        extend_rows_(self._tables(chosen.parents, chosen.tokens), chosen.parents, self._new_tokens())
+        extend_rows_(
+            self._tables(chosen.parents, chosen.tokens), chosen.parents, self._new_tokens()
+        )
         self.scores, self.improvable = chosen.scores, chosen.improvable
         model.reorder(chosen.parents)
         self.length += 1
@@ -217,20 +237,28 @@ class BeamSearch:
             found = self.rule.all_at_once(*candidates, so_far, self.improvable, new_tokens)
             if found is not None:
                 merged = Merged(found.merged, found.merged_done, found.order)
-                return Choice(found.parents, found.tokens, found.scores, merged, found.flags[1], found.flags)
+                return Choice(
+                    found.parents, found.tokens, found.scores, merged, found.flags[1], found.flags
+                )
         return self.by_rules(candidates, new_tokens)
 
     def by_rules(self, candidates: Candidates, new_tokens: int | Tensor) -> Choice:
         """What becomes of the candidates (B, K), in torch; new_tokens: (1,) int64 where only the device knows."""
         values, beam, token, hits = candidates
         scores, order = self.rule.running(values, hits)
-        merged = self.rule.merged(self.finished.scores, self.finished.done, values, hits, self.improvable, new_tokens)
+        merged = self.rule.merged(
+            self.finished.scores, self.finished.done, values, hits, self.improvable, new_tokens
+        )
         improvable = self.improvable & self.rule.improvable(scores[:, 0], merged, new_tokens)
-        changed = merged.order.ne(torch.arange(self.rule.beams, device=order.device, dtype=torch.int64)).any(1)
+        changed = merged.order.ne(
+            torch.arange(self.rule.beams, device=order.device, dtype=torch.int64)
+        ).any(1)
         done = merged.done.all(1)
         over = self.rule.over(improvable, done, hits.all(1)).expand_as(done)
         flags = torch.stack([changed, improvable, done, over])
-        return Choice(beam.gather(1, order), token.gather(1, order), scores, merged, improvable, flags)
+        return Choice(
+            beam.gather(1, order), token.gather(1, order), scores, merged, improvable, flags
+        )
 
     def _candidates(
         self, logits: Tensor, text: Text, draw: Callable[[Tensor, int], Tensor]
@@ -248,7 +276,11 @@ class BeamSearch:
             transforms = sparse(self.transforms, text, logits.shape[1])
             if transforms is not None:  # the log-probabilities are never written
                 best = kbest(rows, self.scores, self.rule.candidates, transforms)
-                return best.values, best.indices // logits.shape[-1], best.indices % logits.shape[-1]
+                return (
+                    best.values,
+                    best.indices // logits.shape[-1],
+                    best.indices % logits.shape[-1],
+                )
         logits = logits.float()
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())
@@ -278,12 +310,17 @@ class BeamSearch:
 
     def _extended(self, ids: Tensor, beam: Tensor, token: Tensor) -> Tensor:
         """The candidates' tokens, (B * K, L + 1)."""
-        return torch.cat([gather(ids[:, :, : self.length], beam), token[:, :, None]], 2).flatten(0, 1)
+        return torch.cat([gather(ids[:, :, : self.length], beam), token[:, :, None]], 2).flatten(
+            0, 1
+        )
 
     def _tables(self, beam: Tensor, token: Tensor) -> list[Table]:
         """The running beams' tables and what comes next to them: tokens (B, N) behind beams (B, N)."""
         rows = beam + self._first_rows
-        return [Table(self.ids, token[:, :, None], self.prompt.shape[1]), Table(self.beams, rows[:, :, None])]
+        return [
+            Table(self.ids, token[:, :, None], self.prompt.shape[1]),
+            Table(self.beams, rows[:, :, None]),
+        ]
 
     def _finish(self, order: Tensor, beam: Tensor, token: Tensor, steps: int | Tensor) -> None:
         """Rebuild the table of finished hypotheses: `order` (B, M) indexes finished ones, then candidates."""
@@ -292,10 +329,14 @@ class BeamSearch:
 
     def _leaving(self, improvable: list[bool], done: list[bool]) -> list[int]:
         """The places of sentences that have finished, or that nobody waits for."""
-        leaving = [self.rule.settled(open_, full) for open_, full in zip(improvable, done, strict=True)]
+        leaving = [
+            self.rule.settled(open_, full) for open_, full in zip(improvable, done, strict=True)
+        ]
         if self.wanted is not None:
             numbers: list[int] = cast(Any, self.sentences).tolist()
-            leaving = [leaves or not self.wanted(i) for leaves, i in zip(leaving, numbers, strict=True)]
+            leaving = [
+                leaves or not self.wanted(i) for leaves, i in zip(leaving, numbers, strict=True)
+            ]
         return [place for place, leaves in enumerate(leaving) if leaves]
 
     def drop(self, model: Stepper, improvable: list[bool], done: list[bool]) -> None:
@@ -307,13 +348,19 @@ class BeamSearch:
         leaving = who_leaves(leaving, self.present, self.captured) if self.may_drop else ()
         if not leaving:
             return False
-        staying = torch.tensor(closed_up(self.present, leaving), device=self.ids.device, dtype=torch.int64)
+        staying = torch.tensor(
+            closed_up(self.present, leaving), device=self.ids.device, dtype=torch.int64
+        )
         gone = torch.tensor(leaving, device=self.ids.device, dtype=torch.int64)
         if self.result is self.finished:
             self.result = self.finished.keep(self.sentences)
         self.result.put(self.sentences[gone], self.finished.keep(gone))
         self.finished = self.finished.keep(staying)
-        self.prompt, self.ids, self.beams = self.prompt[staying], self.ids[staying], self.beams[staying]
+        self.prompt, self.ids, self.beams = (
+            self.prompt[staying],
+            self.ids[staying],
+            self.beams[staying],
+        )
         self.scores, self.improvable = self.scores[staying], self.improvable[staying]
         self.sentences = self.sentences[staying]
         self._first_rows = self._first_rows[staying]

@@ -40,7 +40,9 @@ class ConstrainedBeamSearch(PooledBeams):
 
     constraints: Sequence[Constraint]
     returned: int = 1
-    known: list[_Beams] = field(default_factory=list[_Beams], init=False)  # of the present sentences
+    known: list[_Beams] = field(
+        default_factory=list[_Beams], init=False
+    )  # of the present sentences
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,10 +59,14 @@ class ConstrainedBeamSearch(PooledBeams):
         logits = logits.float()
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())
-        log_probs = apply_transforms(torch.log_softmax(logits, -1), self.text, self.transforms).view(b, m, -1)
+        log_probs = apply_transforms(
+            torch.log_softmax(logits, -1), self.text, self.transforms
+        ).view(b, m, -1)
         if self.trace.scores is not None:
             self.trace.scores.append(log_probs.flatten(0, 1).clone())
-        found = next_of(*best_of_log_probs(log_probs, self.scores, self.candidates), log_probs.shape[2])
+        found = next_of(
+            *best_of_log_probs(log_probs, self.scores, self.candidates), log_probs.shape[2]
+        )
         steps = self._steps(log_probs)
         beams: list[list[Next]] = []
         for place, (candidates, forward) in enumerate(zip(found, steps, strict=True)):
@@ -85,7 +91,11 @@ class ConstrainedBeamSearch(PooledBeams):
         if pool.done:
             return
         whole = [beam for beam in range(self.beams) if self.may_end(place, beam)]
-        others = [beam for beam in range(self.beams) if beam not in whole] if len(whole) < self.returned else []
+        others = (
+            [beam for beam in range(self.beams) if beam not in whole]
+            if len(whole) < self.returned
+            else []
+        )
         for beam in (*whole, *others):
             pool.add(totals[beam], self.new_tokens, *self.of_beam(place, beam))
 
@@ -118,9 +128,14 @@ class ConstrainedBeamSearch(PooledBeams):
                 texts[text] = len(texts)
                 given.append(one)
         progress = [known.progress[one.parent].behind(one.token) for one in given]
-        order = range(len(chosen)) if len(given) == len(chosen) else _in_turn(progress, given)[: self.beams]
+        order = (
+            range(len(chosen))
+            if len(given) == len(chosen)
+            else _in_turn(progress, given)[: self.beams]
+        )
         self.known[place] = _Beams(
-            [progress[i] for i in order], [texts[known.texts[given[i].parent], given[i].token] for i in order]
+            [progress[i] for i in order],
+            [texts[known.texts[given[i].parent], given[i].token] for i in order],
         )
         return [given[i] for i in order]
 

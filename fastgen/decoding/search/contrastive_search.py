@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.batching.batch_compaction import closed_up, who_leaves
-from fastgen.decoding.logits.transforms import LogitsTransform, Text, apply_transforms, keep_sentences
+from fastgen.decoding.logits.transforms import (
+    LogitsTransform,
+    Text,
+    apply_transforms,
+    keep_sentences,
+)
 from fastgen.decoding.search.beam_search import Stepper, Trace
 from fastgen.decoding.search.sampling import chosen_of
 from fastgen.decoding.search.stopping import Stop
@@ -60,7 +65,9 @@ class ContrastiveSearch:
             len(self.ids), device=self.ids.device, dtype=torch.int64
         )  # which of all sentences the present ones are
         self.outcome = self.ids  # (B, P + T), those that have left included
-        self.seen: Tensor | None = None  # (B, L, C), of length 1, what the model has seen of the text
+        self.seen: Tensor | None = (
+            None  # (B, L, C), of length 1, what the model has seen of the text
+        )
         self.tokens = self.probabilities = self.ids[:, :0]  # (B, M), the candidates
 
     @property
@@ -96,7 +103,9 @@ class ContrastiveSearch:
         """The best candidate (B, 1) of each sentence, from what the model sees in each, (B, M, C) of length 1."""
         likeness = torch.matmul(hidden, seen.transpose(1, 2))
         if self.mask is not None:
-            padding = torch.nn.functional.pad(self.mask == 0, (0, seen.shape[1] - self.mask.shape[1]))
+            padding = torch.nn.functional.pad(
+                self.mask == 0, (0, seen.shape[1] - self.mask.shape[1])
+            )
             likeness = likeness.masked_fill(padding[:, None], torch.finfo(likeness.dtype).min)
         scores = (1.0 - self.penalty) * self.probabilities - self.penalty * likeness.amax(2)
         chosen = scores.argmax(1, keepdim=True)
@@ -111,7 +120,9 @@ class ContrastiveSearch:
         self.ids = torch.cat([self.ids, tokens[:, None]], 1)
         if self.trace.chosen is not None:
             of_present = chosen_of(self._scores, tokens).where(self.running, 0.0)
-            self.trace.chosen.append(of_present.new_zeros(len(self.outcome)).index_copy_(0, self.rows, of_present))
+            self.trace.chosen.append(
+                of_present.new_zeros(len(self.outcome)).index_copy_(0, self.rows, of_present)
+            )
         column = tokens
         if self.pad is not None and self.present < len(self.outcome):
             column = self.pad.expand(len(self.outcome)).clone().index_copy_(0, self.rows, tokens)
@@ -119,7 +130,9 @@ class ContrastiveSearch:
         if self.on_step is not None:
             self.on_step(tokens)
         scores = None if self.trace.scores is None else tuple(self.trace.scores)
-        self.running = self.running & ~self.stop(tokens, self.ids.shape[1], lambda: self.ids, scores)
+        self.running = self.running & ~self.stop(
+            tokens, self.ids.shape[1], lambda: self.ids, scores
+        )
         return bool(self.running.any())
 
     def _leave(self, model: Stepper, logits: Tensor) -> Tensor:
@@ -130,7 +143,9 @@ class ContrastiveSearch:
         leaving = who_leaves([row for row, runs in enumerate(alive) if not runs], len(alive))
         if not leaving:
             return logits
-        stay = torch.tensor(closed_up(len(alive), leaving), device=self.ids.device, dtype=torch.int64)
+        stay = torch.tensor(
+            closed_up(len(alive), leaving), device=self.ids.device, dtype=torch.int64
+        )
         self.rows, self.ids, self.running = self.rows[stay], self.ids[stay], self.running[stay]
         self.mask = None if self.mask is None else self.mask[stay]
         self.seen = None if self.seen is None else self.seen[stay]
@@ -143,7 +158,9 @@ class ContrastiveSearch:
         logits = logits.float()
         if self.trace.logits is not None:
             self.trace.logits.append(logits)
-        scores = apply_transforms(logits.clone(), Text(self.ids, self.prompt_length), self.transforms)
+        scores = apply_transforms(
+            logits.clone(), Text(self.ids, self.prompt_length), self.transforms
+        )
         if self.trace.scores is not None:
             self.trace.scores.append(scores)
         self._scores = scores

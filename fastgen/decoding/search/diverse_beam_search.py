@@ -35,7 +35,9 @@ class DiverseBeamSearch(PooledBeams):
             self.trace.logits.append(logits.clone())
         log_probs = torch.log_softmax(logits, -1)
         before, behind = self.transforms[: self.edits_before], self.transforms[self.edits_before :]
-        if all(isinstance(edit, NGramBlock | Ban | Only) for edit in behind):  # what is banned stays banned
+        if all(
+            isinstance(edit, NGramBlock | Ban | Only) for edit in behind
+        ):  # what is banned stays banned
             before, behind = self.transforms, ()
         log_probs = apply_transforms(log_probs, self.text, before).view(b, m, -1)
         vocabulary = log_probs.shape[2]
@@ -47,10 +49,16 @@ class DiverseBeamSearch(PooledBeams):
             if behind:
                 of_all = log_probs.clone()
                 of_all[:, at] = of_group
-                of_group = apply_transforms(of_all.flatten(0, 1), self.text, behind).view(b, m, -1)[:, at]
+                of_group = apply_transforms(of_all.flatten(0, 1), self.text, behind).view(b, m, -1)[
+                    :, at
+                ]
             if self.trace.scores is not None:
                 processed.append(of_group)
-            found = next_of(*best_of_log_probs(of_group, self.scores[:, at], self.candidates), vocabulary, at.start)
+            found = next_of(
+                *best_of_log_probs(of_group, self.scores[:, at], self.candidates),
+                vocabulary,
+                at.start,
+            )
             for place, candidates in enumerate(found):
                 beams[place] += self._of_group(place, group, candidates)
         if self.trace.scores is not None:
@@ -70,7 +78,11 @@ class DiverseBeamSearch(PooledBeams):
         of_group = log_probs[:, at]
         if at.start == 0:
             return of_group
-        tokens = torch.tensor([[one.token for one in of] for of in beams], device=log_probs.device, dtype=torch.int64)
+        tokens = torch.tensor(
+            [[one.token for one in of] for of in beams], device=log_probs.device, dtype=torch.int64
+        )
         times = (tokens[:, :, None] == tokens[:, None, :]).sum(2).to(log_probs.dtype)
         index = tokens[:, None].expand(-1, of_group.shape[1], -1)
-        return of_group.scatter(2, index, of_group.gather(2, index) - (self.penalty * times)[:, None])
+        return of_group.scatter(
+            2, index, of_group.gather(2, index) - (self.penalty * times)[:, None]
+        )

@@ -26,7 +26,9 @@ class Merged(NamedTuple):
 
 def length_powers(lengths: Iterable[int], exponent: float, scores: Tensor) -> Tensor:
     """Lengths to the power of an exponent, (N,), as `per_power` takes them for such scores."""
-    powers = torch.tensor([length**exponent for length in lengths], dtype=scores.dtype, device=scores.device)
+    powers = torch.tensor(
+        [length**exponent for length in lengths], dtype=scores.dtype, device=scores.device
+    )
     return powers.reciprocal() if scores.device.type == "cuda" else powers
 
 
@@ -65,7 +67,13 @@ class TransformersRule:
         return scores, order
 
     def merged(
-        self, scores: Tensor, done: Tensor, values: Tensor, hits: Tensor, improvable: Tensor, new_tokens: int | Tensor
+        self,
+        scores: Tensor,
+        done: Tensor,
+        values: Tensor,
+        hits: Tensor,
+        improvable: Tensor,
+        new_tokens: int | Tensor,
     ) -> Merged:
         """Rank what finished among the M best candidates with what had finished before.
 
@@ -105,12 +113,27 @@ class TransformersRule:
         by = chosen("choice", never, able, values)
         if not in_c(by):
             return None
-        power, far = new_tokens**self.length_penalty, (self.far or new_tokens) ** self.length_penalty
+        power, far = (
+            new_tokens**self.length_penalty,
+            (self.far or new_tokens) ** self.length_penalty,
+        )
         return native.choose(
-            by, values, beam, token, hits, *finished, improvable, self.never, power, far, self.early_stopping is True
+            by,
+            values,
+            beam,
+            token,
+            hits,
+            *finished,
+            improvable,
+            self.never,
+            power,
+            far,
+            self.early_stopping is True,
         )
 
-    def in_place(self, candidates: choice.Candidates, state: choice.State, new_tokens: Tensor) -> choice.Chosen | None:
+    def in_place(
+        self, candidates: choice.Candidates, state: choice.State, new_tokens: Tensor
+    ) -> choice.Chosen | None:
         """All that follows for candidates, the new state written where it was; None where kernels do not run."""
         able = lambda: choice.covered(candidates.values, self.beams)  # noqa: E731
         if not use_triton("choice", able, candidates.values, *candidates[1:], *state, new_tokens):

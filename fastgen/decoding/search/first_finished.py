@@ -122,7 +122,9 @@ def best(log_probs: Tensor, scores: Tensor, beams: int) -> Candidates:
     return Candidates(values, index % vocabulary, index // vocabulary)
 
 
-def best_of_logits(logits: Tensor, scores: Tensor, beams: int, transforms: LogitsUpdates) -> Candidates:
+def best_of_logits(
+    logits: Tensor, scores: Tensor, beams: int, transforms: LogitsUpdates
+) -> Candidates:
     """What `best` finds in the log-softmax of logits (B, N, V), with NaN replaced by -inf and edited."""
     vocabulary = logits.shape[2]
     found = kbest(logits, scores, count_of(logits, beams), transforms, without_nan=True)
@@ -148,7 +150,9 @@ class Attention:
         rows: (T, B, M, S), with room to grow.
     """
 
-    def __init__(self, sentences: int, beams: int, longest: int, width: int, device: torch.device) -> None:
+    def __init__(
+        self, sentences: int, beams: int, longest: int, width: int, device: torch.device
+    ) -> None:
         self.origins = torch.zeros(sentences, beams, longest, dtype=torch.int64, device=device)
         self.rows = torch.empty(0, sentences, beams, width, dtype=torch.float32, device=device)
 
@@ -159,7 +163,8 @@ class Attention:
         if least > self.rows.shape[0]:
             elements = self.rows.shape[1:].numel()
             grown = self.rows.new_empty(
-                max(least, step + room_for(step, longest, self.rows, elements)), *self.rows.shape[1:]
+                max(least, step + room_for(step, longest, self.rows, elements)),
+                *self.rows.shape[1:],
             )
             grown[: self.rows.shape[0]] = self.rows
             self.rows = grown
@@ -171,7 +176,9 @@ class Attention:
         """
         attention = attention.view(self.rows.shape[1], -1, attention.shape[1])
         if isinstance(step, Tensor):
-            self.rows.index_copy_(0, step, attention.to(self.rows.dtype).expand(self.rows.shape[1:])[None])
+            self.rows.index_copy_(
+                0, step, attention.to(self.rows.dtype).expand(self.rows.shape[1:])[None]
+            )
         else:
             self.rows[step] = attention
 
@@ -216,7 +223,9 @@ class FirstFinished:
     def __post_init__(self) -> None:
         b, m = self.sentences, self.beams
         self.step: int = 0
-        self.tokens = torch.full((b * m, self.longest + 2), self.pad, dtype=torch.int64, device=self.device)
+        self.tokens = torch.full(
+            (b * m, self.longest + 2), self.pad, dtype=torch.int64, device=self.device
+        )
         self.tokens[:, 0] = self.start
         self.scores = torch.zeros(b * m, self.longest + 1, dtype=torch.float32, device=self.device)
         self.ignored = torch.zeros(b, m, dtype=torch.bool, device=self.device)
@@ -241,7 +250,9 @@ class FirstFinished:
         """Return the finished hypotheses of each sentence, best first, once the search is over."""
         for hypotheses in self.finished:
             scores = torch.tensor(
-                [float(hypothesis.score) for hypothesis in hypotheses], dtype=torch.float32, device="cpu"
+                [float(hypothesis.score) for hypothesis in hypotheses],
+                dtype=torch.float32,
+                device="cpu",
             )
             order: list[int] = cast(Any, torch.sort(scores, descending=True).indices).tolist()
             hypotheses[:] = [hypotheses[i] for i in order]
@@ -279,8 +290,16 @@ class FirstFinished:
         found = self.search(prediction, self)
         self.scores = self.scores.to(found.scores.dtype)
         ends = self._ends(found)
-        seen: list[list[bool]] = cast(Any, ends[:, : self.beams]).tolist()  # the one read of the device in a step
-        ending = [(b, k) for b, row in enumerate(seen) if not self.over[b] for k, hit in enumerate(row) if hit]
+        seen: list[list[bool]] = cast(
+            Any, ends[:, : self.beams]
+        ).tolist()  # the one read of the device in a step
+        ending = [
+            (b, k)
+            for b, row in enumerate(seen)
+            if not self.over[b]
+            for k, hit in enumerate(row)
+            if hit
+        ]
         leaving = self._finish(found, ending) if ending else []
         for sentence in leaving:
             self.over[sentence] = True
@@ -304,7 +323,9 @@ class FirstFinished:
     def _attended(self, attention: Tensor, steps: int = 1) -> Attention:
         """Where attention over the source (B * M, S) or (B, S) is noted, with room for so many steps from now on."""
         if self.attention is None:
-            self.attention = Attention(self.present, self.beams, self.longest + 1, attention.shape[1], self.device)
+            self.attention = Attention(
+                self.present, self.beams, self.longest + 1, attention.shape[1], self.device
+            )
         self.attention.make_room(self.step, steps)
         return self.attention
 
@@ -318,7 +339,8 @@ class FirstFinished:
         """Note the hypotheses that end in candidates (sentence, k); return the present sentences that are over."""
         step = self.step
         sentence, candidate = (
-            torch.tensor(column, device=self.device, dtype=torch.int64) for column in zip(*ending, strict=True)
+            torch.tensor(column, device=self.device, dtype=torch.int64)
+            for column in zip(*ending, strict=True)
         )
         beam = found.beams[sentence, candidate]
         rows = sentence * self.beams + beam
@@ -335,7 +357,9 @@ class FirstFinished:
         full = step == self.longest
         return [b for b in touched if full or len(self.finished[self.running[b]]) == self.beams]
 
-    def note_finished(self, sentence: Tensor, tokens: Tensor, reached: Tensor, origins: Tensor | None) -> None:
+    def note_finished(
+        self, sentence: Tensor, tokens: Tensor, reached: Tensor, origins: Tensor | None
+    ) -> None:
         """Note hypotheses of present sentences (N,) that have ended, as far as they are among the first M.
 
         Args:
@@ -358,7 +382,9 @@ class FirstFinished:
         """Scores (N,) of hypotheses of some of all sentences, -inf where they are too long; lengths with the end."""
         if self.no_longer_than is None:
             return scores
-        limit = self.no_longer_than.to(self.device)[torch.tensor(sentences, device=self.device, dtype=torch.int64)]
+        limit = self.no_longer_than.to(self.device)[
+            torch.tensor(sentences, device=self.device, dtype=torch.int64)
+        ]
         return torch.where(lengths - 1 > limit, -torch.inf, scores)
 
     def _note(self, sentence: int, hypothesis: Hypothesis) -> None:
@@ -382,8 +408,14 @@ class FirstFinished:
         kept, m = torch.tensor(staying, device=self.device, dtype=torch.int64), self.beams
         self.running = [self.running[b] for b in staying]
         self.over = [self.over[b] for b in staying]
-        rows = (kept[:, None] * m + torch.arange(m, device=self.device, dtype=torch.int64)).flatten()
-        self.tokens, self.scores, self.ignored = self.tokens[rows], self.scores[rows], self.ignored[kept]
+        rows = (
+            kept[:, None] * m + torch.arange(m, device=self.device, dtype=torch.int64)
+        ).flatten()
+        self.tokens, self.scores, self.ignored = (
+            self.tokens[rows],
+            self.scores[rows],
+            self.ignored[kept],
+        )
         if self.attention is not None:
             self.attention.keep(kept)
         model.keep(kept, in_order=not self.search.plain)
@@ -408,4 +440,7 @@ class FirstFinished:
     def _tables(self, found: Candidates) -> list[Table]:
         """`_rows`, and what comes next to them with candidates (B, N)."""
         newest = [part[:, :, None] for part in (found.tokens, found.scores, found.beams)]
-        return [Table(rows, new, at) for rows, new, at in zip(self._rows, newest, (1, 0, 0), strict=False)]
+        return [
+            Table(rows, new, at)
+            for rows, new, at in zip(self._rows, newest, (1, 0, 0), strict=False)
+        ]

@@ -28,7 +28,9 @@ def closest_decision(run: Any, row: int, beams: int, other: Sequence[int], ends:
     wanted = up_to_end(other[prompt:], ends)
     closest = replayed([step[rows] for step in run.scores], wanted, ends)
     finished = [up_to_end(tokens[prompt:], ends) for tokens in run.sequences[rows].tolist()]
-    if wanted in finished and wanted != finished[rank]:  # the search kept it, and ranked another before it
+    if (
+        wanted in finished and wanted != finished[rank]
+    ):  # the search kept it, and ranked another before it
         final = run.sequences_scores[rows].tolist()
         closest = min(closest, abs(final[rank] - final[finished.index(wanted)]))
     return closest
@@ -65,7 +67,9 @@ def replayed(scores: Sequence[Tensor], wanted: Sequence[int], ends: Set[int]) ->
         values, order = total.flatten().topk(min(beams + 1, total.numel()))
         if bool(over[order[beams - 1 :] % vocabulary].any()):
             closest = min(closest, _gap(values, beams))  # to end counts among the M best only
-        values, order = total.masked_fill(over, -math.inf).flatten().topk(min(beams + 1, total.numel()))
+        values, order = (
+            total.masked_fill(over, -math.inf).flatten().topk(min(beams + 1, total.numel()))
+        )
         closest = min(closest, _gap(values, beams))
         kept: list[int] = cast(Any, order[:beams]).tolist()
         if token in ends or mine * vocabulary + token not in kept:
@@ -89,7 +93,9 @@ def prompt_length(run: Any) -> int:
 
 def up_to_end(tokens: Sequence[int], ends: Set[int]) -> list[int]:
     """Cut what fills a sequence beyond its end."""
-    return list(next((tokens[: place + 1] for place, token in enumerate(tokens) if token in ends), tokens))
+    return list(
+        next((tokens[: place + 1] for place, token in enumerate(tokens) if token in ends), tokens)
+    )
 
 
 def end_tokens(eos: int | Sequence[int] | None) -> set[int]:

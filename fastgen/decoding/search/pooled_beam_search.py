@@ -59,7 +59,9 @@ class PooledBeams:
         self.length = p
         self.ids = torch.full((b, m, self.max_length), self.pad, dtype=torch.int64, device=device)
         self.ids[:, :, :p] = self.prompt[:, None]
-        self.came_from = torch.full((b, m, self.max_length - p), -1, dtype=torch.int32, device=device)
+        self.came_from = torch.full(
+            (b, m, self.max_length - p), -1, dtype=torch.int32, device=device
+        )
         self.scores = torch.full((b, m), -1.0e9, dtype=torch.float32, device=device)
         self.scores[:, :: self.size] = 0.0
         self.pools = [[Pool(self.size, self.ranking) for _ in range(self.groups)] for _ in range(b)]
@@ -110,11 +112,23 @@ class PooledBeams:
     def move(self, model: Stepper, beams: list[list[Next]]) -> bool:
         """Let the M beams of each present sentence become what was chosen; False when the search is over."""
         device = self.ids.device
-        parents = torch.tensor([[one.parent for one in of] for of in beams], device=device, dtype=torch.int64)
-        tokens = torch.tensor([[one.token for one in of] for of in beams], device=device, dtype=torch.int64)
-        self.scores = torch.tensor([[one.score for one in of] for of in beams], dtype=torch.float32, device=device)
-        rows = parents + torch.tensor(self.sentences, device=device, dtype=torch.int64)[:, None] * self.beams
-        tables = [Table(self.ids, tokens[:, :, None], self.prompt.shape[1]), Table(self.came_from, rows[:, :, None])]
+        parents = torch.tensor(
+            [[one.parent for one in of] for of in beams], device=device, dtype=torch.int64
+        )
+        tokens = torch.tensor(
+            [[one.token for one in of] for of in beams], device=device, dtype=torch.int64
+        )
+        self.scores = torch.tensor(
+            [[one.score for one in of] for of in beams], dtype=torch.float32, device=device
+        )
+        rows = (
+            parents
+            + torch.tensor(self.sentences, device=device, dtype=torch.int64)[:, None] * self.beams
+        )
+        tables = [
+            Table(self.ids, tokens[:, :, None], self.prompt.shape[1]),
+            Table(self.came_from, rows[:, :, None]),
+        ]
         extend_rows_(tables, parents, self.new_tokens)
         model.reorder(parents)
         self.length += 1
@@ -132,7 +146,11 @@ class PooledBeams:
         """Keep the sentences at these places."""
         index = torch.tensor(staying, device=self.ids.device, dtype=torch.int64)
         self.sentences = [self.sentences[place] for place in staying]
-        self.prompt, self.ids, self.came_from = self.prompt[index], self.ids[index], self.came_from[index]
+        self.prompt, self.ids, self.came_from = (
+            self.prompt[index],
+            self.ids[index],
+            self.came_from[index],
+        )
         self.scores = self.scores[index]
 
     def close(self, place: int, totals: list[float]) -> None:
@@ -144,13 +162,17 @@ class PooledBeams:
 
     def of_beam(self, place: int, beam: int) -> tuple[Tensor, Tensor]:
         """The tokens of a beam so far, and the rows that the new ones came from."""
-        return self.ids[place, beam, : self.length].clone(), self.came_from[place, beam, : self.new_tokens].clone()
+        return self.ids[place, beam, : self.length].clone(), self.came_from[
+            place, beam, : self.new_tokens
+        ].clone()
 
     def _end(self, place: int, group: int, candidate: Next) -> None:
         sentence = self.sentences[place]
         ids, beams = self.of_beam(place, candidate.parent)
         row = beams.new_tensor([sentence * self.beams + candidate.parent])
-        self.pools[sentence][group].add(candidate.score, self.new_tokens + 1, ids, torch.cat([beams, row]))
+        self.pools[sentence][group].add(
+            candidate.score, self.new_tokens + 1, ids, torch.cat([beams, row])
+        )
 
     def _close(self) -> None:
         totals: list[list[float]] = cast(Any, self.scores).tolist()
@@ -176,6 +198,9 @@ def next_of(values: Tensor, indices: Tensor, vocabulary: int, first: int = 0) ->
     scores: list[list[float]] = cast(Any, values).tolist()
     where: list[list[int]] = cast(Any, indices).tolist()
     return [
-        [Next(score, first + at // vocabulary, at % vocabulary) for score, at in zip(*of, strict=True)]
+        [
+            Next(score, first + at // vocabulary, at % vocabulary)
+            for score, at in zip(*of, strict=True)
+        ]
         for of in zip(scores, where, strict=True)
     ]

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from fastgen.decoding.batching.batch_compaction import Wanted, closed_up, who_leaves
 from fastgen.decoding.batching.stable_prefix import OnTokens
-from fastgen.decoding.logits.transforms import LogitsTransform, Text, apply_transforms, keep_sentences
+from fastgen.decoding.logits.transforms import (
+    LogitsTransform,
+    Text,
+    apply_transforms,
+    keep_sentences,
+)
 from fastgen.decoding.search.beam_search import Stepper, Trace
 from fastgen.decoding.search.stopping import Stop
 from fastgen.ops.selection.kbest import argmax
@@ -103,18 +108,27 @@ class Sampling:
 
     def _numbers(self) -> Sequence[int]:
         """Which of all rows the present ones are."""
-        return range(self.present) if self.rows is None else cast("list[int]", cast(Any, self.rows).tolist())
+        return (
+            range(self.present)
+            if self.rows is None
+            else cast("list[int]", cast(Any, self.rows).tolist())
+        )
 
     def _tell(self, on_tokens: OnTokens, tokens: Tensor) -> None:
         """Tell the newest tokens (R,), -1 where there is none."""
-        place, newest = self.ids.shape[1] - self.prompt_length - 1, cast("list[int]", cast(Any, tokens).tolist())
+        place, newest = (
+            self.ids.shape[1] - self.prompt_length - 1,
+            cast("list[int]", cast(Any, tokens).tolist()),
+        )
         for row, token in zip(self._numbers(), newest, strict=True):
             if token >= 0:
                 on_tokens(row, place, [token])
 
     def _leave(self, model: Stepper, leaving: Sequence[int]) -> None:
         """Let the rows go on that do not leave."""
-        stay = torch.tensor(closed_up(len(self.ids), leaving), device=self.ids.device, dtype=torch.int64)
+        stay = torch.tensor(
+            closed_up(len(self.ids), leaving), device=self.ids.device, dtype=torch.int64
+        )
         self.rows = stay if self.rows is None else self.rows[stay]
         self.ids, self.running = self.ids[stay], self.running[stay]
         keep_sentences(self.transforms, stay)
@@ -131,12 +145,16 @@ class Sampling:
             self.trace.scores.append(scores)
         tokens = self._picked(scores, torch.multinomial)
         if self.trace.chosen is not None:
-            self.trace.chosen.append(self._of_all(chosen_of(scores.float(), tokens).where(self.running, 0.0)))
+            self.trace.chosen.append(
+                self._of_all(chosen_of(scores.float(), tokens).where(self.running, 0.0))
+            )
         return tokens
 
     def _picked(self, scores: Tensor, draw: Callable[[Tensor, int], Tensor]) -> Tensor:
         """One token (R,) of each row; `draw` is `torch.multinomial` or alike."""
-        return draw(torch.softmax(scores.float(), -1), 1).squeeze(1) if self.sample else argmax(scores)
+        return (
+            draw(torch.softmax(scores.float(), -1), 1).squeeze(1) if self.sample else argmax(scores)
+        )
 
     def _of_all(self, values: Tensor) -> Tensor:
         """Values of the present rows among those of all, 0 for those that have left."""

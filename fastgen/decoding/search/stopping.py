@@ -23,7 +23,9 @@ class Stop:
     others: Sequence[Callable[[Tensor, object], Tensor]] = field(default_factory=tuple)
     longest: int | None = None
 
-    def __call__(self, tokens: Tensor, length: int, ids: Callable[[], Tensor], scores: object) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, length: int, ids: Callable[[], Tensor], scores: object
+    ) -> Tensor:
         """Return for each new token, any shape, whether its row ends; `length` counts the new token.
 
         `ids` builds the rows (N, length) when a function asks for them; `scores` is handed through.

@@ -110,14 +110,22 @@ class Pace:
         calls = self._calls
         if calls.tried >= STALE:
             return False
-        worth = calls.pays or calls.tried or (calls.rest == 0 and self.lost + calls.lost <= SHARE * self.total)
+        worth = (
+            calls.pays
+            or calls.tried
+            or (calls.rest == 0 and self.lost + calls.lost <= SHARE * self.total)
+        )
         return bool(calls.alone is None or worth) and any(
-            costs.pays or costs.tried or (costs.alone is not None and self._can_afford(costs, 2**size // 2))
+            costs.pays
+            or costs.tried
+            or (costs.alone is not None and self._can_afford(costs, 2**size // 2))
             for size, costs in self._costs.items()
         )
 
     def _can_afford(self, costs: _Costs, texts: int) -> bool:
-        expected = self.prompts + max(costs.lost, (costs.alone or 0.0) * texts * min(texts, UNKNOWN))
+        expected = self.prompts + max(
+            costs.lost, (costs.alone or 0.0) * texts * min(texts, UNKNOWN)
+        )
         return costs.rest == 0 and self.lost + expected <= SHARE * self.total
 
     def note(self, drafted: bool, texts: int, tokens: int, seconds: float) -> None:
@@ -152,7 +160,9 @@ class Pace:
         return self._costs.setdefault(texts.bit_length(), _Costs())
 
 
-_paces: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[tuple[int | None, int], Pace]]]" = WeakKeyDictionary()
+_paces: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[tuple[int | None, int], Pace]]]" = (
+    WeakKeyDictionary()
+)
 """By large and small model, by the layer of an early exit, and by texts: what drafts have cost so far."""
 
 

@@ -21,7 +21,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastgen.decoding.batching.batch_compaction import closed_up, who_leaves
-from fastgen.decoding.logits.transforms import LogitsTransform, NGramBlock, Penalty, Text, apply_transforms
+from fastgen.decoding.logits.transforms import (
+    LogitsTransform,
+    NGramBlock,
+    Penalty,
+    Text,
+    apply_transforms,
+)
 from fastgen.decoding.search.stopping import Stop
 from fastgen.decoding.speculative.adaptive_drafting import Pace
 from fastgen.decoding.speculative.policies import Place, Policy
@@ -135,7 +141,9 @@ class Bild:
         eos: list[int] = [] if self.stop.eos is None else cast(Any, self.stop.eos).tolist()
         self._ends = frozenset(eos)
         self._start = 0.0  # seconds of the small model's prompts
-        self._first: dict[int, Tensor | None] = {}  # what the models say of the tokens that follow the prompts
+        self._first: dict[
+            int, Tensor | None
+        ] = {}  # what the models say of the tokens that follow the prompts
         self._last: list[int] = cast(Any, self.prompt[:, -1]).tolist()
 
     def run(self) -> Tensor:
@@ -154,7 +162,13 @@ class Bild:
         longest = max(len(text.tokens) for text in self._all)
         rows = [text.tokens + [self.pad] * (longest - len(text.tokens)) for text in self._all]
         return torch.cat(
-            [self.prompt, torch.tensor(rows, device=self.prompt.device, dtype=torch.int64).view(len(rows), -1)], 1
+            [
+                self.prompt,
+                torch.tensor(rows, device=self.prompt.device, dtype=torch.int64).view(
+                    len(rows), -1
+                ),
+            ],
+            1,
         )
 
     @property
@@ -173,7 +187,12 @@ class Bild:
             self._draft(texts)
         self._check([text for text in texts if not text.finished])
         if pace is not None:
-            pace.note(drafts, len(texts), sum(len(text.tokens) for text in texts) - before, pace.clock() - began)
+            pace.note(
+                drafts,
+                len(texts),
+                sum(len(text.tokens) for text in texts) - before,
+                pace.clock() - began,
+            )
 
     def _begin(self, size: int, model: Model) -> None:
         self._first[size] = first = model.prefill()
@@ -186,7 +205,11 @@ class Bild:
         self._begin(_SMALL, self.small)
         if len(self._present) < len(self._all):
             self.small.keep(
-                torch.tensor([text.index for text in self._present], device=self.prompt.device, dtype=torch.int64)
+                torch.tensor(
+                    [text.index for text in self._present],
+                    device=self.prompt.device,
+                    dtype=torch.int64,
+                )
             )
         if self.pace is not None:
             self._start = self.pace.clock() - began
@@ -222,12 +245,18 @@ class Bild:
             return
         looked_at = [range(len(t.tokens) - t.drafted, len(t.tokens) + (not t.ended)) for t in texts]
         scores, places = self._scores(_LARGE, texts, looked_at)
-        each = [(text, place) for text, lengths in zip(texts, looked_at, strict=True) for place in lengths]
+        each = [
+            (text, place)
+            for text, lengths in zip(texts, looked_at, strict=True)
+            for place in lengths
+        ]
         drafted = [text.tokens[place] if place < len(text.tokens) else -1 for text, place in each]
         checked = self.policy.check(scores, places, drafted)
         own, stands = iter(checked.own), iter(checked.stands)
         for text, lengths in zip(texts, looked_at, strict=True):
-            self._replace(text, lengths, [next(own) for _ in lengths], [next(stands) for _ in lengths])
+            self._replace(
+                text, lengths, [next(own) for _ in lengths], [next(stands) for _ in lengths]
+            )
         self._find_ends(texts)
 
     def _replace(self, text: _Text, lengths: range, own: list[int], stands: list[bool]) -> None:
@@ -266,7 +295,9 @@ class Bild:
         if _SMALL in self._first:
             self.small.keep(rows)
 
-    def _scores(self, size: int, texts: Sequence[_Text], lengths: Sequence[range]) -> tuple[Tensor, list[Place]]:
+    def _scores(
+        self, size: int, texts: Sequence[_Text], lengths: Sequence[range]
+    ) -> tuple[Tensor, list[Place]]:
         """The edited scores (N, V) of what follows so many tokens of each text, and the places of the N.
 
         size: which model's. lengths: all from the tokens on that it holds, or one behind, to a text's end at most.
@@ -282,7 +313,9 @@ class Bild:
         else:
             assert first is not None
             logits = first[:0]
-        whole = all(text.held[size] + 1 == wanted[0] for text, wanted in zip(texts, lengths, strict=True))
+        whole = all(
+            text.held[size] + 1 == wanted[0] for text, wanted in zip(texts, lengths, strict=True)
+        )
         pieces, end = list[Tensor](), 0
         for text, wanted in zip(texts, lengths, strict=True):
             behind = wanted[0] - 1
@@ -292,16 +325,25 @@ class Bild:
             end += wanted[-1] - text.held[size]
             pieces.append(logits[end - (wanted[-1] - behind) : end])
             text.held[size] = wanted[-1]
-        places = [(text.index, place) for text, wanted in zip(texts, lengths, strict=True) for place in wanted]
+        places = [
+            (text.index, place)
+            for text, wanted in zip(texts, lengths, strict=True)
+            for place in wanted
+        ]
         scores = logits if whole else torch.cat(pieces)
-        if self.vocabulary not in (None, scores.shape[1]):  # one tokenizer, but other rows that stand for nothing
+        if self.vocabulary not in (
+            None,
+            scores.shape[1],
+        ):  # one tokenizer, but other rows that stand for nothing
             missing = self.vocabulary - scores.shape[1]
             scores = F.pad(scores[:, : self.vocabulary], (0, max(0, missing)), value=-torch.inf)
         return self._edited(scores, places), places
 
     def _tokens(self, text: _Text, start: int, end: int) -> list[int]:
         """Of a text, -1 being its prompt's last."""
-        return text.tokens[start:end] if start >= 0 else [self._last[text.index], *text.tokens[:end]]
+        return (
+            text.tokens[start:end] if start >= 0 else [self._last[text.index], *text.tokens[:end]]
+        )
 
     def _edited(self, scores: Tensor, places: Sequence[Place]) -> Tensor:
         """Apply the edits to scores (N, V), those of texts of one length at a time."""
@@ -314,12 +356,18 @@ class Bild:
         for length, rows in by_length.items():
             texts = [places[row][0] for row in rows]
             written = torch.tensor(
-                [self._all[text].tokens[:length] for text in texts], device=device, dtype=torch.int64
+                [self._all[text].tokens[:length] for text in texts],
+                device=device,
+                dtype=torch.int64,
             )
-            ids = torch.cat([self.prompt[texts], written.view(len(rows), length).to(self.prompt.dtype)], 1)
+            ids = torch.cat(
+                [self.prompt[texts], written.view(len(rows), length).to(self.prompt.dtype)], 1
+            )
             at = torch.tensor(rows, device=device, dtype=torch.int64)
             scores[at] = apply_transforms(
-                scores[at], Text(ids, prompt_length), [_of_texts(edit, texts) for edit in self.transforms]
+                scores[at],
+                Text(ids, prompt_length),
+                [_of_texts(edit, texts) for edit in self.transforms],
             )
         return scores
 

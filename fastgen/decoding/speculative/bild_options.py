@@ -58,7 +58,9 @@ def options(
         ValueError, TypeError: a value is not one that it can have; or not just one small model is given.
     """
     if (small is None) == (layers is None):
-        said = "".join(f"{', '.join(map(called, values))}: " for values in (asked or stored,) if values)
+        said = "".join(
+            f"{', '.join(map(called, values))}: " for values in (asked or stored,) if values
+        )
         raise ValueError(
             f"{said}big-little decoding needs a small model, either {smalls[0]} or {smalls[1]} (layers of the model "
             f"itself), and got {'neither' if small is None else 'both'}"
@@ -69,7 +71,11 @@ def options(
             f"{asked['rollback_threshold']} would keep others"
         )
     if asked.get("rollback_threshold") is not None or asked.get("lossless") is False:
-        stored = {name: value for name, value in stored.items() if name not in ("lossless", "adaptive_draft")}
+        stored = {
+            name: value
+            for name, value in stored.items()
+            if name not in ("lossless", "adaptive_draft")
+        }
     values = {**stored, **asked}
     if values.get("adaptive_draft") and not values.get("lossless"):
         raise ValueError(
@@ -96,7 +102,9 @@ def _number(name: str, value: Any, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is a {type(value).__name__}, {value!r}; it must be a number")
     if not 0.0 <= value <= most:
-        raise ValueError(f"{name} is {value}; it must be {f'from 0 to {most:g}' if most < math.inf else '0 or more'}")
+        raise ValueError(
+            f"{name} is {value}; it must be {f'from 0 to {most:g}' if most < math.inf else '0 or more'}"
+        )
     return float(value)
 
 

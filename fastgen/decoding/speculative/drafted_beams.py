@@ -44,7 +44,9 @@ class _Known:
 
     def __init__(self, tree: Branching, first: Tensor) -> None:
         self.tree = tree
-        self._children: list[dict[tuple[int, int], int]] = [{} for _ in range(len(first))]  # by node and token
+        self._children: list[dict[tuple[int, int], int]] = [
+            {} for _ in range(len(first))
+        ]  # by node and token
         self._new: list[list[tuple[int, int]]] = [[] for _ in range(len(first))]
         self._logits: dict[int, Tensor] = {ROOT: first}  # (B, V) by node
 
@@ -65,8 +67,12 @@ class _Known:
         count = max(map(len, self._new))
         if count:
             start = self.tree.nodes
-            padded = [new + [new[0] if new else (ROOT, 0)] * (count - len(new)) for new in self._new]
-            parents, tokens = ([[child[part] for child in new] for new in padded] for part in (0, 1))
+            padded = [
+                new + [new[0] if new else (ROOT, 0)] * (count - len(new)) for new in self._new
+            ]
+            parents, tokens = (
+                [[child[part] for child in new] for new in padded] for part in (0, 1)
+            )
             logits = self.tree.grow(parents, tokens)
             self._logits |= {start + place: logits[:, place] for place in range(count)}
             self._new = [[] for _ in self._new]
@@ -77,7 +83,9 @@ class _Known:
         for known, kept in zip(self._children, nodes, strict=True):
             for child in [child for child in known if child[0] not in kept]:
                 del known[child]
-        used = {node for kept in nodes for node in kept} | {n for known in self._children for n in known.values()}
+        used = {node for kept in nodes for node in kept} | {
+            n for known in self._children for n in known.values()
+        }
         self._logits = {node: logits for node, logits in self._logits.items() if node in used}
 
     @property
@@ -114,20 +122,32 @@ class DraftedBeams:
         self.width, self.depth, self.ends = width, depth, list(ends)
         self.longest = longest
         self.passes = Passes()
-        self._at = [[ROOT] * beams for _ in range(sentences)]  # of each beam, without its newest token
+        self._at = [
+            [ROOT] * beams for _ in range(sentences)
+        ]  # of each beam, without its newest token
         self._scores = [{ROOT: 0.0} for _ in range(sentences)]  # by node of the large tree
-        self._origins: list[dict[int, tuple[int, int]]] = [{} for _ in range(sentences)]  # of those: parent and token
-        self._same = [{ROOT: ROOT} for _ in range(sentences)]  # nodes of the small tree by those of the large one
+        self._origins: list[dict[int, tuple[int, int]]] = [
+            {} for _ in range(sentences)
+        ]  # of those: parent and token
+        self._same = [
+            {ROOT: ROOT} for _ in range(sentences)
+        ]  # nodes of the small tree by those of the large one
 
     def step(self, ids: Tensor) -> Tensor:
         """Return the logits (B * M, V) fp32 of what follows ids (B * M, L); the caller's to change."""
         newest: list[list[int]] = cast(Any, ids[:, -1].view(len(self._at), -1)).tolist()
         self.passes.steps += 1
-        each = [list(zip(at, tokens, strict=True)) for at, tokens in zip(self._at, newest, strict=True)]
+        each = [
+            list(zip(at, tokens, strict=True)) for at, tokens in zip(self._at, newest, strict=True)
+        ]
         scores = [self._scores_of(b, children) for b, children in enumerate(each)]
-        if not all(self.large.has(b, *child) for b, children in enumerate(each) for child in children):
+        if not all(
+            self.large.has(b, *child) for b, children in enumerate(each) for child in children
+        ):
             self._pass(each, scores, int(min(self.depth, self.longest - ids.shape[1])))
-        self._at = [[self.large.node(b, *child) for child in children] for b, children in enumerate(each)]
+        self._at = [
+            [self.large.node(b, *child) for child in children] for b, children in enumerate(each)
+        ]
         for known, nodes, found in zip(self._scores, self._at, scores, strict=True):
             known.update(zip(nodes, found, strict=True))
         return torch.cat([self.large.logits(b, nodes) for b, nodes in enumerate(self._at)])
@@ -135,13 +155,23 @@ class DraftedBeams:
     def reorder(self, parents: Tensor) -> None:
         """Let beam m of sentence b continue beam parents[b, m]; parents: (B, M) int64."""
         chosen: list[list[int]] = cast(Any, parents).tolist()
-        self._at = [[at[parent] for parent in row] for at, row in zip(self._at, chosen, strict=True)]
+        self._at = [
+            [at[parent] for parent in row] for at, row in zip(self._at, chosen, strict=True)
+        ]
 
-    def _pass(self, newest: Sequence[Sequence[tuple[int, int]]], scores: Sequence[Sequence[float]], depth: int) -> None:
+    def _pass(
+        self,
+        newest: Sequence[Sequence[tuple[int, int]]],
+        scores: Sequence[Sequence[float]],
+        depth: int,
+    ) -> None:
         """Let the large model read the newest tokens, each behind its node, and drafts of some steps behind them."""
         self.large.forget([set(at) for at in self._at])
         self.small.forget(
-            [{same[node] for node in at if node in same} for same, at in zip(self._same, self._at, strict=True)]
+            [
+                {same[node] for node in at if node in same}
+                for same, at in zip(self._same, self._at, strict=True)
+            ]
         )
         fronts = [self._begin(b, *each) for b, each in enumerate(zip(newest, scores, strict=True))]
         for _ in range(depth):
@@ -154,21 +184,31 @@ class DraftedBeams:
         self.passes.large_nodes += self.large.run()
         self.passes.large_calls += 1
 
-    def _begin(self, b: int, children: Sequence[tuple[int, int]], scores: Sequence[float]) -> _Front:
+    def _begin(
+        self, b: int, children: Sequence[tuple[int, int]], scores: Sequence[float]
+    ) -> _Front:
         nodes = [self._large_node(b, *child) for child in children]
-        once = dict(zip(nodes, scores, strict=True))  # before their first choice all beams are the same
-        return _Front(list(once), torch.tensor(list(once.values()), dtype=torch.float32, device="cpu"))
+        once = dict(
+            zip(nodes, scores, strict=True)
+        )  # before their first choice all beams are the same
+        return _Front(
+            list(once), torch.tensor(list(once.values()), dtype=torch.float32, device="cpu")
+        )
 
     def _drafted(self, b: int, front: _Front) -> _Front:
         """The `width` best continuations by the small model."""
         vocabulary = self.large.vocabulary
-        log_probs = torch.log_softmax(self.small.logits(b, self._small_nodes(b, front.nodes))[:, :vocabulary], 1)
+        log_probs = torch.log_softmax(
+            self.small.logits(b, self._small_nodes(b, front.nodes))[:, :vocabulary], 1
+        )
         log_probs[:, self.ends] = -torch.inf
         totals = (log_probs + front.scores.to(log_probs)[:, None]).flatten()
         best = totals.topk(min(self.width, len(totals)))
         chosen: list[int] = cast(Any, best.indices).tolist()
         width = log_probs.shape[1]
-        nodes = [self._large_node(b, front.nodes[index // width], index % width) for index in chosen]
+        nodes = [
+            self._large_node(b, front.nodes[index // width], index % width) for index in chosen
+        ]
         return _Front(nodes, best.values)
 
     def _large_node(self, b: int, parent: int, token: int) -> int:
@@ -191,6 +231,12 @@ class DraftedBeams:
         parents, tokens = [parent for parent, _ in children], [token for _, token in children]
         log_probs = torch.log_softmax(self.large.logits(b, parents), 1)
         found: list[float] = cast(
-            Any, log_probs[torch.arange(len(tokens), dtype=torch.int64, device=log_probs.device), tokens]
+            Any,
+            log_probs[
+                torch.arange(len(tokens), dtype=torch.int64, device=log_probs.device), tokens
+            ],
         ).tolist()
-        return [self._scores[b][parent] + log_prob for parent, log_prob in zip(parents, found, strict=True)]
+        return [
+            self._scores[b][parent] + log_prob
+            for parent, log_prob in zip(parents, found, strict=True)
+        ]

@@ -58,9 +58,13 @@ class Likeliest:
         own = argmax(scores)
         if self.rollback == 0.0:
             chosen: list[int] = cast(Any, own).tolist()
-            return Checked(chosen, [token == other for token, other in zip(drafted, chosen, strict=True)])
+            return Checked(
+                chosen, [token == other for token, other in zip(drafted, chosen, strict=True)]
+            )
         likeliest, costs = _read(own, _costs(scores, drafted))
-        return Checked([int(t) for t in likeliest], _standing(drafted, likeliest, costs, self.rollback))
+        return Checked(
+            [int(t) for t in likeliest], _standing(drafted, likeliest, costs, self.rollback)
+        )
 
 
 @dataclass
@@ -77,18 +81,34 @@ class Noting:
 
     def check(self, scores: Tensor, places: Sequence[Place], drafted: Sequence[int]) -> Checked:
         checked = self.policy.check(scores, places, drafted)
-        tokens = torch.tensor([drafted, checked.own], device=scores.device, dtype=torch.int64).clamp_(min=0).T
+        tokens = (
+            torch.tensor([drafted, checked.own], device=scores.device, dtype=torch.int64)
+            .clamp_(min=0)
+            .T
+        )
         self._seen.append((places, drafted, checked.own, scores.gather(1, tokens)))
         return checked
 
     def scores_of(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Of each token of all texts, its score as the large model saw it; one look at the device."""
-        values: list[list[float]] = cast(Any, torch.cat([scores for *_, scores in self._seen])).tolist()
-        each = (seen for places, drafted, own, _ in self._seen for seen in zip(places, drafted, own, strict=True))
+        values: list[list[float]] = cast(
+            Any, torch.cat([scores for *_, scores in self._seen])
+        ).tolist()
+        each = (
+            seen
+            for places, drafted, own, _ in self._seen
+            for seen in zip(places, drafted, own, strict=True)
+        )
         found: dict[Place, dict[int, float]] = {}
         for (place, token, other), (of_token, of_other) in zip(each, values, strict=True):
-            found[place] = {token: of_token, other: of_other}  # what was forgotten is overwritten by what came there
-        return [[found[text, i][token] for i, token in enumerate(tokens)] for text, tokens in enumerate(texts)]
+            found[place] = {
+                token: of_token,
+                other: of_other,
+            }  # what was forgotten is overwritten by what came there
+        return [
+            [found[text, i][token] for i, token in enumerate(tokens)]
+            for text, tokens in enumerate(texts)
+        ]
 
 
 @dataclass
@@ -103,7 +123,9 @@ class Drawn:
 
     def check(self, scores: Tensor, places: Sequence[Place], drafted: Sequence[int]) -> Checked:
         likeliest, costs = _read(argmax(scores), _costs(scores, drafted))
-        return Checked(_draw(torch.softmax(scores, 1)), _standing(drafted, likeliest, costs, self.rollback))
+        return Checked(
+            _draw(torch.softmax(scores, 1)), _standing(drafted, likeliest, costs, self.rollback)
+        )
 
 
 @dataclass
@@ -125,13 +147,19 @@ class Rejection:
         large = torch.softmax(scores, 1)
         nothing = large.new_zeros(large.shape[1])
         each = zip(places, drafted, strict=True)
-        small = torch.stack([nothing if token < 0 else self._drawn_from[place] for place, token in each])
+        small = torch.stack(
+            [nothing if token < 0 else self._drawn_from[place] for place, token in each]
+        )
         self._drawn_from.clear()
-        tokens = torch.tensor(drafted, device=scores.device, dtype=torch.int64).clamp_(min=0)[:, None]
+        tokens = torch.tensor(drafted, device=scores.device, dtype=torch.int64).clamp_(min=0)[
+            :, None
+        ]
         at_large, at_small = large.gather(1, tokens)[:, 0], small.gather(1, tokens)[:, 0]
         stands: list[bool] = cast(Any, torch.rand_like(at_small) * at_small < at_large).tolist()
         rest = (large - small).clamp_(min=0.0)
-        alike = rest.sum(1, keepdim=True) == 0.0  # then every draft stands, and nothing is drawn from the rest
+        alike = (
+            rest.sum(1, keepdim=True) == 0.0
+        )  # then every draft stands, and nothing is drawn from the rest
         return Checked(_draw(torch.where(alike, large, rest)), stands)
 
 

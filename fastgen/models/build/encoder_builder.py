@@ -29,10 +29,16 @@ _not_written: "WeakSet[nn.Module]" = WeakSet()
 
 def may_run_in_c(module: nn.Module) -> bool:
     """Whether C runs an encoder's layers, as far as can be said before they are read; it is always the faster way."""
-    return native.library() is not None and linear.reason_off(module) is None and module not in _not_written
+    return (
+        native.library() is not None
+        and linear.reason_off(module) is None
+        and module not in _not_written
+    )
 
 
-def encoder_of(module: nn.Module, layout: Layout, longest: int, of: nn.Module | None = None) -> Encoder:
+def encoder_of(
+    module: nn.Module, layout: Layout, longest: int, of: nn.Module | None = None
+) -> Encoder:
     """Build the layers of an encoder in evaluation mode.
 
     Args:

@@ -65,7 +65,9 @@ def name_of(thing: object) -> str:
     return f"{type(thing).__module__.partition('.')[0]}.{type(thing).__name__}"
 
 
-def check_unread(model: nn.Module, paths: Sequence[str], read: Container[nn.Module], called: bool = True) -> None:
+def check_unread(
+    model: nn.Module, paths: Sequence[str], read: Container[nn.Module], called: bool = True
+) -> None:
     """Raise NotFused where a decoder has a part that was not read, and is more than a dropout.
 
     paths: of the decoder, and of what comes behind it, from the model. read: the modules that were.
@@ -117,7 +119,9 @@ def foreign_hook(module: nn.Module) -> bool:
     """Whether a module has a hook that is not transformers' own."""
     if not (module._forward_hooks or module._forward_pre_hooks):  # seldom there are any
         return False
-    return any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
+    return any(
+        map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
+    )
 
 
 def reads_rows(module: nn.Module) -> str | None:
@@ -130,7 +134,9 @@ def reads_rows(module: nn.Module) -> str | None:
     own = module.__dict__.get("forward")
     if own is None or isinstance(own, Routed) or runs_its_class(module):
         return None
-    if (hook := getattr(module, "_hf_hook", None)) is not None:  # accelerate's `add_hook_to_module` put it there
+    if (
+        hook := getattr(module, "_hf_hook", None)
+    ) is not None:  # accelerate's `add_hook_to_module` put it there
         if all(map(_moves_only, getattr(hook, "hooks", [hook]))):
             return None
         return f"a hook on a {type(module).__name__}"

@@ -14,8 +14,14 @@ from torch.nn import functional as F
 from fastgen.models.routing.instance import is_toolkits
 
 _LOOKED_UP: tuple[tuple[Any, str], ...] = (
-    (F, "scaled_dot_product_attention linear softmax layer_norm rms_norm embedding gelu relu silu dropout"),
-    (torch, "matmul bmm baddbmm addmm mm softmax log_softmax relu tanh sigmoid argmax topk multinomial"),
+    (
+        F,
+        "scaled_dot_product_attention linear softmax layer_norm rms_norm embedding gelu relu silu dropout",
+    ),
+    (
+        torch,
+        "matmul bmm baddbmm addmm mm softmax log_softmax relu tanh sigmoid argmax topk multinomial",
+    ),
     (nn.Module, "__call__ _call_impl _wrapped_call_impl"),
     (nn.Linear, "forward"),
     (nn.LayerNorm, "forward"),
@@ -49,4 +55,8 @@ def _is_torchs_own(function: Any) -> bool:
 
 
 def _named(owner: Any) -> str:
-    return owner.__name__ if not isinstance(owner, type) else f"{owner.__module__}.{owner.__qualname__}"
+    return (
+        owner.__name__
+        if not isinstance(owner, type)
+        else f"{owner.__module__}.{owner.__qualname__}"
+    )

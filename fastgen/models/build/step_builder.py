@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.models.build.equivalence_check import OTHERWISE, outcome
-from fastgen.models.build.introspection import NotFused, at, check_unread, is_there, name_of, part_or_none, reading
+from fastgen.models.build.introspection import (
+    NotFused,
+    at,
+    check_unread,
+    is_there,
+    name_of,
+    part_or_none,
+    reading,
+)
 from fastgen.models.layers import activation
 from fastgen.models.layers.linear import Product, is_linear, product, products
 from fastgen.models.layers.norm import Norm, NormLike, OwnNorm, Times, rms_norm, unnormed
@@ -64,7 +72,11 @@ class Reader:
         self.model, self.layout, self.longest = model, layout, longest
         self.decoder = at(model, layout.decoder)
         self.layers: list[Any] = list(at(self.decoder, layout.layers).children())
-        like = at(self.decoder, layout.tokens).weight if layout.tokens else next(self.decoder.parameters())
+        like = (
+            at(self.decoder, layout.tokens).weight
+            if layout.tokens
+            else next(self.decoder.parameters())
+        )
         self.dtype: torch.dtype = like.dtype
         self.device: str = like.device.type
         self.read: set[nn.Module] = set()
@@ -80,7 +92,11 @@ class Reader:
         layout = self.layout
         sublayers, first = self.stack()
         self.check_layers()
-        make = DecoderStep if layout.mask is None else functools.partial(MaskedStep, mask=layout.mask(self.model))
+        make = (
+            DecoderStep
+            if layout.mask is None
+            else functools.partial(MaskedStep, mask=layout.mask(self.model))
+        )
         step = make(
             module=self.decoder,
             embedding=self.embedding(),
@@ -101,7 +117,9 @@ class Reader:
     def check_rest(self) -> None:
         """Raise NotFused where a model has a part that was not read."""
         paths = (self.layout.decoder, self.layout.head, self.layout.transform)
-        check_unread(self.model, [path for path in paths if path is not None], self.read, self.layout.called)
+        check_unread(
+            self.model, [path for path in paths if path is not None], self.read, self.layout.called
+        )
 
     def stack(self) -> tuple[list[Sublayer], NormLike | None]:
         """All sublayers, and the norm before the first one, where norms come first."""
@@ -109,8 +127,13 @@ class Reader:
         if not self.layers:
             raise NotFused("its decoder has no layers")
         norm_first, parallel = self.says(layout.norm_first), self.says(layout.parallel)
-        parts = [part for index, layer in enumerate(self.layers) for part in self.sublayers(index, layer)]
-        norms_of, last = [part.norm for part in parts], self.norm(decoder._modules.get(layout.last_norm))
+        parts = [
+            part for index, layer in enumerate(self.layers) for part in self.sublayers(index, layer)
+        ]
+        norms_of, last = (
+            [part.norm for part in parts],
+            self.norm(decoder._modules.get(layout.last_norm)),
+        )
         if not norm_first and last is not None:
             raise NotFused("its decoder has a last norm beside those of its layers")
         behind = [*norms_of[1:], last or unnormed] if norm_first else norms_of
@@ -120,7 +143,14 @@ class Reader:
             raise NotFused("gradients are wanted")
         self.facts += (norm_first, parallel)
         sublayers = [
-            Sublayer(part.layer, part.mix, part.out, norm, part.own, parallel and type(part.mix) is TextAttention)
+            Sublayer(
+                part.layer,
+                part.mix,
+                part.out,
+                norm,
+                part.own,
+                parallel and type(part.mix) is TextAttention,
+            )
             for part, norm in zip(parts, behind, strict=True)
         ]
         return sublayers, norms_of[0] if norm_first else None
@@ -129,7 +159,9 @@ class Reader:
         layout, out = self.layout, self.product(at(self.model, self.layout.head))
         if layout.transform is None:
             return out
-        self.read.add(at(self.model, layout.head.rpartition(".")[0]))  # it has the head's bias as its own, too
+        self.read.add(
+            at(self.model, layout.head.rpartition(".")[0])
+        )  # it has the head's bias as its own, too
         return Prediction(
             self.product(at(self.model, layout.transform)),
             self.activation(at(self.model, layout.transform_activation)),
@@ -170,7 +202,11 @@ class Reader:
             core = at(module, names.core)
             if getattr(core, "layer_idx", getattr(core, "layer_id", index)) not in (index, None):
                 raise NotFused("its layers number their keys and values in another order")
-            attend: Any = self.self_attention(module, names) if self_attention else self.cross_attention(module, names)
+            attend: Any = (
+                self.self_attention(module, names)
+                if self_attention
+                else self.cross_attention(module, names)
+            )
             out, own = self.product(at(module, names.out)), self.own_norm(layer, names.own_norm)
             found.append(_Part(index, attend, out, own, self.norm_before(layer, names.norm)))
         wide, gate = layout.wide, layout.gated
@@ -182,7 +218,10 @@ class Reader:
             None if gate in (None, wide) else self.product(at(layer, gate)),
             halves=gate == wide,
         )
-        out, own = self.product(at(layer, layout.narrow)), self.own_norm(layer, layout.feed_own_norm)
+        out, own = (
+            self.product(at(layer, layout.narrow)),
+            self.own_norm(layer, layout.feed_own_norm),
+        )
         found.append(_Part(index, feed, out, own, self.norm_before(layer, layout.feed_norm)))
         return found
 
@@ -200,19 +239,28 @@ class Reader:
         core = at(module, names.core)
         dims = getattr(core, self.layout.dims)
         parts = [at(module, name) for name in names.parts]
-        out = at(module, names.out)  # reads as many as there are heads, whatever the projections are
+        out = at(
+            module, names.out
+        )  # reads as many as there are heads, whatever the projections are
         heads = (out.nx if hasattr(out, "nx") else out.in_features) // dims
-        if getattr(module, "reorder_and_upcast_attn", False) or getattr(module, "is_cross_attention", False):
+        if getattr(module, "reorder_and_upcast_attn", False) or getattr(
+            module, "is_cross_attention", False
+        ):
             raise NotFused("attention in a precision or form of its own")
         functions = vars(sys.modules[type(module).__module__])
         for name in _FUNCTIONS:
             if name in functions and not is_toolkits(functions[name]):
                 raise NotFused(f"a function {name} of its own")
             self.facts.append(functions.get(name))
-        query_norm, key_norm = (self.norm(module._modules.get(name)) for name in ("q_norm", "k_norm"))
+        query_norm, key_norm = (
+            self.norm(module._modules.get(name)) for name in ("q_norm", "k_norm")
+        )
         scale = float(names.scale(core))
         softcap = None if names.softcap is None else getattr(module, names.softcap)
-        blocks, spread = names.blocks(module), names.spread is not None and bool(getattr(module, names.spread))
+        blocks, spread = (
+            names.blocks(module),
+            names.spread is not None and bool(getattr(module, names.spread)),
+        )
         self.facts += (dims, scale, softcap, blocks, spread)
         if names.nearness is not None:
             nearness, buckets = self.product(at(module, names.nearness)), self.buckets(module)
@@ -249,7 +297,12 @@ class Reader:
         if self.near is None:
             find = vars(sys.modules[type(module).__module__])["compute_relative_buckets"]
             device = module.out_proj.weight.device
-            self.near = limits, find(*limits, -torch.arange(self.longest + 1, device=device, dtype=torch.int64)).long()
+            self.near = (
+                limits,
+                find(
+                    *limits, -torch.arange(self.longest + 1, device=device, dtype=torch.int64)
+                ).long(),
+            )
         if self.near[0] != limits:
             raise NotFused(f"buckets of distances of its layers is {[self.near[0], limits]}")
         return self.near[1]
@@ -270,11 +323,15 @@ class Reader:
 
     def window(self, seen: Tensor) -> Bias | None:
         """What a table (1, 1, P, P) lets the last token of the longest text see, by distance; None for all."""
-        last = min(self.longest, seen.shape[2]) - 1  # where there are more, there are no positions for them either
+        last = (
+            min(self.longest, seen.shape[2]) - 1
+        )  # where there are more, there are no positions for them either
         seen = seen[0, 0, last : last + 1, : last + 1].flip(1)
         if bool(seen.all()):
             return None
-        table = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        table = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(
+            ~seen, -torch.inf
+        )
         known = next((bias for bias in self.windows if torch.equal(bias.table, table)), None)
         if known is None:
             known = Bias(lambda: table)
@@ -318,7 +375,9 @@ class Reader:
             self.read.update(function.modules())
         kind = activation.kind(function)
         if kind is None:
-            raise NotFused(f"an activation function {getattr(function, '__name__', None) or name_of(function)}")
+            raise NotFused(
+                f"an activation function {getattr(function, '__name__', None) or name_of(function)}"
+            )
         self.facts.append(kind)
         return kind
 
@@ -336,7 +395,9 @@ class Reader:
         if positions is None:
             return Embedding(tokens.weight, scale, norm=normed, norm_tokens=layout.norm_tokens)
         self.read.add(positions)
-        if layout.past and not set(layout.past) & set(inspect.signature(type(positions).forward).parameters):
+        if layout.past and not set(layout.past) & set(
+            inspect.signature(type(positions).forward).parameters
+        ):
             raise NotFused("positions that do not count the tokens before")
         table: Tensor = positions.weights if hasattr(positions, "weights") else positions.weight
         first = layout.first(positions)
@@ -356,13 +417,19 @@ class Reader:
             if positions.padding_idx != 0:
                 raise NotFused(f"streams whose positions begin at {first}")
             # Its first stream takes the embedding before the first one, which is the last.
-            return StreamEmbedding(tokens.weight, scale, table, first, norm=normed, stream=streams.weight[-1])
-        return Embedding(tokens.weight, scale, table, first, padding, row, normed, layout.norm_tokens)
+            return StreamEmbedding(
+                tokens.weight, scale, table, first, norm=normed, stream=streams.weight[-1]
+            )
+        return Embedding(
+            tokens.weight, scale, table, first, padding, row, normed, layout.norm_tokens
+        )
 
     def rotary(self, attention: Any, names: Attention) -> Rotary | None:
         """The rotation of an attention module: its own table, the decoder's one, or of several the one it names."""
         if names.rotation_table is not None:
-            holder = self.decoder._modules.get(self.layout.rotary)  # since transformers 5.24, one for all layers
+            holder = self.decoder._modules.get(
+                self.layout.rotary
+            )  # since transformers 5.24, one for all layers
             if holder is not None:
                 self.read.add(holder)
             table: Tensor = getattr(attention if holder is None else holder, names.rotation_table)
@@ -378,11 +445,15 @@ class Reader:
         rope = getattr(module, "rope_type", None)
         kinds: list[str | None] = list(rope.values()) if isinstance(rope, dict) else [rope]
         if any(name in ("dynamic", "longrope") for name in kinds):
-            raise NotFused(f"rotary positions of type {rope!r}, which change with the length of the text")
+            raise NotFused(
+                f"rotary positions of type {rope!r}, which change with the length of the text"
+            )
         which = None if kind is None else getattr(attention, kind)
         self.facts += (type(module), which)
         if which not in self.rotations:
-            self.rotations[which] = module if which is None else functools.partial(module, layer_type=which)
+            self.rotations[which] = (
+                module if which is None else functools.partial(module, layer_type=which)
+            )
         return self.rotations[which]
 
     def rotation_table(self, table: Tensor) -> Rotary:
@@ -394,7 +465,12 @@ class Reader:
         return known
 
 
-_FUNCTIONS = ("apply_rotary_pos_emb", "eager_attention_forward", "build_alibi_tensor", "build_mpt_alibi_tensor")
+_FUNCTIONS = (
+    "apply_rotary_pos_emb",
+    "eager_attention_forward",
+    "build_alibi_tensor",
+    "build_mpt_alibi_tensor",
+)
 """Of a model's file, which a step computes in its own way, or has called when it was made."""
 
 

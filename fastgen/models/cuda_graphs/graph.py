@@ -172,7 +172,9 @@ class CapturedFunction:
         """Hold on to nothing that was given or returned."""
         self._inputs = self._launch = self._result = None
 
-    def _captured(self, function: Callable[[], _T], device: torch.device) -> tuple[Callable[[], object], _T]:
+    def _captured(
+        self, function: Callable[[], _T], device: torch.device
+    ) -> tuple[Callable[[], object], _T]:
         try:
             return capture(function, device, self._lent.place(device))
         except BaseException:
@@ -204,7 +206,11 @@ def release() -> None:
 
 def generator(device: torch.device) -> torch.Generator:
     """What random numbers on a device come from, where no other generator is named."""
-    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+    return (
+        torch.default_generator
+        if device.type == "cpu"
+        else torch.cuda.default_generators[device.index]
+    )
 
 
 @functools.cache

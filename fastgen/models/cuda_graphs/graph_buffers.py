@@ -122,26 +122,50 @@ class GraphBuffers:
         elif mask is not None:
             mask = nn.functional.pad(mask[:, 0].float(), (0, slots - first.prefix))
         text, source = (
-            [(keys[:, :, :count], values[:, :, :count]) for keys, values in (layer.room for layer in of)]
-            for of, count in ((reads.text, slots), (reads.source, reads.source[0].prefix if reads.source else 0))
+            [
+                (keys[:, :, :count], values[:, :, :count])
+                for keys, values in (layer.room for layer in of)
+            ]
+            for of, count in (
+                (reads.text, slots),
+                (reads.source, reads.source[0].prefix if reads.source else 0),
+            )
         )
         numbers = torch.empty(5, dtype=torch.int64, device=first.room[0].device)
         tokens = numbers.new_empty(reads.sentences * first.beams)
         at = reads.first if isinstance(reads.first, Tensor) else None
         return cls(
-            reads.sentences, text, source, tokens, numbers, mask, reads.source_mask, at, graph.CapturedFunction(lent)
+            reads.sentences,
+            text,
+            source,
+            tokens,
+            numbers,
+            mask,
+            reads.source_mask,
+            at,
+            graph.CapturedFunction(lent),
         )
 
     def of_first(self, sentences: int, lent: graph.BorrowedPool) -> "GraphBuffers":
         """The same of its first sentences."""
         n, beams = sentences, len(self.tokens) // self.sentences
-        text, source = ([(keys[:n], values[:n]) for keys, values in of] for of in (self.text, self.source))
+        text, source = (
+            [(keys[:n], values[:n]) for keys, values in of] for of in (self.text, self.source)
+        )
         mask, source_mask, first = (
             None if each is None else each[:n] for each in (self.mask, self.source_mask, self.first)
         )
         tokens = self.tokens[: n * beams]
         return GraphBuffers(
-            n, text, source, tokens, self.numbers, mask, source_mask, first, graph.CapturedFunction(lent)
+            n,
+            text,
+            source,
+            tokens,
+            self.numbers,
+            mask,
+            source_mask,
+            first,
+            graph.CapturedFunction(lent),
         )
 
 
@@ -169,18 +193,26 @@ class Shape:
         if reads.watched is None:  # else somebody gets as many weights as there are positions
             positions = rounded(positions)
         heads = tuple((kv.shape[1], kv.shape[3], kv.dtype) for layer in layers for kv in layer.room)
-        masks = reads.ancestry is not None, reads.prefix_mask is not None, isinstance(reads.first, Tensor)
+        masks = (
+            reads.ancestry is not None,
+            reads.prefix_mask is not None,
+            isinstance(reads.first, Tensor),
+        )
         text, source = (
             sum(kv.shape[1] * kv.shape[3] * kv.element_size() for layer in of for kv in layer.room)
             for of in (reads.text, reads.source)
         )
-        nbytes = reads.sentences * (slots * (text + beams * 4) + positions * source)  # 4 of the mask
+        nbytes = reads.sentences * (
+            slots * (text + beams * 4) + positions * source
+        )  # 4 of the mask
         others = beams, heads, masks, reads.watched
         return cls(reads.sentences, slots, positions, others, nbytes, beams * outputs)
 
     def has_room_for(self, other: "Shape") -> bool:
         """Whether a call that asks for the other shape may have this one."""
-        large_enough = other.sentences <= self.sentences and other.slots <= self.slots <= 2 * other.slots
+        large_enough = (
+            other.sentences <= self.sentences and other.slots <= self.slots <= 2 * other.slots
+        )
         return large_enough and (self.positions, self.others) == (other.positions, other.others)
 
 
@@ -211,13 +243,18 @@ class PooledBuffers:
 
     def has_room_for(self, reads: Reads) -> bool:
         """Whether a call that sits here, and of which sentences may have left, can stay."""
-        return reads.sentences <= self.shape.sentences and reads.text[0].room[0].shape[2] <= self.shape.slots
+        return (
+            reads.sentences <= self.shape.sentences
+            and reads.text[0].room[0].shape[2] <= self.shape.slots
+        )
 
     def take(self, reads: Reads) -> GraphBuffers:
         """Move a call in: what it has is here from now on."""
         if self.whole is None:
             self.whole = self._ground(reads)
-        ground = self.grounds.pop(reads.sentences, None) or self.whole.of_first(reads.sentences, self.lent)
+        ground = self.grounds.pop(reads.sentences, None) or self.whole.of_first(
+            reads.sentences, self.lent
+        )
         self.grounds[reads.sentences] = ground
         if len(self.grounds) > GRAPHS:
             del self.grounds[next(iter(self.grounds))]
@@ -232,7 +269,10 @@ class PooledBuffers:
         shape, keys, beams = self.shape, reads.text[0].room[0], reads.text[0].beams
         b = shape.sentences
         text, source = (
-            [tuple(kv.new_empty(b, kv.shape[1], count, kv.shape[3]) for kv in layer.room) for layer in layers]
+            [
+                tuple(kv.new_empty(b, kv.shape[1], count, kv.shape[3]) for kv in layer.room)
+                for layer in layers
+            ]
             for layers, count in ((reads.text, shape.slots), (reads.source, shape.positions))
         )
         numbers = torch.empty(5, dtype=torch.int64, device=keys.device)
@@ -327,7 +367,9 @@ def borrow(step: DecoderStep, reads: Reads) -> PooledBuffers | None:
     now = _circumstances(reads.text[0].room[0].device)
     with _lock:
         of_decoder = _all.setdefault(step.module, {})
-        for gone in [each for each in of_decoder if each[0] != now[0]]:  # the model has been moved to another device
+        for gone in [
+            each for each in of_decoder if each[0] != now[0]
+        ]:  # the model has been moved to another device
             del of_decoder[gone]
         seats = of_decoder.setdefault(now, BufferPool())
         try:

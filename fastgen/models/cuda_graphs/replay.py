@@ -52,7 +52,9 @@ class _Fixed:
     def reserve(self, keys: Tensor, values: Tensor) -> None:
         """There is room."""
 
-    def append_turned(self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+    def append_turned(
+        self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation
+    ) -> Tensor:
         return turn_into_slots_(query, key, value, rotation, self.keys, self.values, self.start)
 
     def append_asking(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,8 +111,12 @@ class Replay:
             )
             self._slopes = torch.tensor([beams, beams, 1, 1, 0], device=device, dtype=torch.int64)
         ground.tokens.copy_(tokens)
-        torch.add(self._offsets, self._slopes, alpha=first.filled // first.beams, out=ground.numbers)
-        return Opened(self, ground, functools.partial(self._context, ground, first.beams, reads.watched))
+        torch.add(
+            self._offsets, self._slopes, alpha=first.filled // first.beams, out=ground.numbers
+        )
+        return Opened(
+            self, ground, functools.partial(self._context, ground, first.beams, reads.watched)
+        )
 
     def close(self) -> None:
         """A step that was opened has been made."""
@@ -147,7 +153,9 @@ class Replay:
         start, seen, length, at, prefix = ground.numbers.split(1)
         position = at if ground.first is None else (ground.first + at).repeat_interleave(beams)
         mask = None if ground.mask is None else ground.mask[:, None].to(self.step.dtype)
-        text, source = ([_Fixed(*pair, beams, start) for pair in of] for of in (ground.text, ground.source))
+        text, source = (
+            [_Fixed(*pair, beams, start) for pair in of] for of in (ground.text, ground.source)
+        )
         return Context(
             ground.sentences, length, prefix, position, text, source, mask, ground.source_mask, seen=seen,
             watched=watched,
@@ -183,7 +191,9 @@ class JointReplay:
         self.refused: str | None = None
         self._repeated = graph.CapturedFunction()
 
-    def __call__(self, decoders: Sequence[DecoderStep], texts: Sequence[Sequence[Opened]]) -> list[list[Result]]:
+    def __call__(
+        self, decoders: Sequence[DecoderStep], texts: Sequence[Sequence[Opened]]
+    ) -> list[list[Result]]:
         """Return for each text what `Replay` does, of each of the decoders, for which its step is open in `texts`."""
         opened = [each for of_text in texts for each in of_text]
         body = functools.partial(self._body, decoders, texts)
@@ -204,10 +214,16 @@ class JointReplay:
         """Hold on to no text: one of them is over."""
         self._repeated.forget()
 
-    def _body(self, decoders: Sequence[DecoderStep], texts: Sequence[Sequence[Opened]]) -> list[list[Result]]:
-        made = [self._of_decoder(*each) for each in zip(decoders, zip(*texts, strict=True), strict=True)]
+    def _body(
+        self, decoders: Sequence[DecoderStep], texts: Sequence[Sequence[Opened]]
+    ) -> list[list[Result]]:
+        made = [
+            self._of_decoder(*each) for each in zip(decoders, zip(*texts, strict=True), strict=True)
+        ]
         return [list(of_text) for of_text in zip(*made, strict=True)]
 
     def _of_decoder(self, decoder: DecoderStep, texts: Sequence[Opened]) -> list[Result]:
-        made = joint_step(decoder, [text.ground.tokens for text in texts], [text.context() for text in texts])
+        made = joint_step(
+            decoder, [text.ground.tokens for text in texts], [text.context() for text in texts]
+        )
         return [text.replay.finished(*each) for text, each in zip(texts, made, strict=True)]

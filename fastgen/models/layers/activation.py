@@ -46,7 +46,11 @@ def kind(function: Any) -> str | None:
         if function._parameters or function._buffers or function._modules:
             return None
         own = type(function).forward
-        held = tuple((name, value) for name, value in vars(function).items() if name[0] != "_" and name != "forward")
+        held = tuple(
+            (name, value)
+            for name, value in vars(function).items()
+            if name[0] != "_" and name != "forward"
+        )
         key, call = (type(function), own, held), functools.partial(own, function)
     try:
         if key not in _kinds:
@@ -56,7 +60,9 @@ def kind(function: Any) -> str | None:
         return kind_of(call)
 
 
-def pairs(modules: Iterable[nn.Module], names: Sequence[tuple[str, str]]) -> Iterator[tuple[nn.Module, nn.Module, str]]:
+def pairs(
+    modules: Iterable[nn.Module], names: Sequence[tuple[str, str]]
+) -> Iterator[tuple[nn.Module, nn.Module, str]]:
     """Yield (linear layer, activation function behind it, kind), by their names in one module.
 
     Only in modules that transformers itself defines: in a user's own class somebody else may read the layer's output.

@@ -32,7 +32,9 @@ def ticket(layer: Layer, rows: int, length: int) -> Tensor:
     """Return a stand-in for the keys or values of `layer`: (rows, Hkv, length, D), NaN, one element of memory."""
     keys = layer.keys
     shape = (rows, keys.shape[1], length, keys.shape[3])
-    stand_in = torch.full((1, 1, 1, 1), torch.nan, dtype=keys.dtype, device=keys.device).expand(shape)
+    stand_in = torch.full((1, 1, 1, 1), torch.nan, dtype=keys.dtype, device=keys.device).expand(
+        shape
+    )
     setattr(stand_in, _NAME, layer)
     return stand_in
 
@@ -63,7 +65,9 @@ class BeamAttention:
         self.sentences, self.beams, self.visible, self.times = sentences, beams, visible, times
         self.seen = seen
         self.attended = 0  # layers so far
-        self.source_mask: Tensor | None = None  # what the module has made of the mask of the encoder's output
+        self.source_mask: Tensor | None = (
+            None  # what the module has made of the mask of the encoder's output
+        )
         self._masks: dict[tuple[int, int, bool, int], tuple[object, object, Tensor | None]] = {}
 
     def attend(
@@ -87,7 +91,9 @@ class BeamAttention:
         mixed = beam_attention(folded, layer.keys, layer.values, slots, scale, softcap, seen)
         return mixed.reshape(rows, 1, heads, mixed.shape[3])
 
-    def begin_layer(self, layer: Layer, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    def begin_layer(
+        self, layer: Layer, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
         """Note that a layer attends; return the additive mask over its slots, kept for the other layers of this step.
 
         mask, bias: as those of `attend`. What comes is broadcastable to (B, H, M, N), None where all is seen.
@@ -106,7 +112,9 @@ class BeamAttention:
     def _additive(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """(1 or B*M, h, 1, L) bool or additive -> (1 or B, h, 1 or M, L) additive."""
         if part.dtype == torch.bool:
-            part = torch.zeros(part.shape, dtype=dtype, device=part.device).masked_fill_(~part, -torch.inf)
+            part = torch.zeros(part.shape, dtype=dtype, device=part.device).masked_fill_(
+                ~part, -torch.inf
+            )
         if part.shape[0] == self.sentences * self.beams and part.shape[0] > 1:
             return part.view(self.sentences, self.beams, *part.shape[1:]).transpose(1, 2).squeeze(3)
         return part

@@ -16,7 +16,9 @@ class _AwaitingBias(Tensor):
 
     bias: Tensor
     is_zero: bool
-    __torch_function__ = cast(Any, torch._C)._disabled_torch_function_impl  # what is computed from it is plain
+    __torch_function__ = cast(
+        Any, torch._C
+    )._disabled_torch_function_impl  # what is computed from it is plain
 
     def __add__(self, other: Any) -> Any:
         plain = self.as_subclass(Tensor)
@@ -33,7 +35,11 @@ def head_and_handing_on(
     Args:
         names: of the head and of the buffer that the model's own forward adds to its output, and nothing else reads.
     """
-    if names is None or not type(model).__module__.startswith("transformers.") or "forward" in model.__dict__:
+    if (
+        names is None
+        or not type(model).__module__.startswith("transformers.")
+        or "forward" in model.__dict__
+    ):
         return None
     head, bias = model._modules.get(names[0]), model._buffers.get(names[1])
     if head is None or bias is None or bias.dtype != torch.float32:

@@ -44,10 +44,15 @@ class _Useful(NamedTuple):
 def _useful(outputs: int, inputs: int, packer: str | None) -> _Useful:
     """Looked up once for layers of one size, and for one library that packs: a call asks for every layer."""
     rows = {kind: ops.useful_rows(outputs, inputs, kind) for kind in (None, *FUNCTIONS)}
-    elements = {kind: (max(1, found.start * inputs), (found.stop - 1) * inputs) for kind, found in rows.items()}
+    elements = {
+        kind: (max(1, found.start * inputs), (found.stop - 1) * inputs)
+        for kind, found in rows.items()
+    }
     activated = outputs > inputs  # no other may have an activation behind it
     least = min(rows[kind].start for kind in rows if activated or kind is None)
-    return _Useful(elements, least, max(1, ops.useful_rows(outputs, inputs, packed=False).start * inputs))
+    return _Useful(
+        elements, least, max(1, ops.useful_rows(outputs, inputs, packed=False).start * inputs)
+    )
 
 
 class Product(Protocol):
@@ -61,7 +66,9 @@ class Product(Protocol):
     @property
     def outputs(self) -> int: ...
 
-    def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+    def apply(
+        self, x: Tensor, activation: str | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         """Return the layer's output (R, N) for x (R, K), fresh; through `activation`, or with `residual` (R, N) added.
 
         activation: a kind that `ops.activation` knows.
@@ -98,7 +105,9 @@ class Linear(Routed):
         y = type(self.module).forward(self.module, x) if form is None else self._product(x, form)
         return y if self.handed_on is None or y.requires_grad else self.handed_on(y)
 
-    def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+    def apply(
+        self, x: Tensor, activation: str | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         form = self._form(x, activation)
         if form is not None:
             return self._product(x, form, activation, residual)
@@ -107,7 +116,11 @@ class Linear(Routed):
         return self.own.apply(x, activation, residual)
 
     def _product(
-        self, x: Tensor, form: ops.Packed, activation: str | None = None, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        form: ops.Packed,
+        activation: str | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         bias = self.module.bias
         if isinstance(form, ops.MklWeight) or not self._is_large(x):
@@ -144,7 +157,9 @@ class Linear(Routed):
         copy = self._copy(weight, weight.t() if self.transposed else weight, 1, None)
         return copy if isinstance(copy, ops.PanelWeight) else None
 
-    def _copy(self, weight: Tensor, plain: Tensor, rows: int, activation: str | None) -> ops.Packed | None:
+    def _copy(
+        self, weight: Tensor, plain: Tensor, rows: int, activation: str | None
+    ) -> ops.Packed | None:
         """The packed copy of the weight, made now if it is used often; None where there is none."""
         if not self.packs:
             return None
@@ -152,7 +167,11 @@ class Linear(Routed):
         if entry is None or entry.is_stale(weight):
             entry = self.entry = packed_of(self.module)
         copy = entry.copied(weight, plain, rows, activation, always=self.always)
-        return copy if copy is not None and ops.suits(copy, self.outputs, self.inputs, activation) else None
+        return (
+            copy
+            if copy is not None and ops.suits(copy, self.outputs, self.inputs, activation)
+            else None
+        )
 
 
 class Own:
@@ -167,10 +186,16 @@ class Own:
         self.module: Any = module
         self.outputs = _sizes(module)[0]
         weight, self.bias = self.module.weight, self.module.bias
-        bare = type(weight) in (Tensor, nn.Parameter) and (type(module) is nn.Linear or is_transposed(module))
-        self.weight: Tensor | None = (weight if is_transposed(module) else weight.t()) if bare else None
+        bare = type(weight) in (Tensor, nn.Parameter) and (
+            type(module) is nn.Linear or is_transposed(module)
+        )
+        self.weight: Tensor | None = (
+            (weight if is_transposed(module) else weight.t()) if bare else None
+        )
 
-    def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+    def apply(
+        self, x: Tensor, activation: str | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         weight, bias = self.weight, self.bias
         if weight is None or x.dim() != 2:
             return _finished(type(self.module).forward(self.module, x), activation, residual)
@@ -192,7 +217,9 @@ class SideBySide:
     def outputs(self) -> int:
         return self.weight.shape[0]
 
-    def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+    def apply(
+        self, x: Tensor, activation: str | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         return _finished(nn.functional.linear(x, self.weight, self.bias), activation, residual)
 
 
@@ -213,7 +240,9 @@ def _is_falcon(kind: type) -> bool:
 
 def _sizes(module: Any) -> tuple[int, int]:
     """Outputs and inputs of a linear layer."""
-    weight = module._parameters.get("weight")  # found sooner than as an attribute, which a parametrised layer has
+    weight = module._parameters.get(
+        "weight"
+    )  # found sooner than as an attribute, which a parametrised layer has
     rows, columns = (module.weight if weight is None else weight).shape
     return (columns, rows) if is_transposed(module) else (rows, columns)
 
@@ -234,7 +263,9 @@ def products(modules: Sequence[Any]) -> tuple[Product, ...]:
     """The products of linear layers that read the same: on a device a single one, where weights are not too large."""
     first = modules[0].weight
     limit = MERGED[first.device.type != "cpu"]
-    alike = all(type(module) is nn.Linear and module.weight.dtype == first.dtype for module in modules)
+    alike = all(
+        type(module) is nn.Linear and module.weight.dtype == first.dtype for module in modules
+    )
     if (
         len(modules) > 1
         and alike
@@ -271,7 +302,9 @@ def is_plain(module: nn.Module) -> bool:
     )
 
 
-def layers(modules: Iterable[nn.Module], rows: int | None = None) -> Iterator[tuple[nn.Module, bool]]:
+def layers(
+    modules: Iterable[nn.Module], rows: int | None = None
+) -> Iterator[tuple[nn.Module, bool]]:
     """Yield (layer, transposed) for every linear layer that can be routed, and gains from it with so many rows."""
     for module in modules:
         if is_linear(module) and gains(module, rows) and is_plain(module):

@@ -81,12 +81,18 @@ class RMSNorm(Routed):
         weight = self.module.weight
         if torch.compiler.is_compiling():
             return type(self.module).forward(self.module, hidden_states)
-        if hidden_states.dtype != weight.dtype or hidden_states.dtype == torch.float64 or torch.is_grad_enabled():
+        if (
+            hidden_states.dtype != weight.dtype
+            or hidden_states.dtype == torch.float64
+            or torch.is_grad_enabled()
+        ):
             return type(self.module).forward(self.module, hidden_states)
         return norm(hidden_states, weight, eps=self.eps, rms=True, offset=self.offset)[0]
 
 
-_offsets: dict[tuple[type, object], float | None] = {}  # by class and its forward, which somebody may replace
+_offsets: dict[
+    tuple[type, object], float | None
+] = {}  # by class and its forward, which somebody may replace
 
 
 def applies(model: nn.Module) -> bool:
@@ -101,7 +107,11 @@ def applies(model: nn.Module) -> bool:
 def norms(modules: Iterable[nn.Module]) -> Iterator[RMSNorm]:
     """Yield a forward for each RMSNorm of a class of transformers' own that runs its own."""
     for module in modules:
-        if _is_named_so(type(module)) and untouched(module) and (found := rms_norm(module)) is not None:
+        if (
+            _is_named_so(type(module))
+            and untouched(module)
+            and (found := rms_norm(module)) is not None
+        ):
             yield found
 
 
@@ -110,7 +120,9 @@ def rms_norm(module: nn.Module) -> RMSNorm | None:
     kind = type(module)
     if not _is_named_so(kind):
         return None
-    eps = next((value for name in _EPS if isinstance(value := getattr(module, name, None), float)), None)
+    eps = next(
+        (value for name in _EPS if isinstance(value := getattr(module, name, None), float)), None
+    )
     if eps is None or not _is_plain(module):
         return None
     key = kind, kind.forward
@@ -135,7 +147,10 @@ def _offset(module: nn.Module, eps: float) -> float | None:
     """0 or 1 where the module's class computes an RMSNorm with that offset, None where it computes anything else."""
     parameter: Any = module.weight
     count, like = len(parameter), {"dtype": torch.float32, "device": parameter.device}
-    weight, x = torch.linspace(0.5, 1.5, count, **like), torch.linspace(-3, 2, 2 * count, **like).view(2, -1).sin()
+    weight, x = (
+        torch.linspace(0.5, 1.5, count, **like),
+        torch.linspace(-3, 2, 2 * count, **like).view(2, -1).sin(),
+    )
     kind: Any = type(module)
     probe = copy.copy(module)
     probe._parameters = {"weight": nn.Parameter(weight)}
@@ -146,6 +161,10 @@ def _offset(module: nn.Module, eps: float) -> float | None:
             return None
         for offset in (0.0, 1.0):
             wanted = norm_reference(x, weight, eps=eps, rms=True, offset=offset)[0]
-            if found.shape == wanted.shape and found.dtype == wanted.dtype and torch.allclose(found, wanted, atol=1e-5):
+            if (
+                found.shape == wanted.shape
+                and found.dtype == wanted.dtype
+                and torch.allclose(found, wanted, atol=1e-5)
+            ):
                 return offset
     return None

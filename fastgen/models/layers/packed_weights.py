@@ -137,7 +137,11 @@ def check(module: nn.Module) -> None:
     """Drop the packed copy of a layer's weight where the weight is no longer what it was."""
     weight: Any = module.weight
     entry = _packed.get(module)
-    if entry is not None and entry.copy is not None and (entry.is_stale(weight) or entry.probe_differs(weight)):
+    if (
+        entry is not None
+        and entry.copy is not None
+        and (entry.is_stale(weight) or entry.probe_differs(weight))
+    ):
         _packed.pop(module, None)
         if _of_weights.get(id(weight)) is entry:
             del _of_weights[id(weight)]
@@ -158,7 +162,11 @@ def _entries() -> list[tuple[nn.Module, Packed]]:
 
 def held() -> list[tuple[nn.Module, int]]:
     """Return layers whose weights have packed copies, one for each copy, and its bytes."""
-    return [(layer, ops.packed_bytes(entry.copy)) for layer, entry in _entries() if entry.copy is not None]
+    return [
+        (layer, ops.packed_bytes(entry.copy))
+        for layer, entry in _entries()
+        if entry.copy is not None
+    ]
 
 
 budget.holders["packed weights"] = held
@@ -183,8 +191,16 @@ def shortage_of(layers: Iterable[nn.Module]) -> str | None:
 
 def not_packed() -> str:
     """Say how many bytes of weights there was no memory to copy for, and why first; empty where there was for all."""
-    found = [(entry.shortage, layer) for layer, entry in _entries() if entry.shortage] if _was_short else []
-    sizes = [weight.nbytes for _, layer in found if isinstance(weight := getattr(layer, "weight", None), Tensor)]
+    found = (
+        [(entry.shortage, layer) for layer, entry in _entries() if entry.shortage]
+        if _was_short
+        else []
+    )
+    sizes = [
+        weight.nbytes
+        for _, layer in found
+        if isinstance(weight := getattr(layer, "weight", None), Tensor)
+    ]
     return f"{budget.mib(sum(sizes))} of weights: {found[0][0]}" if sizes else ""
 
 

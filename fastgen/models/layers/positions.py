@@ -17,7 +17,10 @@ def turned_once(
     """Cosine and sine for positions `at`, as `Context` has them, kept in `known` for the other layers of a step."""
     if id(rotary) not in known:
         known[id(rotary)] = rotary(
-            x, at[:, None] if isinstance(at, Tensor) else torch.full((1, 1), at, device=x.device, dtype=torch.int64)
+            x,
+            at[:, None]
+            if isinstance(at, Tensor)
+            else torch.full((1, 1), at, device=x.device, dtype=torch.int64),
         )
     return known[id(rotary)]
 
@@ -55,6 +58,8 @@ class Bias:
 
         What is out of reach, as are slots that are not filled yet, gets what is nearest; no mask lets it be seen.
         """
-        index = (position - distance if self.by_position else distance).clamp(0, self.table.shape[1] - 1)
+        index = (position - distance if self.by_position else distance).clamp(
+            0, self.table.shape[1] - 1
+        )
         found = self.table.index_select(1, index.flatten())
         return found.view(-1, *index.shape).transpose(0, 1)

@@ -88,7 +88,9 @@ def system_memory(root: Path = Path("/")) -> SystemMemory | None:
     found = [each for each in (_of_machine(root), *_of_groups(root)) if each is not None]
     if not found:
         return None
-    return SystemMemory(min(each.total for each in found), max(0, min(each.available for each in found)))
+    return SystemMemory(
+        min(each.total for each in found), max(0, min(each.available for each in found))
+    )
 
 
 def _of_machine(root: Path) -> SystemMemory | None:
@@ -100,14 +102,22 @@ def _of_machine(root: Path) -> SystemMemory | None:
         pass
     try:
         page = os.sysconf("SC_PAGE_SIZE")
-        return SystemMemory(page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES"))
+        return SystemMemory(
+            page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+        )
     except (AttributeError, OSError, ValueError):  # Windows has no sysconf, macOS not these names
         return None
 
 
 _GROUPS = (
     ("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    (
+        "memory",
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
 )
 """Control groups, version 2 and 1: the controller, where it is mounted, its files, and what it can drop of files."""
 
@@ -115,13 +125,20 @@ _GROUPS = (
 def _of_groups(root: Path) -> Iterator[SystemMemory]:
     """The limits of this process's control groups, and of those that these are in."""
     try:
-        lines = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines()]
+        lines = [
+            line.split(":", 2)
+            for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines()
+        ]
     except OSError:
         lines = []
-    paths = {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
+    paths = {
+        controller: path for _, controllers, path in lines for controller in controllers.split(",")
+    }
     for controller, mounted, limit, used, droppable in _GROUPS:
         base = root / mounted
-        own = base / paths.get(controller, "/").lstrip("/")  # in a container it may be a path of the machine's
+        own = base / paths.get(controller, "/").lstrip(
+            "/"
+        )  # in a container it may be a path of the machine's
         for folder in (own, *own.parents):
             if not folder.is_relative_to(base):
                 break

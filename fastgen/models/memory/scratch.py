@@ -76,10 +76,14 @@ class Memory:
             return like.new_empty(shape)
         with self._lock:
             self._requests += 1
-            while (kept := next(self._fitting(size, size), None) or self._made(_rounded(size))) is not None:
+            while (
+                kept := next(self._fitting(size, size), None) or self._made(_rounded(size))
+            ) is not None:
                 kept.newest = self._requests
                 tensor = cast(Any, like.new_empty(0)).set_(kept.storage, 0, shape)
-                if cast(Any, _holders)(kept.storage._cdata) == 2:  # else a signal handler has taken it meanwhile
+                if (
+                    cast(Any, _holders)(kept.storage._cdata) == 2
+                ):  # else a signal handler has taken it meanwhile
                     return tensor
         return like.new_empty(shape)
 
@@ -92,7 +96,9 @@ class Memory:
         if size == 0 or like.device.type != "cpu" or _holders is None:
             return least
         with self._lock:
-            fitting = [kept.size for kept in itertools.islice(self._fitting(least * size, most * size), 2)]
+            fitting = [
+                kept.size for kept in itertools.islice(self._fitting(least * size, most * size), 2)
+            ]
         return max(least, min(most, fitting[0] // size)) if len(fitting) > 1 else least
 
     def forget(self, tensor: Tensor) -> None:
@@ -118,7 +124,9 @@ class Memory:
 
     def _made(self, size: int) -> _Kept | None:
         """A new storage; None where there are too many."""
-        long_ago = self._requests - 4 * len(self._kept) - 16  # free ones that have not served for so long may go
+        long_ago = (
+            self._requests - 4 * len(self._kept) - 16
+        )  # free ones that have not served for so long may go
         self._drop([kept for kept in self._kept if kept.newest < long_ago and kept.is_free])
         if self._held + size > LIMIT or not _is_allowed(size):
             return None
@@ -166,8 +174,13 @@ def release() -> None:
     """Give back to the system what nobody uses, and what the C library keeps of what has been freed elsewhere."""
     for memory in list(_memories.values()):
         memory.drop_free()
-    if sys.platform.startswith("linux") and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)  # which only glibc has, and needs: it gives back blocks of more than 32 MiB alone by itself
+    if (
+        sys.platform.startswith("linux")
+        and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None
+    ):
+        trim(
+            0
+        )  # which only glibc has, and needs: it gives back blocks of more than 32 MiB alone by itself
 
 
 # The last one is what oneDNN says, whatever it was that a product has lacked; there is nothing else.
@@ -178,4 +191,6 @@ _MESSAGES = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there was not enough memory."""
-    return isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in _MESSAGES)
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        message in str(error) for message in _MESSAGES
+    )

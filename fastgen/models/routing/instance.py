@@ -66,7 +66,10 @@ def is_toolkits(forward: Any) -> bool:
     a toolkit's decorator may stand around a function of somebody else's.
     """
     while forward is not None:
-        if getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0] not in TOOLKITS:
+        if (
+            getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0]
+            not in TOOLKITS
+        ):
             return False
         forward = getattr(forward, "__wrapped__", None)
     return True
@@ -78,7 +81,9 @@ def runs_its_class(module: nn.Module) -> bool:
     return own is None or getattr(own, "__func__", None) is type(module).forward
 
 
-def compiled_among(modules: Sequence[nn.Module], touched: Sequence[nn.Module] | None = None) -> nn.Module | None:
+def compiled_among(
+    modules: Sequence[nn.Module], touched: Sequence[nn.Module] | None = None
+) -> nn.Module | None:
     """Return a module that `torch.compile` has been applied to in whatever way; None where there is none.
 
     Its graph would hold what is put on its parts for the time of a call, or be made anew for the next call.
@@ -87,7 +92,11 @@ def compiled_among(modules: Sequence[nn.Module], touched: Sequence[nn.Module] | 
     """
     for module in touched_among(modules) if touched is None else touched:
         own = module.__dict__
-        forward, before, behind = own.get("forward"), own["_forward_pre_hooks"], own["_forward_hooks"]
+        forward, before, behind = (
+            own.get("forward"),
+            own["_forward_pre_hooks"],
+            own["_forward_hooks"],
+        )
         if own.get("_compiled_call_impl") is not None:
             return module
         if forward is not None and not isinstance(forward, Routed) and _runs_compiled(forward):
@@ -99,7 +108,9 @@ def compiled_among(modules: Sequence[nn.Module], touched: Sequence[nn.Module] | 
 
 
 def reason_compiled(
-    model: nn.Module, modules: Sequence[nn.Module] | None = None, touched: Sequence[nn.Module] | None = None
+    model: nn.Module,
+    modules: Sequence[nn.Module] | None = None,
+    touched: Sequence[nn.Module] | None = None,
 ) -> str | None:
     """Why a model keeps to its own code, as `torch.compile` has been applied to it or to a part; None otherwise.
 
@@ -113,7 +124,9 @@ def reason_compiled(
 
 def _is_compiled_class(kind: type[nn.Module]) -> bool:
     forward = kind.forward
-    return not _is_toolkits_plain(forward) and (kind.__name__ == "OptimizedModule" or _runs_compiled(forward))
+    return not _is_toolkits_plain(forward) and (
+        kind.__name__ == "OptimizedModule" or _runs_compiled(forward)
+    )
 
 
 @functools.cache
@@ -126,14 +139,20 @@ def _runs_compiled(function: Any) -> bool:
     if _is_compiled(function):
         return True
     code = getattr(function, "__code__", None)
-    if code is None or function.__globals__.get("__name__", "").startswith(("torch.", "transformers.", "fairseq.")):
+    if code is None or function.__globals__.get("__name__", "").startswith(
+        ("torch.", "transformers.", "fairseq.")
+    ):
         return False
     held = (cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY)
-    return any(map(_is_compiled, held)) or any(_is_compiled(function.__globals__.get(name)) for name in code.co_names)
+    return any(map(_is_compiled, held)) or any(
+        _is_compiled(function.__globals__.get(name)) for name in code.co_names
+    )
 
 
 def _is_compiled(function: object) -> bool:
-    return isinstance(function, (FunctionType, MethodType)) and hasattr(function, "_torchdynamo_orig_callable")
+    return isinstance(function, (FunctionType, MethodType)) and hasattr(
+        function, "_torchdynamo_orig_callable"
+    )
 
 
 _EMPTY = CellType()

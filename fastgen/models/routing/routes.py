@@ -53,7 +53,9 @@ class routed:
         rows: at most, that a product has; layers that gain from more than these alone are left alone.
     """
 
-    def __init__(self, model: nn.Module, family: Family | None = None, rows: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, family: Family | None = None, rows: int | None = None
+    ) -> None:
         self._model, self._family, self._rows = model, family, rows
 
     def __enter__(self) -> int:
@@ -80,8 +82,16 @@ class routed:
             route.compiled = reason_compiled(self._model, modules, route.touched)
             if is_first:
                 off = route.compiled or replaced()
-                forwards = {} if off is not None else _forwards(self._model, modules, self._family, self._rows)
-                route.layers = [module for module, forward in forwards.items() if isinstance(forward, linear.Linear)]
+                forwards = (
+                    {}
+                    if off is not None
+                    else _forwards(self._model, modules, self._family, self._rows)
+                )
+                route.layers = [
+                    module
+                    for module, forward in forwards.items()
+                    if isinstance(forward, linear.Linear)
+                ]
                 route.before = own_forwards(forwards)  # known before the first of them is replaced
                 install(forwards)
             return len(route.before)
@@ -147,7 +157,9 @@ def _forwards(
     for layer, transposed in linear.layers(modules, rows):
         packed.check(layer)
         forwards[layer] = linear.Linear(layer, transposed, memory)
-    if family is None or not any(isinstance(forward, linear.Linear) for forward in forwards.values()):
+    if family is None or not any(
+        isinstance(forward, linear.Linear) for forward in forwards.values()
+    ):
         return forwards
     for layer, function, kind in activation.pairs(modules, family.activated):
         before = forwards.get(layer)
@@ -180,9 +192,13 @@ def survey(model: nn.Module, rows: int | None) -> Survey:
     with _lock:
         route = _routes.get(id(model))
         layers: list[Any] = [
-            module for module, transposed in linear.layers(model.modules(), rows) if packs or not transposed
+            module
+            for module, transposed in linear.layers(model.modules(), rows)
+            if packs or not transposed
         ]
-        layers += [] if route is None else [layer for layer in route.layers if linear.gains(layer, rows)]
+        layers += (
+            [] if route is None else [layer for layer in route.layers if linear.gains(layer, rows)]
+        )
     # Tied weights have one copy.
     by_weight = {id(module.weight): module for module in layers}.values() if packs else ()
     sizes = [(linear.bytes_to_pack(module), packed.has_copy(module)) for module in by_weight]

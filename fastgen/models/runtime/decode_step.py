@@ -22,7 +22,9 @@ from fastgen.ops.dispatch import runs_kernels
 from fastgen.ops.embedding import embedding, rows_of_positions
 from fastgen.ops.rotation import Rotation, rotated
 
-rounding: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("fastgen_rounding", default=None)
+rounding: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar(
+    "fastgen_rounding", default=None
+)
 """Rounds once more what a sublayer puts out, while it is tried what rounding does to a model (`equivalence_check`)."""
 
 
@@ -39,7 +41,9 @@ class KeysAndValues(Protocol):
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Write the newest token of every beam: keys, values (B * M, Hkv, 1, D)."""
 
-    def append_turned(self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+    def append_turned(
+        self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation
+    ) -> Tensor:
         """The same of keys that are turned first, (B * M, Hkv, D); return the turned queries."""
         ...
 
@@ -101,7 +105,9 @@ class Context:
     watched: int | None = None
     weights: Tensor | None = None
     biased: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
+    rotations: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict[int, tuple[Tensor, Tensor]]
+    )
 
     def text_mask_with(self, bias: Bias | None) -> Tensor | None:
         """The mask of the text plus a bias, made once for all layers that have it."""
@@ -115,7 +121,9 @@ class Context:
     def biases(self, bias: Bias, steps: int) -> Tensor:
         """A bias in so many steps in a row, none of which is open: (1 or B, H, steps, N), of all slots behind them."""
         later = torch.arange(steps, dtype=torch.int64, device=self.text[0].keys.device)[:, None]
-        return bias.at(self.distances(steps)[:, None] + later, self._position_of_sentences() + later)
+        return bias.at(
+            self.distances(steps)[:, None] + later, self._position_of_sentences() + later
+        )
 
     def _position_of_sentences(self) -> int | Tensor:
         """`position`, where there are several as (1 or B, 1, 1): the beams of a sentence are at the same one."""
@@ -135,14 +143,18 @@ class Context:
             behind = (slots - self.prefix).div(beams, rounding_mode="floor")
             return self.length - 1 - torch.where(behind < 0, slots, behind + self.prefix)[None]
         if steps is None:
-            slots = torch.arange(keys.shape[2] - self.prefix + more * beams, device=keys.device, dtype=torch.int64)
+            slots = torch.arange(
+                keys.shape[2] - self.prefix + more * beams, device=keys.device, dtype=torch.int64
+            )
             steps = slots.div(beams, rounding_mode="floor")[None]
         elif more:
-            coming = torch.arange(more, device=keys.device, dtype=torch.int64).repeat_interleave(beams) + (
-                self.length - 1 - self.prefix
-            )
+            coming = torch.arange(more, device=keys.device, dtype=torch.int64).repeat_interleave(
+                beams
+            ) + (self.length - 1 - self.prefix)
             steps = torch.cat([steps, coming.expand(steps.shape[0], -1)], 1)
-        prefix = torch.arange(self.prefix, device=keys.device, dtype=torch.int64).expand(steps.shape[0], -1)
+        prefix = torch.arange(self.prefix, device=keys.device, dtype=torch.int64).expand(
+            steps.shape[0], -1
+        )
         return self.length - 1 - torch.cat([prefix, steps + self.prefix], 1)
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,12 +176,20 @@ class Context:
             kept.append(key[:, :, None], value[:, :, None])
         rows, mask = query.shape[0], self.text_mask_with(bias)
         query = query.reshape(self.sentences, -1, *query.shape[1:])
-        mixed = beam_attention(query, kept.keys, kept.values, mask, scale, softcap, self.seen, newest)
+        mixed = beam_attention(
+            query, kept.keys, kept.values, mask, scale, softcap, self.seen, newest
+        )
         return mixed.reshape(rows, -1)
 
     def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
         kept, rows = self.source[layer], query.shape[0]
-        given = query.view(self.sentences, -1, *query.shape[1:]), kept.keys, kept.values, self.source_mask, scale
+        given = (
+            query.view(self.sentences, -1, *query.shape[1:]),
+            kept.keys,
+            kept.values,
+            self.source_mask,
+            scale,
+        )
         if self.watched != layer:
             return beam_attention(*given).reshape(rows, -1)
         mixed, weights = beam_attention_with_weights(*given)
@@ -211,7 +231,11 @@ class TextAttention:
     @property
     def key_heads(self) -> int:
         """Of keys and values, as they are kept."""
-        return self.heads if self.spread else (sum(part.outputs for part in self.parts) // self.dims - self.heads) // 2
+        return (
+            self.heads
+            if self.spread
+            else (sum(part.outputs for part in self.parts) // self.dims - self.heads) // 2
+        )
 
     def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
         made = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.parts]
@@ -221,10 +245,14 @@ class TextAttention:
         if self.rotary is not None:
             rotation = Rotation(*context.rotation(self.rotary, x), self.neighbours)
             if isinstance(context, Context) and not self.spread and runs_kernels(query):
-                return context.self_attention(layer, query, key, value, self.bias, self.scale, self.softcap, rotation)
+                return context.self_attention(
+                    layer, query, key, value, self.bias, self.scale, self.softcap, rotation
+                )
             query, key = rotated(query, rotation), rotated(key, rotation)
         if self.spread:
-            key, value = (each.repeat_interleave(self.heads // each.shape[1], 1) for each in (key, value))
+            key, value = (
+                each.repeat_interleave(self.heads // each.shape[1], 1) for each in (key, value)
+            )
         return context.self_attention(layer, query, key, value, self.bias, self.scale, self.softcap)
 
     def _normed(self, x: Tensor, of_heads: NormLike) -> Tensor:
@@ -254,7 +282,9 @@ class SourceAttention:
     made_by: tuple[Product, Product] | None = None
 
     def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
-        return context.cross_attention(layer, self.query.apply(x).view(-1, self.heads, self.dims), self.scale)
+        return context.cross_attention(
+            layer, self.query.apply(x).view(-1, self.heads, self.dims), self.scale
+        )
 
 
 @dataclass(frozen=True)
@@ -381,7 +411,9 @@ class DecoderStep:
     def layers(self) -> tuple[int, int]:
         """How many attend to the text, and to a source."""
         mixes = [sublayer.mix for sublayer in self.sublayers]
-        return sum(isinstance(m, TextAttention) for m in mixes), sum(isinstance(m, SourceAttention) for m in mixes)
+        return sum(isinstance(m, TextAttention) for m in mixes), sum(
+            isinstance(m, SourceAttention) for m in mixes
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -413,4 +445,6 @@ class DecoderStep:
         logits = self.head.apply(x if self.scale == 1.0 else x * self.scale)
         if self.bias is not None:
             logits.add_(self.bias)
-        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return (
+            logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        )

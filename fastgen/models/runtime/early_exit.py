@@ -27,4 +27,6 @@ def early_exit(step: DecoderStep, layers: int) -> DecoderStep:
 def check_exit(layers: int, count: int) -> None:
     """Raise ValueError where the first `layers` are not some of `count`, and less than all."""
     if not 1 <= layers < count:
-        raise ValueError(f"an exit behind layer {layers} of a decoder of {count}: it must be one of 1 to {count - 1}")
+        raise ValueError(
+            f"an exit behind layer {layers} of a decoder of {count}: it must be one of 1 to {count - 1}"
+        )

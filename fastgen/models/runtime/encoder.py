@@ -87,7 +87,9 @@ class Sentences:
         whole = x.new_zeros(self.shape[0] * self.shape[1], x.shape[1])
         return whole.index_copy_(0, self.places, x).view(*self.shape, -1)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
+    ) -> Tensor:
         """Return what each query (R, H, D) finds in its own sentence, (R, H * D).
 
         Args:
@@ -95,18 +97,26 @@ class Sentences:
             key, value: (N, H, D) of the tokens.
             bias: (1, H, S, S), to be added to the scores; None for none. Only without padding.
         """
-        found, of_padding, start, behind = list[Tensor](), list[Tensor](), 0, 0 if self.narrow else self.tokens
+        found, of_padding, start, behind = (
+            list[Tensor](),
+            list[Tensor](),
+            0,
+            0 if self.narrow else self.tokens,
+        )
         for count, tokens, padding in self.groups:
             end = start + count * tokens
             keys, values = (
-                part[start:end].view(count, tokens, *part.shape[1:]).transpose(1, 2) for part in (key, value)
+                part[start:end].view(count, tokens, *part.shape[1:]).transpose(1, 2)
+                for part in (key, value)
             )
             mask = None if bias is None else bias[..., :tokens, :tokens]
             if not self.narrow:
                 found.append(_attention(query[start:end], keys, values, scale, mask))
             others = 1 if self.narrow else padding
             if others:
-                of_padding.append(_attention(query[behind : behind + count * others], keys, values, scale, None))
+                of_padding.append(
+                    _attention(query[behind : behind + count * others], keys, values, scale, None)
+                )
             start, behind = end, behind + count * others
         found += of_padding
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -125,7 +135,9 @@ def weights_of(channels: int) -> int:
     return 12 * channels**2
 
 
-def pays(lengths: Sequence[int], length: int, padding: Padding, weights: int, layers: int, routed: bool) -> bool:
+def pays(
+    lengths: Sequence[int], length: int, padding: Padding, weights: int, layers: int, routed: bool
+) -> bool:
     """Whether layers run sooner so than by their own forward, over sentences padded to one length.
 
     Args:
@@ -144,7 +156,9 @@ def pays(lengths: Sequence[int], length: int, padding: Padding, weights: int, la
     return saved * weights > layers * (READING + calls * CALL)
 
 
-def _attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+def _attention(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
+) -> Tensor:
     """Attention of query (G * Q, H, D) over keys, values (G, H, L, D): (G * Q, H * D)."""
     folded = query.view(keys.shape[0], -1, *query.shape[1:]).transpose(1, 2)
     mixed = F.scaled_dot_product_attention(folded, keys, values, mask, scale=scale)
@@ -153,7 +167,11 @@ def _attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: 
 
 def whole(shape: tuple[int, int], padding: Padding, device: torch.device) -> Sentences:
     """The positions of a batch (B, S) without padding."""
-    first = torch.arange(shape[0], device=device, dtype=torch.int64) * shape[1] if padding == "first" else None
+    first = (
+        torch.arange(shape[0], device=device, dtype=torch.int64) * shape[1]
+        if padding == "first"
+        else None
+    )
     return Sentences(shape, (Group(*shape, 0),), first=first)
 
 
@@ -177,7 +195,8 @@ def arranged(visible: Tensor, padding: Padding) -> Sentences:
     positions = by_length[:, None] * length + at
     places = torch.cat([positions[visible[by_length]], positions[run[by_length]]])
     groups = tuple(
-        Group(len(list(alike)), *kind) for kind, alike in itertools.groupby(counts[sentence] for sentence in order)
+        Group(len(list(alike)), *kind)
+        for kind, alike in itertools.groupby(counts[sentence] for sentence in order)
     )
     back = torch.empty_like(by_length).index_copy_(
         0, by_length, torch.arange(sentences, device=visible.device, dtype=torch.int64)
@@ -187,7 +206,9 @@ def arranged(visible: Tensor, padding: Padding) -> Sentences:
     rows = torch.zeros(sentences * length, dtype=torch.int64, device=visible.device)
     rows.index_copy_(0, places, torch.arange(len(places), device=visible.device, dtype=torch.int64))
     if padding == "first":
-        return Sentences((sentences, length), groups, places, first=rows[by_length * length], back=back)
+        return Sentences(
+            (sentences, length), groups, places, first=rows[by_length * length], back=back
+        )
     if padding == "alike":
         rows = rows.view(sentences, length)
         stands = (rows * run).sum(1, keepdim=True)  # the one row of a sentence's padding
@@ -223,7 +244,9 @@ class SentenceAttention:
             part.apply(read).view(-1, self.heads, self.dims)
             for part, read in zip(self.parts, (attending, tokens, tokens), strict=True)
         )
-        return sentences.attend(query, key, value, self.scale, None if self.bias is None else self.bias.table)
+        return sentences.attend(
+            query, key, value, self.scale, None if self.bias is None else self.bias.table
+        )
 
 
 @dataclass(frozen=True)
@@ -248,14 +271,21 @@ class Encoder:
     @property
     def biased(self) -> bool:
         """Whether attention depends on how far apart two tokens are."""
-        return any(isinstance(part.mix, SentenceAttention) and part.mix.bias is not None for part in self.sublayers)
+        return any(
+            isinstance(part.mix, SentenceAttention) and part.mix.bias is not None
+            for part in self.sublayers
+        )
 
     def __call__(self, x: Tensor, sentences: Sentences) -> Tensor:
         """Return what the layers make of rows x (R, C); of first positions alone (B, C), in the order of lengths."""
         stream = x
         if self.first is not None:
             x = self.first(stream)[0]
-        made = None if self.together is None or outcome_in_c(self) is False else self.together(x, stream, sentences)
+        made = (
+            None
+            if self.together is None or outcome_in_c(self) is False
+            else self.together(x, stream, sentences)
+        )
         if made is not None and outcome_in_c(self):
             return made
         own = self._one_by_one(x, stream, sentences)
@@ -265,7 +295,9 @@ class Encoder:
 
     def _one_by_one(self, x: Tensor, stream: Tensor, sentences: Sentences) -> Tensor:
         for index, sublayer in enumerate(self.sublayers):
-            if sentences.first is not None and index == len(self.sublayers) - 2:  # attention of the last layer
+            if (
+                sentences.first is not None and index == len(self.sublayers) - 2
+            ):  # attention of the last layer
                 stream, sentences = stream[sentences.first], replace(sentences, narrow=True)
             x, total = sublayer(x, stream, sentences)
             stream = x if self.first is None else total

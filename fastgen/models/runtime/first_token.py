@@ -40,7 +40,11 @@ def source_of(step: DecoderStep, states: Tensor) -> list[Kept]:
 
     mixes = (sublayer.mix for sublayer in step.sublayers)
     found = ((mix.made_by, mix.dims) for mix in mixes if isinstance(mix, SourceAttention))
-    return [(made(makers[0], dims), made(makers[1], dims)) for makers, dims in found if makers is not None]
+    return [
+        (made(makers[0], dims), made(makers[1], dims))
+        for makers, dims in found
+        if makers is not None
+    ]
 
 
 def room_of(step: DecoderStep, texts: int) -> list[Kept]:
@@ -79,7 +83,9 @@ class Room:
     def reserve(self, keys: Tensor, values: Tensor) -> None:
         self.note_step()
 
-    def append_turned(self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+    def append_turned(
+        self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation
+    ) -> Tensor:
         self.append(rotated(key, rotation)[:, :, None], value[:, :, None])
         return rotated(query, rotation)
 
@@ -98,21 +104,30 @@ class FirstToken(Context):
             self.text[layer].append(key[:, :, None], value[:, :, None])
         else:
             self.text[layer].append_turned(query, key, value, rotation)
-        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).flatten(1)  # which has all the weight
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).flatten(
+            1
+        )  # which has all the weight
 
 
-def first_token(text: Sequence[Kept], source: Sequence[Kept], source_mask: Tensor | None) -> FirstToken:
+def first_token(
+    text: Sequence[Kept], source: Sequence[Kept], source_mask: Tensor | None
+) -> FirstToken:
     """What the first token reads of a source, and where its own keys and values come to lie.
 
     Args:
         text: room for each layer's, (B, Hkv, 1, D). source: each layer's.
         source_mask: additive, (B, 1, 1, S); None where all is seen.
     """
-    rooms, sources = [Room(*kept) for kept in text], [Room(*kept, slots=kept[0].shape[2]) for kept in source]
+    rooms, sources = (
+        [Room(*kept) for kept in text],
+        [Room(*kept, slots=kept[0].shape[2]) for kept in source],
+    )
     return FirstToken(len(source[0][0]), 1, 0, 0, rooms, sources, None, source_mask)
 
 
-def all_made(step: DecoderStep, ids: Tensor, states: Tensor, source_mask: Tensor | None) -> list[Tensor]:
+def all_made(
+    step: DecoderStep, ids: Tensor, states: Tensor, source_mask: Tensor | None
+) -> list[Tensor]:
     """The logits (B, V) of first tokens ids (B,), and what the layers keep, of the text and of the source, in order."""
     source = source_of(step, states)
     text = room_of(step, len(states))

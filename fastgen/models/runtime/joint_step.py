@@ -23,7 +23,9 @@ class Joint:
 
     parts: Sequence[Context]
     rows: list[int]
-    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
+    rotations: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict[int, tuple[Tensor, Tensor]]
+    )
 
     def __post_init__(self) -> None:
         self.position: int | Tensor = self._position()
@@ -45,8 +47,12 @@ class Joint:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
-        pieces = zip(self.parts, *(torch.split(x, self.rows) for x in (query, key, value)), strict=True)
-        return torch.cat([part.self_attention(layer, q, k, v, bias, scale, softcap) for part, q, k, v in pieces])
+        pieces = zip(
+            self.parts, *(torch.split(x, self.rows) for x in (query, key, value)), strict=True
+        )
+        return torch.cat(
+            [part.self_attention(layer, q, k, v, bias, scale, softcap) for part, q, k, v in pieces]
+        )
 
     def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
         pieces = zip(self.parts, torch.split(query, self.rows), strict=True)

@@ -52,8 +52,12 @@ class Prediction:
     def outputs(self) -> int:
         return self.out.outputs
 
-    def apply(self, x: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
-        return self.out.apply(self.norm(self.dense.apply(x, self.activation))[0], activation, residual)
+    def apply(
+        self, x: Tensor, activation: str | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        return self.out.apply(
+            self.norm(self.dense.apply(x, self.activation))[0], activation, residual
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,13 @@ class Asking:
         return kept.append_asking(key[:, :, None], value[:, :, None])
 
     def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor,
+        scale: float,
+        softcap: float | None,
     ) -> Tensor:
         """Return what query (R, H, D) finds there, (R, H * D); mask: additive, (1 or B, 1 or H, 2 * M, N)."""
         rows = query.shape[0]

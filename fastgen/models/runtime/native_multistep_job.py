@@ -46,7 +46,9 @@ class Prepared(NamedTuple):
     held: Sequence[Any]
 
 
-def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tensor, steps: int) -> Prepared | None:
+def prepared(
+    step: DecoderStep, context: Context, mask: Tensor | None, own: Tensor, steps: int
+) -> Prepared | None:
     """Have at most `steps` steps of a decoder that `is_written` ready, none of which is open; None where C cannot run.
 
     Args:
@@ -66,7 +68,9 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
     read = [each if each is None else each.data for each in (tokens, positions, *biases)]
     by = native.library()
     widths = [
-        width for width, x in zip((inner.records.width,) * 2 + (head.outputs,) * 2, read, strict=True) if x is not None
+        width
+        for width, x in zip((inner.records.width,) * 2 + (head.outputs,) * 2, read, strict=True)
+        if x is not None
     ]
     able = lambda: (  # noqa: E731
         plain(*read)
@@ -84,7 +88,10 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
         return None
     held: list[Any] = [*read, *seen, panels]
     memory = inner.records.memory
-    x, logits = memory.take(tokens, 2, rows, tokens.shape[1]), memory.take(tokens, rows, head.outputs)
+    x, logits = (
+        memory.take(tokens, 2, rows, tokens.shape[1]),
+        memory.take(tokens, rows, head.outputs),
+    )
     given, others = inner.records.given(x[0], x[1], inner.seen, [Rows(context.sentences, beams)])
     began = torch.empty(steps + 1, dtype=torch.float64, device="cpu")
     bias = next((each for each in read[2:] if each is not None), None)
@@ -95,7 +102,9 @@ def prepared(step: DecoderStep, context: Context, mask: Tensor | None, own: Tens
         work=inner.records.work, head_scale=step.scale, logits=logits.data_ptr(), began=began.data_ptr(),
     )  # fmt: skip
     address = None if bias is None else bias.data_ptr()
-    decoder.head = c.Weight(panels.panels.data_ptr(), address, panels.outputs, panels.panels.shape[1])
+    decoder.head = c.Weight(
+        panels.panels.data_ptr(), address, panels.outputs, panels.panels.shape[1]
+    )
     if positions is not None:
         at = (
             torch.as_tensor(embedding.first + context.position, dtype=torch.int64, device="cpu")
@@ -128,7 +137,10 @@ def why_not_in_c(step: DecoderStep) -> str:
         return "FASTGEN_MEMORY=0" if config.settings().memory == 0 else "FASTGEN_LINEAR=plain"
     if step.together is None:
         return "its layers are not written in C"
-    products: list[Any] = [*(step.together.records.products if isinstance(step.together, InC) else ()), step.head]
+    products: list[Any] = [
+        *(step.together.records.products if isinstance(step.together, InC) else ()),
+        step.head,
+    ]
     short = shortage_of(product.module for product in products if isinstance(product, Linear))
     return "" if short is None else f"not all weights are packed: {short}"
 
@@ -148,9 +160,15 @@ def is_written(step: DecoderStep) -> bool:
 
 def _rows_left(embedding: Embedding, positions: Tensor, position: int | Tensor) -> int:
     """For how many steps there is a row of positions; 0 where a text has none now."""
-    at = [int(position.min()), int(position.max())] if isinstance(position, Tensor) else [position, position]
+    at = (
+        [int(position.min()), int(position.max())]
+        if isinstance(position, Tensor)
+        else [position, position]
+    )
     first, newest = (embedding.first + number for number in at)
-    before = embedding.padding is not None and embedding.padding_row is None  # padding has the row before its own
+    before = (
+        embedding.padding is not None and embedding.padding_row is None
+    )  # padding has the row before its own
     return 0 if first < before else len(positions) - newest
 
 

@@ -32,7 +32,9 @@ def _is_written(sublayer: Sublayer) -> bool:
     mix, norm = sublayer.mix, sublayer.norm
     if sublayer.own is not None or not (norm is unnormed or is_norm(norm)):
         return False
-    return _is_mix_written(mix) and all(isinstance(product, Linear) for product in _products(sublayer))
+    return _is_mix_written(mix) and all(
+        isinstance(product, Linear) for product in _products(sublayer)
+    )
 
 
 def _is_mix_written(mix: Any) -> bool:
@@ -40,7 +42,12 @@ def _is_mix_written(mix: Any) -> bool:
         norms = [norm for norm in (mix.query_norm, mix.key_norm) if norm is not None]
         in_order = len(mix.parts) == 3 or (mix.blocks == 1 and not mix.values_first)
         plainly = in_order and not mix.spread and mix.softcap is None
-        return plainly and len(norms) != 1 and all(map(is_norm, norms)) and mix.dims in native.HEAD_DIMS
+        return (
+            plainly
+            and len(norms) != 1
+            and all(map(is_norm, norms))
+            and mix.dims in native.HEAD_DIMS
+        )
     if type(mix) in (SourceAttention, SentenceAttention):
         return mix.dims in native.HEAD_DIMS
     return type(mix) is FeedForward
@@ -49,7 +56,9 @@ def _is_mix_written(mix: Any) -> bool:
 def is_norm(norm: NormLike) -> TypeGuard[Norm]:
     """Whether a norm is one that C can read."""
     held = (norm.weight, norm.bias) if type(norm) is Norm else ()
-    return type(norm) is Norm and all(x is None or (is_readable(x) and x.is_contiguous()) for x in held)
+    return type(norm) is Norm and all(
+        x is None or (is_readable(x) and x.is_contiguous()) for x in held
+    )
 
 
 def norm_fits(norm: NormLike | None, width: int) -> bool:
@@ -112,7 +121,9 @@ class _Held:
     """
 
     def __init__(self, modules: Sequence[Any], others: Sequence[Tensor]) -> None:
-        self._homes: list[dict[str, Tensor | None]] = [module._parameters for module in modules for _ in _NAMES]
+        self._homes: list[dict[str, Tensor | None]] = [
+            module._parameters for module in modules for _ in _NAMES
+        ]
         self._names = [name for _ in modules for name in _NAMES]
         self._found = list(map(dict.get, self._homes, self._names))
         self._tensors = [*(tensor for tensor in self._found if tensor is not None), *others]
@@ -155,9 +166,13 @@ class Records:
         self._held: _Held | None = None
         self._others: list[Tensor] = []  # than parameters of layers
         self._panels: list[PanelWeight] = []  # which the records name
-        self.products: list[Any] = [product for sublayer in sublayers for product in _products(sublayer)]
+        self.products: list[Any] = [
+            product for sublayer in sublayers for product in _products(sublayer)
+        ]
         self.memory: Memory = self.products[0].memory
-        self.work = sum(p.outputs * p.inputs for p in self.products) // len(self.products)  # of a product of one row
+        self.work = sum(p.outputs * p.inputs for p in self.products) // len(
+            self.products
+        )  # of a product of one row
         self._sizes = max(map(_made, sublayers)), max(map(_mixed, sublayers))
         self.width: int = self.products[0].inputs  # of a row
 
@@ -169,11 +184,14 @@ class Records:
             not any(_is_cut(sublayer.mix, by.panel) for sublayer in self.sublayers)
             and all(self._has_width(sublayer) for sublayer in self.sublayers)
             and all(
-                x is None or (is_readable(x) and x.is_contiguous() and x.shape == (product.outputs,))
+                x is None
+                or (is_readable(x) and x.is_contiguous() and x.shape == (product.outputs,))
                 for product, x in zip(self.products, biases, strict=True)
             )
             and all(module.weight.dtype == torch.float32 for module in modules)
-            and all(native_for(product.outputs, product.inputs) is not None for product in self.products)
+            and all(
+                native_for(product.outputs, product.inputs) is not None for product in self.products
+            )
             and all(map(_is_written, self.sublayers))
         )
 
@@ -197,7 +215,9 @@ class Records:
             for norm, heads in ((mix.query_norm, mix.heads), (mix.key_norm, mix.key_heads)):
                 fits = fits and norm_fits(norm, mix.dims * heads if mix.whole_norms else mix.dims)
         inputs = {cast(Any, part).inputs for part in parts}
-        own = inputs == {self.width} and out.outputs == self.width and cast(Any, out).inputs == mixed
+        own = (
+            inputs == {self.width} and out.outputs == self.width and cast(Any, out).inputs == mixed
+        )
         return fits and own and norm_fits(sublayer.norm, self.width)
 
     def ready(self, by: native.Library, source_heads: Callable[[int], int]) -> bool:
@@ -205,13 +225,20 @@ class Records:
 
         source_heads: of the keys of the source, by the layer.
         """
-        if self.made is not None and self._made_by is by and self._held is not None and self._held.is_same:
+        if (
+            self.made is not None
+            and self._made_by is by
+            and self._held is not None
+            and self._held.is_same
+        ):
             return True
         self.made = None
         if not self._is_packable(by):
             return False
         modules = [product.module for product in self.products]
-        panels = [each for product in self.products if (each := product.in_panels()) is not None]  # all count as used
+        panels = [
+            each for product in self.products if (each := product.in_panels()) is not None
+        ]  # all count as used
         sizes = [(panel.outputs, panel.panels.shape[1]) for panel in panels]
         if sizes != [(product.outputs, product.inputs) for product in self.products]:
             return False
@@ -221,7 +248,9 @@ class Records:
         weights = [c.Weight(w.panels.data_ptr(), None if b is None else b.data_ptr(), w.outputs, w.panels.shape[1])
                    for w, b in zip(panels, biases, strict=True)]  # fmt: skip
         left = iter(weights)
-        self.made = (c.Sublayer * len(self.sublayers))(*(self._record(s, source_heads, left) for s in self.sublayers))
+        self.made = (c.Sublayer * len(self.sublayers))(
+            *(self._record(s, source_heads, left) for s in self.sublayers)
+        )
         self._held = _Held(modules, self._others)
         return True
 
@@ -230,7 +259,9 @@ class Records:
     ) -> c.Sublayer:
         mix: Any = sublayer.mix
         parts = [next(weights) for _ in _products(sublayer)[1:]]
-        record = c.Sublayer(parts=len(parts), part=tuple(parts), out=next(weights), norm=self._norm(sublayer.norm))
+        record = c.Sublayer(
+            parts=len(parts), part=tuple(parts), out=next(weights), norm=self._norm(sublayer.norm)
+        )
         record.parallel = sublayer.parallel
         if type(mix) is FeedForward:
             record.kind, record.behind = c.FEED_FORWARD, native.BEHIND[mix.activation]
@@ -240,7 +271,10 @@ class Records:
         record.heads, record.dims, record.scale = mix.heads, mix.dims, mix.scale
         if type(mix) is TextAttention:
             record.kind, record.key_heads, record.neighbours = c.TEXT, mix.key_heads, mix.neighbours
-            record.query_norm, record.key_norm = self._norm(mix.query_norm), self._norm(mix.key_norm)
+            record.query_norm, record.key_norm = (
+                self._norm(mix.query_norm),
+                self._norm(mix.key_norm),
+            )
             record.whole_norms = mix.whole_norms
         elif type(mix) is SentenceAttention:
             record.kind, record.key_heads = c.TEXT, mix.heads
@@ -259,7 +293,13 @@ class Records:
         return tensor.data_ptr()
 
     def run(
-        self, by: native.Library, x: Tensor, stream: Tensor, seen: Any, calls: Sequence[Rows], attention: int
+        self,
+        by: native.Library,
+        x: Tensor,
+        stream: Tensor,
+        seen: Any,
+        calls: Sequence[Rows],
+        attention: int,
     ) -> None:
         """Run all sublayers of x (R, C), which becomes what the head reads, and the stream, which is lost.
 
@@ -268,13 +308,22 @@ class Records:
         step, held = self.given(x, stream, seen, calls)
         threads = native.threads_for(max(x.shape[0] * self.work, attention))
         if not c.run(by, threads, step):
-            raise torch.OutOfMemoryError(f"no memory for the scores of {len(x)} rows in each of {threads} threads")
+            raise torch.OutOfMemoryError(
+                f"no memory for the scores of {len(x)} rows in each of {threads} threads"
+            )
         del held  # what C has read
 
-    def given(self, x: Tensor, stream: Tensor, seen: Any, calls: Sequence[Rows]) -> tuple[c.Step, list[Any]]:
+    def given(
+        self, x: Tensor, stream: Tensor, seen: Any, calls: Sequence[Rows]
+    ) -> tuple[c.Step, list[Any]]:
         """What C reads, of the same arguments as `run`, and what has to be held for it."""
         (rows, width), (wide, mixed) = x.shape, self._sizes
-        room = rows * width, rows * width, rows * wide, rows * mixed  # of two sums, what products make, what is mixed
+        room = (
+            rows * width,
+            rows * width,
+            rows * wide,
+            rows * mixed,
+        )  # of two sums, what products make, what is mixed
         scratch = self.memory.take(x, sum(room))
         sum_at, spare_at, wide_at, mixed_at = _addresses(scratch, room)
         if self.norm_first:

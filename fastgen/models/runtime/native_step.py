@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from fastgen.models.layers.positions import turned_once
-from fastgen.models.runtime.decode_step import Context, FeedForward, StepInputs, Sublayer, TextAttention
+from fastgen.models.runtime.decode_step import (
+    Context,
+    FeedForward,
+    StepInputs,
+    Sublayer,
+    TextAttention,
+)
 from fastgen.models.runtime.encoder import SentenceAttention, Sentences
 from fastgen.models.runtime.joint_step import Joint
 from fastgen.models.runtime.native_records import Records, Rows, are_written, is_readable
@@ -51,16 +57,24 @@ class EncoderInC:
     def __init__(self, records: Records) -> None:
         self.records = records
         self.attending: list[SentenceAttention] = [
-            sublayer.mix for sublayer in records.sublayers if isinstance(sublayer.mix, SentenceAttention)
+            sublayer.mix
+            for sublayer in records.sublayers
+            if isinstance(sublayer.mix, SentenceAttention)
         ]
 
     def __call__(self, x: Tensor, stream: Tensor, sentences: Sentences) -> Tensor | None:
         """Return what the sublayers make of x (R, C), or None; neither is overwritten."""
         records, by = self.records, native.library()
-        if by is None or sentences.first is not None or any(group.padding for group in sentences.groups):
+        if (
+            by is None
+            or sentences.first is not None
+            or any(group.padding for group in sentences.groups)
+        ):
             return None
         able = lambda: (  # noqa: E731
-            self._covers(x, stream, sentences) and records.fits(x, stream) and records.ready(by, lambda _: 0)
+            self._covers(x, stream, sentences)
+            and records.fits(x, stream)
+            and records.ready(by, lambda _: 0)
         )
         if not in_c(chosen("encoder", never, able, x)):
             return None
@@ -88,7 +102,10 @@ class EncoderInC:
                 table = mix.bias.table
                 heads, *tokens = table.shape[1:]
                 if not (
-                    plain(table.detach()) and heads in (1, mix.heads) and len(table) == 1 and min(tokens) >= longest
+                    plain(table.detach())
+                    and heads in (1, mix.heads)
+                    and len(table) == 1
+                    and min(tokens) >= longest
                 ):
                     return False
         return True
@@ -112,9 +129,13 @@ class InC:
 
     def __init__(self, records: Records) -> None:
         self.records = records
-        mixes: list[tuple[int, Any, int]] = [(i, each.mix, each.layer) for i, each in enumerate(records.sublayers)]
+        mixes: list[tuple[int, Any, int]] = [
+            (i, each.mix, each.layer) for i, each in enumerate(records.sublayers)
+        ]
         self.attending = [
-            (i, mix, type(mix) is TextAttention, layer) for i, mix, layer in mixes if type(mix) is not FeedForward
+            (i, mix, type(mix) is TextAttention, layer)
+            for i, mix, layer in mixes
+            if type(mix) is not FeedForward
         ]
         self.seen: Any = ()  # what each attending sublayer sees of each call
         self._checked: list[Reference] = []  # keys that C can read
@@ -157,10 +178,16 @@ class InC:
         heads = lambda layer: context.source[layer].keys.shape[1]  # noqa: E731
         if not (self._covers(places, 0) and self.records.ready(by, heads)):
             return None
-        added = {id(mix.bias): mix.bias for _, mix, of_text, _ in self.attending if of_text and mix.bias is not None}
+        added = {
+            id(mix.bias): mix.bias
+            for _, mix, of_text, _ in self.attending
+            if of_text and mix.bias is not None
+        }
         biases = {key: context.biases(bias, steps).float() for key, bias in added.items()}
         held: list[Tensor | None] = []
-        if not self._covers_steps(context, mask, biases, steps) or not self._turn_several(context, steps, held):
+        if not self._covers_steps(context, mask, biases, steps) or not self._turn_several(
+            context, steps, held
+        ):
             return None
         for i, (mix, of_text, part, layer) in enumerate(places):
             at, read = self.seen[i], mask if of_text else part.source_mask
@@ -187,11 +214,17 @@ class InC:
 
     def most(self, context: Context, steps: int) -> int:
         """How many of so many steps may be made ready at once: biases of each are held for all of them."""
-        heads = [mix.heads for _, mix, of_text, _ in self.attending if of_text and mix.bias is not None]
+        heads = [
+            mix.heads for _, mix, of_text, _ in self.attending if of_text and mix.bias is not None
+        ]
         if not heads:
             return steps
         slots = context.text[0].keys.shape[2] + steps * _beams(context)
-        sentences = 1 if context.times is None and not isinstance(context.position, Tensor) else context.sentences
+        sentences = (
+            1
+            if context.times is None and not isinstance(context.position, Tensor)
+            else context.sentences
+        )
         return max(1, min(steps, BIASES // (sentences * max(heads) * slots)))
 
     def _point(self, i: int, layer: Any) -> None:
@@ -211,7 +244,9 @@ class InC:
             for part in parts
         ]
 
-    def _covers_steps(self, context: Context, mask: Tensor | None, biases: Mapping[int, Tensor], steps: int) -> bool:
+    def _covers_steps(
+        self, context: Context, mask: Tensor | None, biases: Mapping[int, Tensor], steps: int
+    ) -> bool:
         """Whether C can read what is seen in so many steps of one call, and write what is attended to."""
         b, m, layer = context.sentences, _beams(context), context.text[0]
         slots = cast(Any, layer).slots + steps * m
@@ -226,14 +261,23 @@ class InC:
         for _, mix, of_text, _ in self.attending:
             if of_text and mix.bias is not None:
                 bias = biases[id(mix.bias)]
-                sizes = len(bias) in (1, b) and bias.shape[1] in (1, mix.heads) and bias.shape[2:] == (steps, slots)
+                sizes = (
+                    len(bias) in (1, b)
+                    and bias.shape[1] in (1, mix.heads)
+                    and bias.shape[2:] == (steps, slots)
+                )
                 if not (sizes and plain(bias) and bias.stride(3) == 1):
                     return False
         weights, watched = context.weights, context.watched
         if weights is None or watched is None:
             return True
         shape = b, m, cast(Any, context.source[watched]).slots
-        return plain(weights) and weights.is_contiguous() and len(weights) >= steps and weights.shape[1:] == shape
+        return (
+            plain(weights)
+            and weights.is_contiguous()
+            and len(weights) >= steps
+            and weights.shape[1:] == shape
+        )
 
     def _covers(self, places: Sequence[_Place], steps: int) -> bool:
         """Whether what there is to attend to lies where C can read it.
@@ -243,10 +287,16 @@ class InC:
         masks = set[tuple[int, int]]()  # by the tensor, and how many keys it is of
         if len(self._checked) != len(places):
             count = len(places)
-            self.seen, self._checked, self._placed = (c.Seen * count)(), [None] * count, [None] * count
+            self.seen, self._checked, self._placed = (
+                (c.Seen * count)(),
+                [None] * count,
+                [None] * count,
+            )
         for i, (mix, of_text, part, layer) in enumerate(places):
             mask = part.text_mask if of_text else part.source_mask
-            if not getattr(layer, "begun", False):  # a cache of another kind, or one without a shape yet
+            if not getattr(
+                layer, "begun", False
+            ):  # a cache of another kind, or one without a shape yet
                 return False
             keys, values = layer.room
             if mask is not None:
@@ -254,7 +304,9 @@ class InC:
                 if (id(mask), count) not in masks and not _is_mask(mask, part, mix.heads, count):
                     return False
                 masks.add((id(mask), count))
-            if _beams(part) * (mix.heads // keys.shape[1]) > native.ROWS or not (of_text or layer.slots):
+            if _beams(part) * (mix.heads // keys.shape[1]) > native.ROWS or not (
+                of_text or layer.slots
+            ):
                 return False
             if _is(self._checked[i], keys):
                 continue
@@ -285,14 +337,18 @@ class InC:
         """The same of several steps, those of the second one behind those of the first."""
         position, known = context.position, dict[int, tuple[Tensor, Tensor]]()
         apart = isinstance(position, Tensor)  # rows of a step may differ
-        if isinstance(position, Tensor) and position.shape != (context.sentences * _beams(context),):
+        if isinstance(position, Tensor) and position.shape != (
+            context.sentences * _beams(context),
+        ):
             return False
         first = (
             position[None]
             if isinstance(position, Tensor)
             else torch.full((1, 1), position, dtype=torch.int64, device="cpu")
         )
-        positions = (first + torch.arange(steps, dtype=torch.int64, device="cpu")[:, None]).flatten()
+        positions = (
+            first + torch.arange(steps, dtype=torch.int64, device="cpu")[:, None]
+        ).flatten()
         like = torch.empty(0, dtype=torch.float32, device="cpu")
         rotation = lambda rotary: turned_once(known, rotary, positions, like)  # noqa: E731
         return self._turned(rotation, lambda _: apart, (len(positions),), held)
@@ -340,7 +396,9 @@ class InC:
             self._point(i, layer)
             at.count = count = layer.slots
             at.slot, at.bias = count - _beams(part), None
-            self._attention = max(self._attention, part.sentences * _beams(part) * mix.heads * mix.dims * count)
+            self._attention = max(
+                self._attention, part.sentences * _beams(part) * mix.heads * mix.dims * count
+            )
             mask, at.mask = part.text_mask_with(mix.bias) if of_text else part.source_mask, None
             if mask is not None:
                 if id(mask) not in masks:
@@ -368,7 +426,13 @@ def _strides(x: Tensor) -> list[int]:
 
 def _parts(context: StepInputs) -> Sequence[Context] | None:
     """The contexts of all calls in a step; None for surroundings of another kind."""
-    return [context] if isinstance(context, Context) else context.parts if type(context) is Joint else None
+    return (
+        [context]
+        if isinstance(context, Context)
+        else context.parts
+        if type(context) is Joint
+        else None
+    )
 
 
 def _beams(part: Context) -> int:

@@ -48,13 +48,19 @@ class StreamAttention(TextAttention):
         around = cast(Asking, context)
         query, key, value = (part.apply(x).view(-1, self.heads, self.dims) for part in self.parts)
         keys, values = around.append(layer, key, value)
-        return around.attend(query, keys, values, self._bias(self.nearness.apply(x), around), self.scale, None)
+        return around.attend(
+            query, keys, values, self._bias(self.nearness.apply(x), around), self.scale, None
+        )
 
     def _bias(self, nearness: Tensor, around: Asking) -> Tensor:
         """What is added to the scores, (B, H, 2 * M, N): -inf where a query does not look."""
         sentences, known = around.context.sentences, around.context.biased
-        of_query = nearness.view(sentences, -1, nearness.shape[1] // self.heads, self.heads).permute(0, 3, 1, 2)
+        of_query = nearness.view(
+            sentences, -1, nearness.shape[1] // self.heads, self.heads
+        ).permute(0, 3, 1, 2)
         if id(self.buckets) not in known:  # which layers have in common
-            known[id(self.buckets)] = self.buckets[around.distances.clamp(0, len(self.buckets) - 1)][:, None]
+            known[id(self.buckets)] = self.buckets[
+                around.distances.clamp(0, len(self.buckets) - 1)
+            ][:, None]
         bucket = known[id(self.buckets)].expand(sentences, self.heads, -1, -1)
         return of_query.gather(3, bucket).add_(around.mask)

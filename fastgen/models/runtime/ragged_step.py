@@ -64,7 +64,9 @@ class Ragged:
     prefix_mask: Tensor | None = None
     source_mask: Tensor | None = None
     biased: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
+    rotations: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict[int, tuple[Tensor, Tensor]]
+    )
 
     def __post_init__(self) -> None:
         prefix, self.device = self.text[0].prefix, self.text[0].room[0].device
@@ -77,7 +79,9 @@ class Ragged:
         # All texts are attended to where most have tokens: those of some only are copied, and not read in place.
         chosen = [span.row for span in self.spans]
         whole = 2 * len(chosen) > self.texts
-        self.attended = None if whole else torch.tensor(chosen, device=self.device, dtype=torch.int64)
+        self.attended = (
+            None if whole else torch.tensor(chosen, device=self.device, dtype=torch.int64)
+        )
         self.present = self.texts if whole else len(chosen)
         places = chosen if whole else range(len(chosen))
         self.even = len(chosen) == self.present and len(set(counts)) == 1
@@ -92,14 +96,20 @@ class Ragged:
     def rows(self) -> Tensor:
         """The text of each token (N,) int64."""
         return torch.tensor(
-            [span.row for span in self.spans for _ in span.tokens], device=self.device, dtype=torch.int64
+            [span.row for span in self.spans for _ in span.tokens],
+            device=self.device,
+            dtype=torch.int64,
         )
 
     @functools.cached_property
     def slots(self) -> Tensor:
         """The slot of each token (N,) int64."""
         starts = (self.text[0].prefix + span.start for span in self.spans)
-        slots = [start + i for start, span in zip(starts, self.spans, strict=True) for i in range(len(span.tokens))]
+        slots = [
+            start + i
+            for start, span in zip(starts, self.spans, strict=True)
+            for i in range(len(span.tokens))
+        ]
         return torch.tensor(slots, device=self.device, dtype=torch.int64)
 
     def _folded(self, places: Iterable[int]) -> Tensor:
@@ -118,7 +128,10 @@ class Ragged:
 
     def _mask(self) -> Tensor:
         """What each query sees of its text, additive (R', 1, K, N)."""
-        unseen = torch.arange(self.end, device=self.device, dtype=torch.int64) > self._last_seen()[:, None, :, None]
+        unseen = (
+            torch.arange(self.end, device=self.device, dtype=torch.int64)
+            > self._last_seen()[:, None, :, None]
+        )
         mask = torch.zeros(unseen.shape, dtype=self.text[0].keys.dtype, device=unseen.device)
         mask.masked_fill_(unseen, -torch.inf)
         if self.prefix_mask is None:
@@ -130,7 +143,9 @@ class Ragged:
         """The slot of each query (R', K) int64; the last one where there is no token."""
         if self.folded is None:
             return self.slots.view(self.present, self.queries)
-        last = torch.full((self.present * self.queries,), self.end - 1, device=self.device, dtype=torch.int64)
+        last = torch.full(
+            (self.present * self.queries,), self.end - 1, device=self.device, dtype=torch.int64
+        )
         return last.index_copy_(0, self.folded, self.slots).view(self.present, self.queries)
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,13 +159,17 @@ class Ragged:
         self._write(keys, key)
         self._write(values, value)
         mask = self.mask if bias is None else self._biased(bias)
-        return self._attend(query, keys[:, :, : self.end], values[:, :, : self.end], mask, scale, softcap)
+        return self._attend(
+            query, keys[:, :, : self.end], values[:, :, : self.end], mask, scale, softcap
+        )
 
     def _write(self, buffer: Tensor, new: Tensor) -> None:
         """Write keys or values (N, Hkv, D) to their slots of a buffer (R, Hkv, L, D)."""
         first = self.end - self.queries
         if len(self.spans) == 1:
-            buffer.select(0, self.spans[0].row).narrow(1, first, self.queries).copy_(new.transpose(0, 1))
+            buffer.select(0, self.spans[0].row).narrow(1, first, self.queries).copy_(
+                new.transpose(0, 1)
+            )
         elif self.level:
             own = buffer[: self.texts].narrow(2, first, self.queries)
             own.copy_(new.view(self.texts, self.queries, *new.shape[1:]).transpose(1, 2))
@@ -166,7 +185,11 @@ class Ragged:
         """The mask plus a bias by distance, (R', H, K, N), made once for all layers that have it."""
         if id(bias) not in self.biased:
             last = self._last_seen()[..., None]
-            first = self.first if self.attended is None or isinstance(self.first, int) else self.first[self.attended]
+            first = (
+                self.first
+                if self.attended is None or isinstance(self.first, int)
+                else self.first[self.attended]
+            )
             before = first[:, None, None] if isinstance(first, Tensor) else first
             distance = last - torch.arange(self.end, device=last.device, dtype=torch.int64)
             found = bias.at(distance, last + (before - self.text[0].prefix))
@@ -174,15 +197,27 @@ class Ragged:
         return self.biased[id(bias)]
 
     def _attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None,
     ) -> Tensor:
         """What query (N, H, D) finds in keys and values (R, Hkv, L, D) of all texts, (N, H * D)."""
         if self.attended is not None:
             keys, values = keys[self.attended], values[self.attended]
         if self.folded is None:
             folded = query.view(self.present, self.queries, *query.shape[1:])
-            return beam_attention(folded, keys, values, mask, scale, softcap).reshape(len(query), -1)
+            return beam_attention(folded, keys, values, mask, scale, softcap).reshape(
+                len(query), -1
+            )
         padded = query.new_zeros(self.present * self.queries, *query.shape[1:])
         padded[self.folded] = query
         padded = padded.view(self.present, self.queries, *query.shape[1:])
-        return beam_attention(padded, keys, values, mask, scale, softcap).flatten(2).flatten(0, 1)[self.folded]
+        return (
+            beam_attention(padded, keys, values, mask, scale, softcap)
+            .flatten(2)
+            .flatten(0, 1)[self.folded]
+        )

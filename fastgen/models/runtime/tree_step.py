@@ -86,7 +86,9 @@ class Tree:
 
     def distances(self, new: int) -> Tensor:
         """Of the newest nodes to all keys, (B, Q, S + nodes) int64; anything where one does not see the other."""
-        places = torch.arange(self.prefix, device=self._depths.device, dtype=torch.int64).expand(len(self._depths), -1)
+        places = torch.arange(self.prefix, device=self._depths.device, dtype=torch.int64).expand(
+            len(self._depths), -1
+        )
         places = torch.cat([places, self.prefix + self._depths], 1)
         return (places[:, -new:, None] - places[:, None]).clamp_(min=0)
 
@@ -100,7 +102,9 @@ class _Pass:
     positions: Tensor
     mask: Tensor
     biased: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
+    rotations: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict[int, tuple[Tensor, Tensor]]
+    )
 
     @property
     def position(self) -> Tensor:
@@ -118,12 +122,16 @@ class _Pass:
         for buffer, newest in ((keys, key), (values, value)):
             buffer[:, :, end - self.new : end] = self._folded(newest).transpose(1, 2)
         mask = self.mask if bias is None else self._biased(bias)
-        mixed = beam_attention(self._folded(query), keys[:, :, :end], values[:, :, :end], mask, scale, softcap)
+        mixed = beam_attention(
+            self._folded(query), keys[:, :, :end], values[:, :, :end], mask, scale, softcap
+        )
         return mixed.flatten(2).flatten(0, 1)
 
     def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
         kept = self.tree.source[layer]
-        mixed = beam_attention(self._folded(query), kept.keys, kept.values, self.tree.source_mask, scale)
+        mixed = beam_attention(
+            self._folded(query), kept.keys, kept.values, self.tree.source_mask, scale
+        )
         return mixed.flatten(2).flatten(0, 1)
 
     def _folded(self, x: Tensor) -> Tensor:

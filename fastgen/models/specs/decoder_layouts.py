@@ -156,7 +156,11 @@ def _t5_scale(model: Any) -> float:
 
 def _scale_of_gptj(attention: Any) -> float:
     """Before transformers 5.24 a divisor."""
-    return float(attention.scaling) if hasattr(attention, "scaling") else 1 / float(attention.scale_attn)
+    return (
+        float(attention.scaling)
+        if hasattr(attention, "scaling")
+        else 1 / float(attention.scale_attn)
+    )
 
 
 def _alibi_of_bloom(decoder: Any, length: int) -> Tensor:
@@ -207,7 +211,9 @@ _LLAMA = Layout(
 )
 _GEMMA2 = replace(
     _LLAMA,
-    text=replace(_LLAMA.text, own_norm="post_attention_layernorm", softcap="attn_logit_softcapping"),
+    text=replace(
+        _LLAMA.text, own_norm="post_attention_layernorm", softcap="attn_logit_softcapping"
+    ),
     feed_norm="pre_feedforward_layernorm",
     feed_own_norm="post_feedforward_layernorm",
     softcap=lambda model: model.config.final_logit_softcapping,
@@ -242,7 +248,9 @@ def _falcon(layout: Layout, config: Any) -> Layout:
     if config.alibi:
         layout = replace(layout, alibi=_alibi_of_falcon, by_position=True)
     if config.new_decoder_architecture and config.num_ln_in_parallel_attn == 2:
-        return replace(layout, text=replace(layout.text, norm="ln_attn"), feed_norm="ln_mlp", parallel=True)
+        return replace(
+            layout, text=replace(layout.text, norm="ln_attn"), feed_norm="ln_mlp", parallel=True
+        )
     if config.new_decoder_architecture or config.parallel_attn:
         return replace(layout, feed_norm="input_layernorm", parallel=True)
     return layout
@@ -375,7 +383,11 @@ LAYOUTS = {
 
 
 def _stablelm(layout: Layout, config: Any) -> Layout:
-    return replace(layout, feed_norm="input_layernorm", parallel=True) if config.use_parallel_residual else layout
+    return (
+        replace(layout, feed_norm="input_layernorm", parallel=True)
+        if config.use_parallel_residual
+        else layout
+    )
 
 
 _BY_CONFIG: dict[str, Callable[[Layout, Any], Layout]] = {"falcon": _falcon, "stablelm": _stablelm}

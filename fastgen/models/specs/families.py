@@ -25,7 +25,11 @@ class Family:
     segments: bool = False
 
 
-_BART, _T5, _LLAMA = (("fc1", "activation_fn"),), (("wi", "act"), ("wi_0", "act")), (("gate_proj", "act_fn"),)
+_BART, _T5, _LLAMA = (
+    (("fc1", "activation_fn"),),
+    (("wi", "act"), ("wi_0", "act")),
+    (("gate_proj", "act_fn"),),
+)
 
 
 FAMILIES = {

@@ -127,7 +127,12 @@ def load(variant: str) -> Library:
         getattr(loaded, name).argtypes = (_POINTER, ctypes.c_uint, *arguments)
         getattr(loaded, name).restype = None if name in _RETURNS_NOTHING else ctypes.c_int
     operations = {name: getattr(loaded, name) for name in _SIGNATURES}
-    return Library(**operations, panel=loaded.panel(), run=_runtime("GOMP_parallel"), wait=_runtime("GOMP_barrier"))
+    return Library(
+        **operations,
+        panel=loaded.panel(),
+        run=_runtime("GOMP_parallel"),
+        wait=_runtime("GOMP_barrier"),
+    )
 
 
 def _runtime(name: str) -> int:
@@ -155,7 +160,9 @@ def library() -> Library | None:
     wanted = config.settings().ops
     if wanted == "native" or (wanted == "auto" and processor.on_amd()):
         if found().library is None and wanted == "native":
-            raise RuntimeError(f"FASTGEN_OPS=native, but there are no operations in C here: {found().reason}")
+            raise RuntimeError(
+                f"FASTGEN_OPS=native, but there are no operations in C here: {found().reason}"
+            )
         return found().library
     return None
 
@@ -200,7 +207,10 @@ def covers_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
                 mask.dim() == 4
                 and mask.shape[3] == count
                 and mask.stride(3) == 1
-                and all(size in (1, all_) for size, all_ in zip(mask.shape, (sentences, heads, beams), strict=False))
+                and all(
+                    size in (1, all_)
+                    for size, all_ in zip(mask.shape, (sentences, heads, beams), strict=False)
+                )
             )
         )
     )
@@ -217,7 +227,11 @@ def beam_attention(
     mask_at, mask_strides = None, (0, 0, 0)
     if mask is not None:
         (mask_b, mask_h, mask_m, _), (sentences, heads, beams, _) = mask.stride(), mask.shape
-        mask_strides = mask_b if sentences > 1 else 0, mask_h if heads > 1 else 0, mask_m if beams > 1 else 0
+        mask_strides = (
+            mask_b if sentences > 1 else 0,
+            mask_h if heads > 1 else 0,
+            mask_m if beams > 1 else 0,
+        )
         mask_at = mask.data_ptr()
     done = by.beam_attention(
         by.run, threads, out.data_ptr(), query.data_ptr(), keys.data_ptr(), values.data_ptr(), mask_at, b, m, key_heads,
@@ -233,13 +247,24 @@ def log_softmax(by: Library, logits: Tensor, out: Tensor) -> Tensor:
     """Return out, the log-probabilities of logits (R, V) fp32 with contiguous rows; out: alike and contiguous."""
     rows, vocabulary = logits.shape
     by.log_softmax(
-        by.run, threads_for(logits.numel()), out.data_ptr(), logits.data_ptr(), rows, vocabulary, logits.stride(0)
+        by.run,
+        threads_for(logits.numel()),
+        out.data_ptr(),
+        logits.data_ptr(),
+        rows,
+        vocabulary,
+        logits.stride(0),
     )
     return out
 
 
 def k_best(
-    by: Library, rows: Tensor, scores: Tensor, k: int, normalised: bool, banned: Tensor | None = None
+    by: Library,
+    rows: Tensor,
+    scores: Tensor,
+    k: int,
+    normalised: bool,
+    banned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Return values (B, k) and indices of the k best of log-probabilities (B, M, V) + scores (B, M), in fp32.
 
@@ -390,7 +415,13 @@ def move_sentences(by: Library, buffer: Tensor, to: Tensor, origin: Tensor) -> b
 
 
 def embedding(
-    by: Library, ids: Tensor, tokens: Tensor, scale: float, position: Tensor | None, padding: int, other: Tensor | None
+    by: Library,
+    ids: Tensor,
+    tokens: Tensor,
+    scale: float,
+    position: Tensor | None,
+    padding: int,
+    other: Tensor | None,
 ) -> Tensor | None:
     """Return (R, C): rows `ids` of tokens (V, C) times scale, plus position (C,), or `other` (C,) where id is padding.
 
@@ -415,9 +446,14 @@ def add_tokens(by: Library, mask: Tensor, tokens: Tensor, vocabulary: int) -> No
     )  # fmt: skip
 
 
-def add_repeats(by: Library, mask: Tensor, ids: Tensor, n: int, texts: Tensor, vocabulary: int) -> None:
+def add_repeats(
+    by: Library, mask: Tensor, ids: Tensor, n: int, texts: Tensor, vocabulary: int
+) -> None:
     """Add to the sets of mask (R, W) int32, contiguous, what would repeat n-grams of texts (B, S) behind ids (R, L)."""
-    (rows, words), (ids, texts) = mask.shape, (x if x.stride(1) == 1 else x.contiguous() for x in (ids, texts))
+    (rows, words), (ids, texts) = (
+        mask.shape,
+        (x if x.stride(1) == 1 else x.contiguous() for x in (ids, texts)),
+    )
     by.add_repeats(
         by.run, threads_for(rows * texts.shape[1]), mask.data_ptr(), ids.data_ptr(), texts.data_ptr(), rows, words, n,
         ids.shape[1], texts.shape[1], vocabulary, rows // texts.shape[0], ids.stride(0), texts.stride(0),

@@ -77,13 +77,25 @@ def _compiled(folder: Path, more: Sequence[str]) -> str | None:
     for name, flags in VARIANTS.items():
         sources = [str(HERE / source) for source in SOURCES if source.endswith(".c")]
         defined = f"-DFINGERPRINT={fingerprint()}u"
-        command = [*compiler, *FLAGS, *flags, *more, defined, *sources, "-o", str(folder / f"{name}.so"), "-lm"]
+        command = [
+            *compiler,
+            *FLAGS,
+            *flags,
+            *more,
+            defined,
+            *sources,
+            "-o",
+            str(folder / f"{name}.so"),
+            "-lm",
+        ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
             return f"{compiler[0]} could not be run: {error}"
         if done.returncode:
-            said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+            said = next(
+                (line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()
+            )
             return f"{compiler[0]} ended with {done.returncode}: {said}"
     return None
 

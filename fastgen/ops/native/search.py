@@ -43,7 +43,10 @@ class Texts(ctypes.Structure):
 class Sight(ctypes.Structure):
     """What beams see of the slots of the text."""
 
-    _fields_: ClassVar = [*of(POINTER, "mask own"), *of(INTEGER, "mask_b mask_m prefix filled room open")]
+    _fields_: ClassVar = [
+        *of(POINTER, "mask own"),
+        *of(INTEGER, "mask_b mask_m prefix filled room open"),
+    ]
 
 
 class Beams(ctypes.Structure):
@@ -77,7 +80,9 @@ def search_beams(by: Library, threads: int, decoder: Decoder, texts: Texts, beam
     return by.search_beams(by.run, threads, by.wait, *given)
 
 
-def search_first_finished(by: Library, threads: int, decoder: Decoder, texts: Texts, job: FirstFinished) -> int:
+def search_first_finished(
+    by: Library, threads: int, decoder: Decoder, texts: Texts, job: FirstFinished
+) -> int:
     """Make steps of a beam search that ends a sentence with its M-th hypothesis; return why there are no more."""
     given = (ctypes.byref(each) for each in (decoder, texts, job))
     return by.search_first_finished(by.run, threads, by.wait, *given)
@@ -92,4 +97,6 @@ def search_greedily(
         running: address of (R,) bool, texts that have not ended. room: of (R,) int64 that is written to.
         pad: what ended ones go on with; a negative number for their own tokens.
     """
-    return by.search_greedily(by.run, threads, by.wait, ctypes.byref(decoder), ctypes.byref(texts), running, room, pad)
+    return by.search_greedily(
+        by.run, threads, by.wait, ctypes.byref(decoder), ctypes.byref(texts), running, room, pad
+    )

@@ -47,7 +47,10 @@ class Seen(ctypes.Structure):
 
     _fields_: ClassVar = [
         *of(POINTER, "keys values weights mask bias"),
-        *of(INTEGER, "count slot keys_b keys_h keys_n values_b values_h values_n mask_b mask_h mask_m"),
+        *of(
+            INTEGER,
+            "count slot keys_b keys_h keys_n values_b values_h values_n mask_b mask_h mask_m",
+        ),
         *of(INTEGER, "bias_b bias_h bias_step"),
     ]
 

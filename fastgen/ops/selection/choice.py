@@ -73,7 +73,11 @@ class Chosen(NamedTuple):
 
 def covered(values: Tensor, beams: int) -> bool:
     """Whether the kernels cover candidates (B, K) of so many beams."""
-    return values.dtype == torch.float32 and values.shape[1] + beams <= MOST and values.shape[0] <= MOST_SENTENCES
+    return (
+        values.dtype == torch.float32
+        and values.shape[1] + beams <= MOST
+        and values.shape[0] <= MOST_SENTENCES
+    )
 
 
 def choose_(candidates: Candidates, state: State, rules: Rules, new_tokens: Tensor) -> Chosen:
@@ -131,7 +135,13 @@ def first_covered(scores: Tensor, beams: int) -> bool:
 
 
 def choose_first_(
-    scores: Tensor, tokens: Tensor, beams: Tensor, slots: Slots, end: int, length: Tensor, last: bool
+    scores: Tensor,
+    tokens: Tensor,
+    beams: Tensor,
+    slots: Slots,
+    end: int,
+    length: Tensor,
+    last: bool,
 ) -> FirstChosen:
     """Run the kernel by which a sentence ends with its M-th hypothesis; it writes the new slots where they were.
 
@@ -141,7 +151,11 @@ def choose_first_(
         last: whether the texts are as long as they may become, so that a sentence in which one ends is over.
     """
     (b, k), m = scores.shape, slots.ignored.shape[1]
-    running, chosen, over = scores.new_empty(b, m), tokens.new_empty(3, b, m), slots.ignored.new_empty(b)
+    running, chosen, over = (
+        scores.new_empty(b, m),
+        tokens.new_empty(3, b, m),
+        slots.ignored.new_empty(b),
+    )
     launch(
         _choose_first_kernel, (b,), scores.contiguous(), tokens.contiguous(), beams.contiguous(),
         _bytes(slots.ignored), slots.counts, slots.lengths, length, running, chosen, _bytes(over), k, end, BEAMS=m,
@@ -203,7 +217,11 @@ def _choose_kernel(
     done = tl.where(old, done, ended)
     there = old | (new & (tl.load(over_ptr) == 0))
     key = tl.where(there, key_of(tl.where(old, finished, ranked), slot), lowest)
-    changed, open_slots, worst = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0.0, tl.float32)
+    changed, open_slots, worst = (
+        tl.full([], 0, tl.int32),
+        tl.full([], 0, tl.int32),
+        tl.full([], 0.0, tl.float32),
+    )
     for i in range(BEAMS):
         best = tl.max(key, 0)
         key = tl.where(key == best, lowest, key)
@@ -270,7 +288,9 @@ def _choose_first_kernel(
     found = tl.max(tl.where(fills, candidate[:, None] + BEAMS, -1), 0)
     order_ptr = chosen_ptr + 2 * sentences * BEAMS + rows
     tl.store(order_ptr + slot, tl.where(found >= 0, found, slot).to(tl.int64), mask=is_slot)
-    tl.store(lengths_ptr + rows + slot, tl.where(found >= 0, tl.load(length), lengths), mask=is_slot)
+    tl.store(
+        lengths_ptr + rows + slot, tl.where(found >= 0, tl.load(length), lengths), mask=is_slot
+    )
     count = tl.maximum(count, tl.max(tl.where(finishing_now, place, 0), 0))
     tl.store(counts_ptr + sentence, count)
     over = count >= BEAMS

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import native
-from fastgen.ops.dispatch import TRITON, cdiv, chosen, in_c, in_memory, plain, runs_kernels, use_triton
+from fastgen.ops.dispatch import (
+    TRITON,
+    cdiv,
+    chosen,
+    in_c,
+    in_memory,
+    plain,
+    runs_kernels,
+    use_triton,
+)
 from fastgen.ops.selection import kbest_kernels as kernels
 from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.selection.token_mask import unpacked
@@ -120,7 +129,9 @@ def _log_probs(
         inside = (changes.tokens >= 0) & (changes.tokens < v)
         tokens = torch.where(inside, changes.tokens, v)
         padded = torch.nn.functional.pad(log_probs, (0, 1))
-        log_probs = padded.scatter(1, tokens, padded.gather(1, tokens) * changes.factors + changes.offsets)[:, :v]
+        log_probs = padded.scatter(
+            1, tokens, padded.gather(1, tokens) * changes.factors + changes.offsets
+        )[:, :v]
     if banned is not None:
         log_probs.masked_fill_(unpacked(banned, v), -torch.inf)
     if forced is not None:
@@ -154,7 +165,9 @@ def kbest(
         ValueError: on shapes, dtypes or a k that do not fit; the message holds them.
     """
     if logits.dim() != 3 or scores.shape != logits.shape[:2]:
-        raise ValueError(f"logits {tuple(logits.shape)} must be (B, M, V) and scores {tuple(scores.shape)} (B, M)")
+        raise ValueError(
+            f"logits {tuple(logits.shape)} must be (B, M, V) and scores {tuple(scores.shape)} (B, M)"
+        )
     b, m, v = logits.shape
     changes, banned, forced = updates
     if not 1 <= k <= m * v:
@@ -167,27 +180,38 @@ def kbest(
         ("forced", forced, (b * m,)),
     ):
         if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} {tuple(tensor.shape)} must be {shape} for logits {tuple(logits.shape)}")
-    if changes is not None and any(t.dim() != 2 or t.shape != changes.tokens.shape for t in changes):
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} must be {shape} for logits {tuple(logits.shape)}"
+            )
+    if changes is not None and any(
+        t.dim() != 2 or t.shape != changes.tokens.shape for t in changes
+    ):
         raise ValueError(f"changes {[tuple(t.shape) for t in changes]} must be (R, N) each")
     if scratch is not None and (
-        scratch.shape != logits.shape or scratch.dtype != scores.dtype or not scratch.is_contiguous()
+        scratch.shape != logits.shape
+        or scratch.dtype != scores.dtype
+        or not scratch.is_contiguous()
     ):
         found = f"scratch {tuple(scratch.shape)} in {scratch.dtype}"
         raise ValueError(f"{found} must be {tuple(logits.shape)} in {scores.dtype}, contiguous")
     able = lambda: _covered(logits, scores, k, 0 if changes is None else changes.tokens.shape[1])  # noqa: E731
     in_c_too = lambda: (  # noqa: E731
-        _covered_in_c(logits, scores, k) and (banned is None or in_memory(banned, dtype=torch.int32))
+        _covered_in_c(logits, scores, k)
+        and (banned is None or in_memory(banned, dtype=torch.int32))
     )
     by = chosen("kbest", able, in_c_too, logits, scores, bias, banned, forced)
     if by is TRITON:
-        best = kernels.run(logits, scores, k, bias, temperature, changes, banned, forced, without_nan=without_nan)
+        best = kernels.run(
+            logits, scores, k, bias, temperature, changes, banned, forced, without_nan=without_nan
+        )
         return KBest(best[0], best[1], best[2] if normalisers else None)
     if in_c(by) and changes is forced is bias is None and temperature == 1.0 and not normalisers:
         found = native.k_best(by, logits, scores, k, normalised=False, banned=banned)
         if found is not None:
             return KBest(*found, None)
-    log_probs, sums = _log_probs(logits, scores.dtype, updates, bias, temperature, normalisers, without_nan, scratch)
+    log_probs, sums = _log_probs(
+        logits, scores.dtype, updates, bias, temperature, normalisers, without_nan, scratch
+    )
     return KBest(*_ranked(by, log_probs, scores, k), sums)
 
 
@@ -232,7 +256,9 @@ def argmax(logits: Tensor) -> Tensor:
 
     No probability is computed (Hoang et al. 2018, algorithm 5). Traffic: one read of the logits. Of NaN, the first.
     """
-    if use_triton("argmax", lambda: logits.dtype != torch.float64 and logits.stride(-1) == 1, logits):
+    if use_triton(
+        "argmax", lambda: logits.dtype != torch.float64 and logits.stride(-1) == 1, logits
+    ):
         return kernels.argmax(logits)
     if logits.device.type != "cpu":
         return torch.argmax(logits, -1)
@@ -269,10 +295,17 @@ def _covered(logits: Tensor, scores: Tensor, k: int, changed: int = 0) -> bool:
 
 def _covered_in_c(logits: Tensor, scores: Tensor, k: int) -> bool:
     """Whether C ranks what comes of these logits."""
-    return plain(logits, scores) and logits.stride(2) == 1 and 1 <= k <= MOST_IN_C and k < logits.shape[2]
+    return (
+        plain(logits, scores)
+        and logits.stride(2) == 1
+        and 1 <= k <= MOST_IN_C
+        and k < logits.shape[2]
+    )
 
 
-def _ranked(by: "native.Library | str", log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _ranked(
+    by: "native.Library | str", log_probs: Tensor, scores: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
     """Rank log-probabilities in C, where `by` says so, else in torch; where values are equal, by `torch.topk`."""
     if in_c(by) and plain(log_probs):  # which a bias may have changed
         found = native.k_best(by, log_probs, scores, k, normalised=True)
@@ -291,7 +324,11 @@ def _ranked_in_groups(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor
     _, m, v = log_probs.shape
     size = _group_size(v, GROUP)
     whole = v // size  # full groups; the rest of the vocabulary, if any, is ranked in full
-    if log_probs.device.type != "cpu" or whole * m < 4 * k or max(log_probs.numel(), 4 * m * v) < SMALL:
+    if (
+        log_probs.device.type != "cpu"
+        or whole * m < 4 * k
+        or max(log_probs.numel(), 4 * m * v) < SMALL
+    ):
         return best_of_log_probs_reference(log_probs, scores, k)
     wanted, end = k + 1, whole * size
     grouped = log_probs[:, :, :end].unflatten(2, (whole, size))
@@ -331,4 +368,8 @@ def _group_size(vocabulary: int, near: int) -> int:
     A multiple of four: maxima of 100 tokens take a third of the time that those of 125 take.
     """
     sizes = range(-(-near // 8) * 4, 2 * near + 1, 4)
-    return min((size for size in sizes if vocabulary % size == 0), key=lambda size: abs(size - near), default=near)
+    return min(
+        (size for size in sizes if vocabulary % size == 0),
+        key=lambda size: abs(size - near),
+        default=near,
+    )

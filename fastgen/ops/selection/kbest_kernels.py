@@ -311,7 +311,11 @@ def _merge_kernel(
         value = _normalised(value, top[:, None], rest[:, None], WITHOUT_NAN)
         if FORCED:
             value = tl.where((forced >= 0)[:, None], float("-inf"), value)
-        group_key = tl.where(there, key_of(value + score[:, None], beam[:, None] * groups + candidate[None, :]), lowest)
+        group_key = tl.where(
+            there,
+            key_of(value + score[:, None], beam[:, None] * groups + candidate[None, :]),
+            lowest,
+        )
         slot = tl.arange(0, SLOTS)
         chosen = tl.full([SLOTS], -1, tl.int32)
         for i in range(K):
@@ -324,23 +328,37 @@ def _merge_kernel(
         row_of = (sentence * beams + of)[:, None]
         value = _tempered(logits_ptr + row_of * row_stride, bias_ptr, token, there, sharpness, BIAS)
         if TAKEN_OUT:
-            value = tl.where(_has(taken_out_ptr + row_of * taken_out_stride, token, there), float("-inf"), value)
-        value = _normalised(value, _of_beam(top, beam, of)[:, None], _of_beam(rest, beam, of)[:, None], WITHOUT_NAN)
+            value = tl.where(
+                _has(taken_out_ptr + row_of * taken_out_stride, token, there), float("-inf"), value
+            )
+        value = _normalised(
+            value, _of_beam(top, beam, of)[:, None], _of_beam(rest, beam, of)[:, None], WITHOUT_NAN
+        )
         if FORCED:
-            value = tl.where((_of_beam(forced.to(tl.float32), beam, of) >= 0)[:, None], float("-inf"), value)
+            value = tl.where(
+                (_of_beam(forced.to(tl.float32), beam, of) >= 0)[:, None], float("-inf"), value
+            )
         value += _of_beam(score, beam, of)[:, None]
         key = tl.where(there, key_of(value, of[:, None] * vocabulary + token), -0x7FFFFFFFFFFFFFFF)
     else:
         there = is_beam[:, None] & (candidate < parts * KEPT)[None, :]
-        kept = tl.load(found_ptr + row[:, None] * (parts * KEPT) + candidate[None, :], mask=there, other=0)
+        kept = tl.load(
+            found_ptr + row[:, None] * (parts * KEPT) + candidate[None, :], mask=there, other=0
+        )
         there = there & (kept != -0x7FFFFFFFFFFFFFFF)  # a part with fewer tokens than are kept
         value = _normalised(value_of(kept), top[:, None], rest[:, None], WITHOUT_NAN)
         if FORCED:
             value = tl.where((forced >= 0)[:, None], float("-inf"), value)
-        key = tl.where(there, key_of(value + score[:, None], beam[:, None] * vocabulary + index_of(kept)), lowest)
+        key = tl.where(
+            there,
+            key_of(value + score[:, None], beam[:, None] * vocabulary + index_of(kept)),
+            lowest,
+        )
     best_forced = tl.full([BEAMS], -0x7FFFFFFFFFFFFFFF, tl.int64)
     if FORCED:
-        best_forced = tl.where(forced >= 0, key_of(score, beam * vocabulary + forced.to(tl.int32)), best_forced)
+        best_forced = tl.where(
+            forced >= 0, key_of(score, beam * vocabulary + forced.to(tl.int32)), best_forced
+        )
     changed = best_forced
     if CHANGES:
         change = tl.arange(0, CHANGES)
@@ -348,12 +366,16 @@ def _merge_kernel(
         where = row[:, None] * changes + change[None, :]
         tokens = tl.load(tokens_ptr + where, mask=given, other=-1)
         given = given & (tokens >= 0) & (tokens < vocabulary)
-        new = _tempered(logits_ptr + row[:, None] * row_stride, bias_ptr, tokens, given, sharpness, BIAS)
+        new = _tempered(
+            logits_ptr + row[:, None] * row_stride, bias_ptr, tokens, given, sharpness, BIAS
+        )
         new = _normalised(new, top[:, None], rest[:, None], WITHOUT_NAN)
         new = new * tl.load(factors_ptr + where, mask=given, other=1.0)
         new += tl.load(offsets_ptr + where, mask=given, other=0.0)
         if BANNED:
-            new = tl.where(_has(banned_ptr + row[:, None] * banned_stride, tokens, given), float("-inf"), new)
+            new = tl.where(
+                _has(banned_ptr + row[:, None] * banned_stride, tokens, given), float("-inf"), new
+            )
         if FORCED:
             new = tl.where((forced >= 0)[:, None], float("-inf"), new)
         changed = key_of(new + score[:, None], beam[:, None] * vocabulary + tokens.to(tl.int32))

@@ -10,20 +10,28 @@ from fastgen.ops import native
 from fastgen.ops.dispatch import chosen, in_c, plain
 
 
-def log_softmax_reference(logits: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+def log_softmax_reference(
+    logits: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
     """Return `torch.log_softmax` over the last dimension of logits (R, V), in `dtype`, None for that of the logits."""
     return torch.log_softmax(logits, -1, dtype=dtype, out=out)
 
 
-def log_softmax(logits: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+def log_softmax(
+    logits: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
     """Return log-probabilities (R, V); arguments as `log_softmax_reference`.
 
     Args:
         out: of that shape and dtype, where they are to be written; it may be the logits' own memory.
     """
-    by = chosen("log_softmax", lambda: False, lambda: _covered_in_c(logits, dtype, out), logits, out)
+    by = chosen(
+        "log_softmax", lambda: False, lambda: _covered_in_c(logits, dtype, out), logits, out
+    )
     if in_c(by):
-        made = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
+        made = (
+            torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
+        )
         return native.log_softmax(by, logits, made)
     return log_softmax_reference(logits, dtype, out)
 

@@ -23,7 +23,9 @@ from fastgen.ops.dispatch import (
 from fastgen.ops.selection.token_mask import add_bits, add_tokens_
 
 
-def ngram_block_reference(scores: Tensor, ids: Tensor, n: int, source: Tensor | None = None) -> Tensor:
+def ngram_block_reference(
+    scores: Tensor, ids: Tensor, n: int, source: Tensor | None = None
+) -> Tensor:
     """Return a copy of scores with every token banned that would repeat an n-gram of its row; a plain loop.
 
     Args:
@@ -36,7 +38,11 @@ def ngram_block_reference(scores: Tensor, ids: Tensor, n: int, source: Tensor | 
         (R, V), -inf at banned tokens.
     """
     scores = scores.clone()
-    texts = ids if source is None else source.repeat_interleave(ids.shape[0] // max(1, source.shape[0]), 0)
+    texts = (
+        ids
+        if source is None
+        else source.repeat_interleave(ids.shape[0] // max(1, source.shape[0]), 0)
+    )
     for row, (tokens, text) in enumerate(zip(ids.tolist(), texts.tolist(), strict=True)):
         if len(tokens) + 1 < n:
             continue
@@ -123,15 +129,23 @@ def _checked(rows: Tensor, ids: Tensor, n: int, source: Tensor | None) -> Tensor
     return texts
 
 
-def _hits(ids: Tensor, n: int, texts: Tensor, vocabulary: int, length: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _hits(
+    ids: Tensor, n: int, texts: Tensor, vocabulary: int, length: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Where an n-gram begins with the newest n - 1 tokens, and what follows them: bool and int64, both (R, N)."""
     rows, starts = ids.shape[0], texts.shape[1] - n + 1
     if length is None:
         last = ids[:, ids.shape[1] - n + 1 :]
     else:
-        last = ids.index_select(1, torch.arange(n - 1, device=ids.device, dtype=torch.int64) + (length - n + 1))
+        last = ids.index_select(
+            1, torch.arange(n - 1, device=ids.device, dtype=torch.int64) + (length - n + 1)
+        )
     own = texts is ids
-    texts = texts.repeat_interleave(rows // max(1, texts.shape[0]), 0) if texts.shape[0] != rows else texts
+    texts = (
+        texts.repeat_interleave(rows // max(1, texts.shape[0]), 0)
+        if texts.shape[0] != rows
+        else texts
+    )
     follower = texts[:, n - 1 :]
     hit = (follower >= 0) & (follower < vocabulary)
     if own and length is not None:
@@ -180,7 +194,8 @@ def _ngram_kernel(
     hit = (follower >= 0) & (follower < vocabulary)
     for i in range(n - 1):
         hit = hit & (
-            tl.load(text + (start + i) * word_stride, mask=inside, other=-1) == tl.load(newest + i * id_stride)
+            tl.load(text + (start + i) * word_stride, mask=inside, other=-1)
+            == tl.load(newest + i * id_stride)
         )
     if PACKED:
         add_bits(target_ptr + row * target_stride, follower, hit)

@@ -48,10 +48,14 @@ def filtered_reference(
         left = int((wide > -torch.inf).sum(1).max())  # what is out already needs no order
         ordered = wide.topk(max(1, left)).values
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        last = ordered.masked_fill((before >= top_p) & (before > 0), torch.inf).amin(1, keepdim=True)
+        last = ordered.masked_fill((before >= top_p) & (before > 0), torch.inf).amin(
+            1, keepdim=True
+        )
         wide = wide.masked_fill(wide < last, -torch.inf)
     if min_p > 0.0:
-        wide = wide.masked_fill(wide.softmax(-1) < min_p * wide.softmax(-1).amax(1, keepdim=True), -torch.inf)
+        wide = wide.masked_fill(
+            wide.softmax(-1) < min_p * wide.softmax(-1).amax(1, keepdim=True), -torch.inf
+        )
     if typical_p < 1.0:
         log_probs = wide.log_softmax(-1)
         distance = (log_probs - (log_probs * log_probs.exp()).nansum(-1, keepdim=True)).abs()
@@ -78,17 +82,23 @@ def nucleus(scores: Tensor, top_p: float, least: int = 1, count: int = 64) -> tu
     v = scores.shape[1]
     top, where = scores.topk(min(v, max(count, least) + 1))
     # The normaliser is that of the whole row, most of which may be out already.
-    total = torch.logsumexp(top if bool((top[:, -1] == -torch.inf).all()) else scores, 1, keepdim=True)
+    total = torch.logsumexp(
+        top if bool((top[:, -1] == -torch.inf).all()) else scores, 1, keepdim=True
+    )
     mass = (top - total).exp_().cumsum_(1)
     above = torch.nn.functional.pad(mass[:, :-1], (1, 0))  # of those ranked before
     kept = above < top_p
     kept[:, :least] = True
     last, width = kept.sum(1, keepdim=True) - 1, top.shape[1]
-    after = torch.where(last + 1 < width, top.gather(1, (last + 1).clamp(max=width - 1)), -torch.inf)
+    after = torch.where(
+        last + 1 < width, top.gather(1, (last + 1).clamp(max=width - 1)), -torch.inf
+    )
     sure = ((above - top_p).abs() > _ROUNDING).all(1) & (top.gather(1, last) > after)[:, 0]
     if width < v:
         sure &= last[:, 0] < width - 1
-    return torch.full_like(scores, -torch.inf).scatter_(1, where, top.masked_fill_(~kept, -torch.inf)), sure
+    return torch.full_like(scores, -torch.inf).scatter_(
+        1, where, top.masked_fill_(~kept, -torch.inf)
+    ), sure
 
 
 def sample(
@@ -120,13 +130,19 @@ def sample(
     ):
         if not fine:
             raise ValueError(f"{name} = {value} is out of range")
-    if not use_triton("sample", lambda: logits.dtype != torch.float64 and logits.stride(1) == 1, logits):
-        probabilities = filtered_reference(logits, temperature, top_k, top_p, min_p, typical_p).softmax(-1)
+    if not use_triton(
+        "sample", lambda: logits.dtype != torch.float64 and logits.stride(1) == 1, logits
+    ):
+        probabilities = filtered_reference(
+            logits, temperature, top_k, top_p, min_p, typical_p
+        ).softmax(-1)
         noise = torch.empty_like(probabilities).exponential_(generator=generator)
         return (probabilities / noise).argmax(-1)
     rows, v = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    seed = torch.randint(0, 2**31 - 1, (1,), generator=generator, device=logits.device, dtype=torch.int64)
+    seed = torch.randint(
+        0, 2**31 - 1, (1,), generator=generator, device=logits.device, dtype=torch.int64
+    )
     launch(
         _sample_kernel, (rows,), logits, tokens, seed, v, logits.stride(0), 1.0 / temperature, top_k, top_p, min_p,
         typical_p, TOP_K=0 < top_k < v, TOP_P=top_p < 1.0, MIN_P=min_p > 0.0, TYPICAL_P=typical_p < 1.0,
@@ -179,7 +195,9 @@ def _sample_kernel(
             count = tl.full([], 0, tl.int32)
             for start in range(0, vocabulary, BLOCK):
                 token, value = _block(row_ptr, start, vocabulary, sharpness, BLOCK)
-                count += tl.sum(((_ordered(value) >= middle) & (token < vocabulary)).to(tl.int32), 0)
+                count += tl.sum(
+                    ((_ordered(value) >= middle) & (token < vocabulary)).to(tl.int32), 0
+                )
             low = tl.where(count >= top_k, middle, low)
             high = tl.where(count >= top_k, high, middle - 1)
         least = low
@@ -199,7 +217,10 @@ def _sample_kernel(
             low = tl.where(mass >= top_p * whole, middle, low)
             high = tl.where(mass >= top_p * whole, high, middle - 1)
         least = low
-    typical, within = highest, tl.full([], 0x7F800000, tl.int64)  # a logit, and how far one may be from it, as _ordered
+    typical, within = (
+        highest,
+        tl.full([], 0x7F800000, tl.int64),
+    )  # a logit, and how far one may be from it, as _ordered
     if TYPICAL_P:
         whole, weighted = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
         for start in range(0, vocabulary, BLOCK):
@@ -216,7 +237,9 @@ def _sample_kernel(
             mass = tl.full([], 0.0, tl.float32)
             for start in range(0, vocabulary, BLOCK):
                 token, value = _block(row_ptr, start, vocabulary, sharpness, BLOCK)
-                near = _is_left(value, least, highest, min_p, MIN_P) & (_ordered(tl.abs(value - typical)) <= middle)
+                near = _is_left(value, least, highest, min_p, MIN_P) & (
+                    _ordered(tl.abs(value - typical)) <= middle
+                )
                 mass += tl.sum(tl.where(near, tl.exp(value - highest), 0.0), 0)
             high = tl.where(mass >= typical_p * whole, middle, high)
             low = tl.where(mass >= typical_p * whole, low, middle + 1)

@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import native
-from fastgen.ops.dispatch import TRITON, cdiv, chosen, constexpr, in_c, in_memory, jit, launch, power_of_two, tl
+from fastgen.ops.dispatch import (
+    TRITON,
+    cdiv,
+    chosen,
+    constexpr,
+    in_c,
+    in_memory,
+    jit,
+    launch,
+    power_of_two,
+    tl,
+)
 
 
 def empty_mask(rows: int, vocabulary: int, device: torch.device) -> Tensor:
@@ -45,12 +56,16 @@ def add_tokens_(mask: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
         ValueError: on shapes that do not fit; the message holds them.
     """
     if mask.dim() != 2 or tokens.dim() != 2 or tokens.shape[0] not in (1, mask.shape[0]):
-        raise ValueError(f"mask {tuple(mask.shape)} (R, W), tokens {tuple(tokens.shape)} (R or 1, N)")
+        raise ValueError(
+            f"mask {tuple(mask.shape)} (R, W), tokens {tuple(tokens.shape)} (R or 1, N)"
+        )
     if mask.shape[1] != cdiv(vocabulary, 32):
         raise ValueError(f"mask {tuple(mask.shape)} is not that of {vocabulary} tokens")
     rows, count = mask.shape[0], tokens.shape[1]
     in_c_too = lambda: (  # noqa: E731
-        mask.is_contiguous() and in_memory(mask, dtype=torch.int32) and in_memory(tokens, dtype=torch.int64)
+        mask.is_contiguous()
+        and in_memory(mask, dtype=torch.int32)
+        and in_memory(tokens, dtype=torch.int64)
     )
     by = chosen("token_mask", lambda: count > 0, in_c_too, mask, tokens)
     if in_c(by):
@@ -75,9 +90,18 @@ def add_bits(mask_ptr, tokens, valid):
 
 @jit()
 def _add_tokens_kernel(
-    mask_ptr, tokens_ptr, count, vocabulary, mask_stride, tokens_stride, token_stride, BLOCK: constexpr
+    mask_ptr,
+    tokens_ptr,
+    count,
+    vocabulary,
+    mask_stride,
+    tokens_stride,
+    token_stride,
+    BLOCK: constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    tokens = tl.load(tokens_ptr + row * tokens_stride + index * token_stride, mask=index < count, other=-1)
+    tokens = tl.load(
+        tokens_ptr + row * tokens_stride + index * token_stride, mask=index < count, other=-1
+    )
     add_bits(mask_ptr + row * mask_stride, tokens, (tokens >= 0) & (tokens < vocabulary))

@@ -12,7 +12,11 @@ CHUNK = 2**21
 
 def token_scores_reference(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return log_softmax(logits) (N, V) at tokens (N,): (N,), in fp32, of fp64 logits in fp64."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    return (
+        logits.to(torch.promote_types(logits.dtype, torch.float32))
+        .log_softmax(-1)
+        .gather(1, tokens[:, None])[:, 0]
+    )
 
 
 def token_scores(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -44,7 +44,9 @@ class CallGroup:
     reasons: tuple[Reason, ...]
 
 
-def groups(outcomes: Mapping[tuple[str, ...], int], reasons: Mapping[tuple[str, ...], int]) -> tuple[CallGroup, ...]:
+def groups(
+    outcomes: Mapping[tuple[str, ...], int], reasons: Mapping[tuple[str, ...], int]
+) -> tuple[CallGroup, ...]:
     """Return what was counted by toolkit, model and method, in the order of the first calls.
 
     Args:
@@ -53,7 +55,9 @@ def groups(outcomes: Mapping[tuple[str, ...], int], reasons: Mapping[tuple[str, 
     found: list[CallGroup] = []
     often_first = sorted(reasons.items(), key=lambda item: -item[1])
     for of in dict.fromkeys(key[:3] for key in outcomes):
-        accelerated, partly, not_accelerated = (outcomes.get((*of, outcome), 0) for outcome in OUTCOMES)
+        accelerated, partly, not_accelerated = (
+            outcomes.get((*of, outcome), 0) for outcome in OUTCOMES
+        )
         why = [
             Reason(outcome, key[4], remedy_for(key[4]), count)
             for outcome in OUTCOMES
@@ -61,5 +65,7 @@ def groups(outcomes: Mapping[tuple[str, ...], int], reasons: Mapping[tuple[str, 
             if key[:4] == (*of, outcome)
         ]
         toolkit, model, method = of
-        found.append(CallGroup(toolkit, model, method, accelerated, partly, not_accelerated, tuple(why)))
+        found.append(
+            CallGroup(toolkit, model, method, accelerated, partly, not_accelerated, tuple(why))
+        )
     return tuple(found)

@@ -115,12 +115,18 @@ class Canary:
                     differing[name] = found
         except Exception as error:
             return Verdict(failed=f"{type(error).__name__}: {error}", kept=again)
-        return Verdict(tuple(parts), differing, kept=again if raised else self._keep(tuple(parts), differing))
+        return Verdict(
+            tuple(parts), differing, kept=again if raised else self._keep(tuple(parts), differing)
+        )
 
     def _key(self) -> dict[str, str]:
         # A patched call can only be where torch is imported; a toolkit without it is as good a key.
         torch = getattr(sys.modules.get("torch"), "__version__", "none")
-        versions = {"fastgen": __version__, "torch": str(torch), "python": platform.python_version()}
+        versions = {
+            "fastgen": __version__,
+            "torch": str(torch),
+            "python": platform.python_version(),
+        }
         return {self.toolkit: self.version, **versions}
 
     def _file(self) -> Path:
@@ -133,7 +139,11 @@ class Canary:
             kept = json.loads(file.read_text(encoding="utf-8"))
             parts, differing = kept["parts"], kept["differing"]
             texts = [*parts, *differing.values()]
-            if kept["key"] == self._key() and {*map(type, texts)} <= {str} and differing.keys() <= {*parts}:
+            if (
+                kept["key"] == self._key()
+                and {*map(type, texts)} <= {str}
+                and differing.keys() <= {*parts}
+            ):
                 return Verdict(tuple(parts), differing, kept=f"kept in {file}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass  # absent or damaged: ask again, which writes it anew
@@ -144,7 +154,9 @@ class Canary:
         scratch = file.with_suffix(f".{os.getpid()}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"key": self._key(), "parts": parts, "differing": differing}, indent=1)
+            text = json.dumps(
+                {"key": self._key(), "parts": parts, "differing": differing}, indent=1
+            )
             scratch.write_text(text + "\n", encoding="utf-8")
             scratch.replace(file)  # at once, as other processes may read or write it
         except OSError as error:

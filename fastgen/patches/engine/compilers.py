@@ -20,7 +20,9 @@ def is_traced_by_dynamo() -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
-    callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)  # private: it may go
+    callback = getattr(
+        torch._C._dynamo.eval_frame, "get_eval_frame_callback", None
+    )  # private: it may go
     return callback is not None and callback() is not None
 
 
@@ -55,4 +57,6 @@ def with_globals_of(original: Callable[..., Any], wrapper: FunctionType) -> Func
     names: dict[str, Any] | None = getattr(original, "__globals__", None)
     if names is None:  # a callable of another kind
         return wrapper
-    return FunctionType(wrapper.__code__, names, wrapper.__name__, wrapper.__defaults__, wrapper.__closure__)
+    return FunctionType(
+        wrapper.__code__, names, wrapper.__name__, wrapper.__defaults__, wrapper.__closure__
+    )

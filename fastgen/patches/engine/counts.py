@@ -67,7 +67,9 @@ def fallback(name: str, reason: str, of: tuple[str, str] | None = None) -> None:
         raise FallbackError(name, reason)
 
 
-def note_call(toolkit: str, model: str, method: str, outcome: Outcome, why: Iterable[str] = ()) -> None:
+def note_call(
+    toolkit: str, model: str, method: str, outcome: Outcome, why: Iterable[str] = ()
+) -> None:
     """Count a call of a user: of which model class and method, how it ran, and why not better."""
     if not asking():
         with lock:
@@ -89,12 +91,16 @@ def decoded_together(counts: Mapping[str, int]) -> None:
 
 def counted() -> Counter[tuple[str, ...]]:
     """What has been counted so far: for a process that was forked, to tell its parent; see `count_too`."""
-    found = Counter[tuple[str, ...]]({("operation", *key): count for key, count in operations.items()})
+    found = Counter[tuple[str, ...]](
+        {("operation", *key): count for key, count in operations.items()}
+    )
     with lock:
         for name, entry in entries.items():
             found["hit", name] = entry.hits
             found.update({("fallback", name, why): count for why, count in entry.fallbacks.items()})
-            found.update({("left off", name, what): count for what, count in entry.left_off.items()})
+            found.update(
+                {("left off", name, what): count for what, count in entry.left_off.items()}
+            )
         found.update({("call", *key): count for key, count in outcomes.items()})
         found.update({("reason", *key): count for key, count in reasons.items()})
     return found

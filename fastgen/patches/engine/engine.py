@@ -96,11 +96,15 @@ current_plan: ContextVar[Any] = ContextVar("fastgen_plan", default=None)
 """The plan that runs in this context, None outside of one: how an inner patch knows what the outermost decided."""
 
 _mode: Mode = "0"  # what is switched on: all patches, those that mend, or none
-_running: list[tuple[int, CodeType]] = []  # the thread of each plan, and the code that has entered `running`
+_running: list[
+    tuple[int, CodeType]
+] = []  # the thread of each plan, and the code that has entered `running`
 _installed: list[Entry] = []  # in the order of installation; undone from the end
 _versions: dict[str, str] = {}  # toolkit name -> version found
 _canaries: dict[str, Canary] = {}  # toolkit name -> the canary of a version newer than tested
-_out_of_reach: list[Entry] = []  # not applied, and no call of theirs can tell: to be warned of outside of `lock`
+_out_of_reach: list[
+    Entry
+] = []  # not applied, and no call of theirs can tell: to be warned of outside of `lock`
 _disable_callbacks: list[Callable[[], object]] = []
 _release_callbacks: list[Callable[[], object]] = []
 _disabled_here: ContextVar[bool] = ContextVar("fastgen_disabled", default=False)
@@ -116,7 +120,9 @@ def declare(*patches: Patch) -> None:
         for patch in patches:
             for other in (entry.patch for entry in entries.values()):
                 if patch != other and (patch.name == other.name or patch.target == other.target):
-                    raise ValueError(f"{patch.name} ({patch.target}) collides with {other.name} ({other.target})")
+                    raise ValueError(
+                        f"{patch.name} ({patch.target}) collides with {other.name} ({other.target})"
+                    )
             entries.setdefault(patch.name, Entry(patch))
 
 
@@ -177,8 +183,14 @@ def disable() -> None:
         before, _mode = _mode, "0"  # from here on none begins
         if running_now := _count_running():
             _mode = before
-            raise RuntimeError(f"fastgen.disable() while {running_now} patched generate call(s) are running")
-        kept = [entry for entry in reversed(_installed) if entry.layer is not None and not entry.layer.remove()]
+            raise RuntimeError(
+                f"fastgen.disable() while {running_now} patched generate call(s) are running"
+            )
+        kept = [
+            entry
+            for entry in reversed(_installed)
+            if entry.layer is not None and not entry.layer.remove()
+        ]
         _installed[:] = reversed(kept)
         for entry in entries.values():
             entry.settle("off", "disabled")
@@ -247,7 +259,10 @@ class running(Generic[_Plan]):
         self._assigned = assigned(current_plan, plan)
 
     def __enter__(self) -> _Plan:
-        self._place = threading.get_ident(), cast(FrameType, cast(FrameType, inspect.currentframe()).f_back).f_code
+        self._place = (
+            threading.get_ident(),
+            cast(FrameType, cast(FrameType, inspect.currentframe()).f_back).f_code,
+        )
         _running.append(self._place)
         if _mode != "1":
             _running.remove(self._place)
@@ -261,7 +276,11 @@ class running(Generic[_Plan]):
 
 def _count_running() -> int:
     """How many plans run. Those that an interrupt has left in the list, which no stack shows, are taken out."""
-    on_stacks = {(thread, code) for thread, top in cast(Any, sys)._current_frames().items() for code in _codes(top)}
+    on_stacks = {
+        (thread, code)
+        for thread, top in cast(Any, sys)._current_frames().items()
+        for code in _codes(top)
+    }
     for place in [place for place in _running if place not in on_stacks]:
         _running.remove(place)
     return len(_running)
@@ -307,7 +326,9 @@ def status(verbose: bool = False, reset: bool = False) -> Status:
     from fastgen.patches.engine.calls import groups  # which `import fastgen` need not wait for
 
     modules = {entry.patch.toolkit.module for entry in tuple(entries.values())}
-    absent = frozenset(module for module in modules if module not in sys.modules and find_spec(module) is None)
+    absent = frozenset(
+        module for module in modules if module not in sys.modules and find_spec(module) is None
+    )
     with lock:
         found = report(
             _mode,
@@ -327,7 +348,9 @@ def status(verbose: bool = False, reset: bool = False) -> Status:
 
 def _hook(module: str) -> None:
     top = module.partition(".")[0]
-    if module in sys.modules and top not in sys.modules:  # left by an import that failed: to be imported anew
+    if (
+        module in sys.modules and top not in sys.modules
+    ):  # left by an import that failed: to be imported anew
         for name in [name for name in sys.modules if name.startswith(f"{top}.")]:
             del sys.modules[name]
     when_imported(module, lambda: _arrive(module))
@@ -338,7 +361,11 @@ def _arrive(module: str) -> None:
     errors: list[PatchError] = []
     with lock:
         for entry in entries.values():
-            if entry.state != "pending" or entry.patch.awaited != module or module not in sys.modules:
+            if (
+                entry.state != "pending"
+                or entry.patch.awaited != module
+                or module not in sys.modules
+            ):
                 continue
             try:
                 _apply(entry)
@@ -367,7 +394,11 @@ def _apply(entry: Entry) -> None:
     if not toolkit.supports(version):
         advice = "; ".join(filter(None, (f"{toolkit.versions} is supported", toolkit.install_hint)))
         entry.settle("skipped", f"{toolkit.name} {version} found; {advice}")
-        alike = (other for other in entries.values() if other.patch.toolkit == toolkit and other.layer is not None)
+        alike = (
+            other
+            for other in entries.values()
+            if other.patch.toolkit == toolkit and other.layer is not None
+        )
         if not any(other.state == "skipped" for other in alike):  # one says it for all
             _watch(entry, module)
         return
@@ -379,12 +410,16 @@ def _apply(entry: Entry) -> None:
         raise
     names = tuple(inspect.signature(function_in(slot.read())).parameters)
     if names[: len(patch.parameters)] != patch.parameters:
-        raise TypeError(f"parameters ({', '.join(patch.parameters)}, ...) expected, ({', '.join(names)}) found")
+        raise TypeError(
+            f"parameters ({', '.join(patch.parameters)}, ...) expected, ({', '.join(names)}) found"
+        )
     newer = not toolkit.has_tested(version)
     if newer and toolkit.canary is not None and not patch.mends:
         canary = _canaries.get(toolkit.name)
         if canary is None or canary.version != version:
-            _canaries[toolkit.name] = Canary(toolkit.canary, toolkit.name, version, settings().cache_dir)
+            _canaries[toolkit.name] = Canary(
+                toolkit.canary, toolkit.name, version, settings().cache_dir
+            )
     _install(entry, slot)
     entry.settle("applied", f"newer than {toolkit.tested}, the newest tested" if newer else "")
 
@@ -434,7 +469,13 @@ def _call(entry: Entry, original: Function, /, *args: Any, **kwargs: Any) -> Any
     if entry.state != "applied":
         notices.warn_of_patch(entry, _versions)
         if args:
-            note_call(entry.patch.toolkit.name, type(args[0]).__name__, entry.patch.covers, "not", [entry.reason])
+            note_call(
+                entry.patch.toolkit.name,
+                type(args[0]).__name__,
+                entry.patch.covers,
+                "not",
+                [entry.reason],
+            )
         return original(*args, **kwargs)
     replacement = _approved_replacement(entry)
     if replacement is None:
@@ -455,9 +496,15 @@ def _is_off(patch: Patch) -> bool:
 def _approved_replacement(entry: Entry) -> Function | None:
     """Return the replacement; None where the original must run, which is then counted."""
     canary = None if entry.patch.mends else _canaries.get(entry.patch.toolkit.name)
-    if canary is not None and not asking() and (found := canary.ask().declines(entry.patch.parts)) is not None:
+    if (
+        canary is not None
+        and not asking()
+        and (found := canary.ask().declines(entry.patch.parts)) is not None
+    ):
         if entry.patch.covers:
-            notices.warn_of_difference(entry.patch.toolkit, canary.version, entry.patch.covers, found)
+            notices.warn_of_difference(
+                entry.patch.toolkit, canary.version, entry.patch.covers, found
+            )
         fallback(entry.patch.name, f"declined by the canary: {found}")
         return None
     if entry.replacement is None:
@@ -475,4 +522,6 @@ def _approved_replacement(entry: Entry) -> Function | None:
 
 
 def _toolkit(name: str) -> Toolkit:
-    return next(entry.patch.toolkit for entry in entries.values() if entry.patch.toolkit.name == name)
+    return next(
+        entry.patch.toolkit for entry in entries.values() if entry.patch.toolkit.name == name
+    )

@@ -44,7 +44,9 @@ def when_finished(module: ModuleType, callback: Callable[[], object]) -> None:
     """
     spec = module.__spec__
     if type(spec) is not ModuleSpec and type(spec) is not _ListeningSpec:
-        raise ValueError(f"{module.__name__} is half imported and its spec is a {type(spec).__name__}")
+        raise ValueError(
+            f"{module.__name__} is half imported and its spec is a {type(spec).__name__}"
+        )
     vars(spec).setdefault("_fastgen_callbacks", []).append(callback)
     spec.__class__ = _ListeningSpec
     if not unfinished(module):  # it ended, in another thread, before the spec listened

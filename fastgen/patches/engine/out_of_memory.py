@@ -19,7 +19,9 @@ def give_up(device: torch.device) -> None:
     """Let the next calls on a CPU take less memory, as one has failed that cannot be divided."""
     if device.type != "cpu":  # where no weights are packed
         return
-    _logger.warning("not enough memory for a call that cannot be divided; %s", packed_weights.GIVEN_UP)
+    _logger.warning(
+        "not enough memory for a call that cannot be divided; %s", packed_weights.GIVEN_UP
+    )
     packed_weights.give_up()
 
 

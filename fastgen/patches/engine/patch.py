@@ -39,7 +39,9 @@ class Toolkit:
         Raises:
             ValueError: a version or the range is not readable as such.
         """
-        from packaging.specifiers import SpecifierSet  # a quarter of what `import fastgen` would take
+        from packaging.specifiers import (
+            SpecifierSet,
+        )  # a quarter of what `import fastgen` would take
         from packaging.version import Version
 
         return SpecifierSet(self.versions).contains(Version(version), prereleases=True)

@@ -4,13 +4,22 @@ import re
 
 _REMEDIES: tuple[tuple[str, str], ...] = (
     # a regular expression that the reason must contain, and the advice
-    (r"the weights are (b?float16|half)", 'on a CPU load the model with dtype="float32" where memory allows'),
+    (
+        r"the weights are (b?float16|half)",
+        'on a CPU load the model with dtype="float32" where memory allows',
+    ),
     (r"FASTGEN_OPS=native", "FASTGEN_OPS=native turns them on; compare with `fastgen bench`"),
     (r"FASTGEN_(OPS|STEP|GRAPHS|LINEAR|MEMORY)=", "unset the variable"),
     (r"memory is short", "leave the process more memory, or set FASTGEN_MEMORY (docs/switches.md)"),
     (r"FASTGEN_MEMORY allows", "raise FASTGEN_MEMORY (docs/switches.md)"),
-    (r"there are none for|no compiler", "install a C compiler and fastgen again; `fastgen doctor` says more"),
-    (r"prompt lookup", "fastgen accelerates greedy search: leave prompt_lookup_num_tokens out and compare"),
+    (
+        r"there are none for|no compiler",
+        "install a C compiler and fastgen again; `fastgen doctor` says more",
+    ),
+    (
+        r"prompt lookup",
+        "fastgen accelerates greedy search: leave prompt_lookup_num_tokens out and compare",
+    ),
     (
         r"assisted (decoding|generation)",
         "add lossless=True: fastgen drafts with the same assistant_model (docs/bild.md)",
@@ -18,17 +27,29 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     (r"assistant_early_exit", "add lossless=True to the call (docs/bild.md)"),
     (r"custom_generate", "leave custom_generate out for fastgen's own loop"),
     (r"in training mode", "call model.eval() first"),
-    (r"attention implementation|an attention function", 'load the model with attn_implementation="sdpa"'),
-    (r"output_attentions=True|hidden states or attentions", "leave output_attentions and output_hidden_states out"),
+    (
+        r"attention implementation|an attention function",
+        'load the model with attn_implementation="sdpa"',
+    ),
+    (
+        r"output_attentions=True|hidden states or attentions",
+        "leave output_attentions and output_hidden_states out",
+    ),
     (r"a KV cache is given", "leave the cache out if nothing needs it afterwards"),
     (r"the cache is a |the cache has a |the cache is offloaded", "leave cache_implementation out"),
     (r"use_cache=False", "leave use_cache=False out"),
-    (r"the model is compiled|is compiled$|compiles the forward", "generate with the model as it is, not compiled"),
+    (
+        r"the model is compiled|is compiled$|compiles the forward",
+        "generate with the model as it is, not compiled",
+    ),
     (r"several devices", "place the model on one device where it fits"),
     (r"\bhook on\b", "remove the hook while generating"),
     (r"gradients are wanted", "call it under torch.no_grad()"),
     (r"is supported", "install a supported version; `fastgen doctor` says which"),
-    (r"is not proven yet|there is no record of", "see docs/supported.md for the families; open an issue for yours"),
+    (
+        r"is not proven yet|there is no record of",
+        "see docs/supported.md for the families; open an issue for yours",
+    ),
 )
 
 

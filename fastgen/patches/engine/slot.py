@@ -157,7 +157,10 @@ class Layer:
         """Whether the wrapper lies in the slot, or below wrappers that name what they wrap."""
         try:
             top = function_in(self.slot.read())
-            return inspect.unwrap(top, stop=lambda function: function is self._wrapper) is self._wrapper
+            return (
+                inspect.unwrap(top, stop=lambda function: function is self._wrapper)
+                is self._wrapper
+            )
         except (LookupError, TypeError, ValueError):
             return False
 

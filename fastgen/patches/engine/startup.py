@@ -7,7 +7,10 @@ from fastgen.config import settings
 from fastgen.errors import MissingPackageError, VariableError, needs
 from fastgen.patches.engine.counts import entries
 
-_REMOVED = {"fairseq.refine", "transformers.loss"}  # patches of earlier releases: scripts may still skip them
+_REMOVED = {
+    "fairseq.refine",
+    "transformers.loss",
+}  # patches of earlier releases: scripts may still skip them
 
 
 def check() -> None:
@@ -21,7 +24,13 @@ def check() -> None:
     for name in skip:
         if name not in _REMOVED and not any(entry.patch.within(name) for entry in entries.values()):
             close = difflib.get_close_matches(name, entries, n=1)
-            remedy = f"did you mean {close[0]}?" if close else "unset it, and `fastgen status --all` lists the names"
-            raise VariableError("FASTGEN_SKIP", ",".join(skip), f"no patch is named {name!r}", remedy)
+            remedy = (
+                f"did you mean {close[0]}?"
+                if close
+                else "unset it, and `fastgen status --all` lists the names"
+            )
+            raise VariableError(
+                "FASTGEN_SKIP", ",".join(skip), f"no patch is named {name!r}", remedy
+            )
     if find_spec("wrapt") is None:
         raise MissingPackageError(needs("wrapt"), name="wrapt")

@@ -141,12 +141,22 @@ class Status:
         return asdict(self)
 
     def __str__(self) -> str:
-        parts = [self._header(), *self._of_calls(), *(self._in_full() if self.verbose else self._in_short())]
+        parts = [
+            self._header(),
+            *self._of_calls(),
+            *(self._in_full() if self.verbose else self._in_short()),
+        ]
         return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
     def _header(self) -> list[str]:
         """Versions, what runs, and what does not."""
-        state = "enabled" if self.enabled else "disabled but for what mends toolkits" if self.compat else "disabled"
+        state = (
+            "enabled"
+            if self.enabled
+            else "disabled but for what mends toolkits"
+            if self.compat
+            else "disabled"
+        )
         lines = [f"fastgen {self.version}, {state}"]
         for toolkit in self.toolkits:
             rows = [row for row in self.rows if row.name.startswith(f"{toolkit.name}.")]
@@ -158,8 +168,14 @@ class Status:
             lines.append(f"{toolkit.name} {toolkit.found}{tested}{detail}")
             if toolkit.canary not in ("", "not needed"):
                 lines.append(f"  newer than tested, so that it is compared first: {toolkit.canary}")
-            for reason in dict.fromkeys(row.reason for row in rows if row.state in ("skipped", "failed")):
-                names = [row.name for row in rows if row.state in ("skipped", "failed") and row.reason == reason]
+            for reason in dict.fromkeys(
+                row.reason for row in rows if row.state in ("skipped", "failed")
+            ):
+                names = [
+                    row.name
+                    for row in rows
+                    if row.state in ("skipped", "failed") and row.reason == reason
+                ]
                 which = ", ".join(names) if len(names) < 4 else f"{len(names)} patches"
                 lines.append(f"  not running, {which}: {reason}")
         return lines
@@ -169,7 +185,13 @@ class Status:
             return [["no calls of generate so far"]]
         head = ("calls", "method", "accelerated", "partly", "not")
         rows = [
-            (group.model, group.method, str(group.accelerated), str(group.partly), str(group.not_accelerated))
+            (
+                group.model,
+                group.method,
+                str(group.accelerated),
+                str(group.partly),
+                str(group.not_accelerated),
+            )
             for group in self.calls
         ]
         table, lines = _table(head, rows, numbers=(2, 3, 4)), list[str]()
@@ -188,27 +210,44 @@ class Status:
             self._of_memory(),
             [f"parity mode: {', '.join(outcomes)}"] if outcomes else [],
             [f"big-little decoding: {', '.join(together)}"] if together else [],
-            ["every patch, with all counts: fastgen.status(verbose=True), or `fastgen status --all`"],
+            [
+                "every patch, with all counts: fastgen.status(verbose=True), or `fastgen status --all`"
+            ],
         ]
 
     def _of_memory(self) -> list[str]:
         """What is held between calls, in all and by model class, and what there was no memory for."""
         lines: list[str] = []
         if any(self.memory.values()):
-            lines.append(f"memory held for later calls: {_listed(self.memory)}; fastgen.release() drops it")
-            lines += [f"  {model}: {_listed(sizes)}" for model, sizes in self.memory_by_model.items()]
+            lines.append(
+                f"memory held for later calls: {_listed(self.memory)}; fastgen.release() drops it"
+            )
+            lines += [
+                f"  {model}: {_listed(sizes)}" for model, sizes in self.memory_by_model.items()
+            ]
         return [*lines, *([f"not packed, {self.not_packed}"] if self.not_packed else [])]
 
     def _in_full(self) -> list[list[str]]:
         toolkits = [(t.name, t.found, t.supported, t.tested, t.canary) for t in self.toolkits]
         patches: list[tuple[str, ...]] = []
         for row in self.rows:
-            patches.append((row.name, row.state, str(row.hits), str(sum(row.fallbacks.values())), row.reason))
-            patches += [("", "", str(count), "", f"  left off: {what}") for what, count in sorted(row.left_off.items())]
-            patches += [("", "", "", str(count), f"  fallback: {why}") for why, count in sorted(row.fallbacks.items())]
+            patches.append(
+                (row.name, row.state, str(row.hits), str(sum(row.fallbacks.values())), row.reason)
+            )
+            patches += [
+                ("", "", str(count), "", f"  left off: {what}")
+                for what, count in sorted(row.left_off.items())
+            ]
+            patches += [
+                ("", "", "", str(count), f"  fallback: {why}")
+                for why, count in sorted(row.fallbacks.items())
+            ]
         outcomes = [(outcome, str(count)) for outcome, count in sorted(self.parity.items())]
         together = [(name, str(count)) for name, count in self.bild.items()]
-        operations = [(name, *(str(by.get(path, 0)) for path in _PATHS)) for name, by in self.operations.items()]
+        operations = [
+            (name, *(str(by.get(path, 0)) for path in _PATHS))
+            for name, by in self.operations.items()
+        ]
         return [
             _table(("toolkit", "found", "supported", "tested", "canary"), toolkits),
             _table(("patch", "state", "hits", "fallbacks", "reason"), patches, numbers=(2, 3)),
@@ -269,11 +308,20 @@ def report(
         __version__,
         mode == "1",
         mode == "compat",
-        tuple(_toolkit_row(t, versions.get(t.name), canaries.get(t.name), t.module in absent) for t in toolkits),
+        tuple(
+            _toolkit_row(t, versions.get(t.name), canaries.get(t.name), t.module in absent)
+            for t in toolkits
+        ),
         groups,
-        tuple(_row(e, canaries.get(e.patch.toolkit.name), e.patch.toolkit.module in absent) for e in entries),
+        tuple(
+            _row(e, canaries.get(e.patch.toolkit.name), e.patch.toolkit.module in absent)
+            for e in entries
+        ),
         dict(compared),
-        {name: {p: calls[name, p] for p in _PATHS if calls[name, p]} for name in sorted({name for name, _ in calls})},
+        {
+            name: {p: calls[name, p] for p in _PATHS if calls[name, p]}
+            for name in sorted({name for name, _ in calls})
+        },
         _native(),
         dict(together),
         budget.held_bytes(),
@@ -294,7 +342,9 @@ def _not_packed() -> str:
     return "" if loaded is None else loaded.not_packed()
 
 
-def _toolkit_row(toolkit: Toolkit, version: str | None, canary: Canary | None, absent: bool) -> ToolkitRow:
+def _toolkit_row(
+    toolkit: Toolkit, version: str | None, canary: Canary | None, absent: bool
+) -> ToolkitRow:
     found = version or ("not installed" if absent else "not imported")
     said = "not needed" if version else ""
     if canary is not None:
@@ -318,7 +368,14 @@ def _row(entry: Entry, canary: Canary | None, absent: bool) -> Row:
             reasons += ["our wrapper stays below another's and is transparent"]
     reason = "; ".join(filter(None, reasons))
     return Row(
-        patch.name, patch.help, patch.target, state, reason, entry.hits, dict(entry.fallbacks), dict(entry.left_off)
+        patch.name,
+        patch.help,
+        patch.target,
+        state,
+        reason,
+        entry.hits,
+        dict(entry.fallbacks),
+        dict(entry.left_off),
     )
 
 
@@ -328,11 +385,19 @@ def _declined(patch: Patch, canary: Canary | None) -> tuple[State, list[str]] | 
         return None
     if (found := canary.verdict.declines(patch.parts)) is not None:
         return "skipped", [f"the canary found: {found}"]
-    differing = [canary.verdict.differing[part] for part in patch.parts if part in canary.verdict.differing]
-    return ("applied", [f"in part, as the canary found: {'; '.join(differing)}"]) if differing else None
+    differing = [
+        canary.verdict.differing[part] for part in patch.parts if part in canary.verdict.differing
+    ]
+    return (
+        ("applied", [f"in part, as the canary found: {'; '.join(differing)}"])
+        if differing
+        else None
+    )
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...] = ()) -> list[str]:
+def _table(
+    head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...] = ()
+) -> list[str]:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines: list[str] = []
     for row in (head, *rows):

@@ -32,7 +32,9 @@ def get_field(original: _Original, cls: type, a_name: str, *args: Any, **kwargs:
     if isinstance(default, dataclasses.Field):
         default = default.default
     kind = type(default)
-    own = kind.__module__.partition(".")[0] in ("fairseq", "hydra") or cls.__module__.startswith("fairseq.")
+    own = kind.__module__.partition(".")[0] in ("fairseq", "hydra") or cls.__module__.startswith(
+        "fairseq."
+    )
     if not (own and dataclasses.is_dataclass(kind) and vars(kind).get("__hash__", 0) is None):
         return original(cls, a_name, *args, **kwargs)
     engine.hit("fairseq.dataclasses")
@@ -56,7 +58,10 @@ _ALLOWED = (
 _NUMPY: tuple[Any, ...] = (
     np.dtype,
     *(type(np.dtype(kind)) for kind in f"?efd{np.typecodes['AllInteger']}"),
-    *((np.float64().__reduce__()[0], f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+    *(
+        (np.float64().__reduce__()[0], f"numpy.{core}.multiarray.scalar")
+        for core in ("core", "_core")
+    ),
 )
 
 
@@ -90,12 +95,19 @@ def _allowed() -> Iterator[tuple[Any, str]]:
         except (ImportError, AttributeError, ValueError) as error:
             if name in own:
                 value = os.environ.get("FASTGEN_FAIRSEQ_ALLOW", "")
-                problem, remedy = f"there is no {name!r} ({error})", "name classes as module.Class, or unset it"
+                problem, remedy = (
+                    f"there is no {name!r} ({error})",
+                    "name classes as module.Class, or unset it",
+                )
                 raise VariableError("FASTGEN_FAIRSEQ_ALLOW", value, problem, remedy) from error
 
     def member(owner: Any, name: str) -> Any:
         """What a pickle of protocol 2 calls for a class within a class: `getattr` for those that are allowed."""
-        full = f"{owner.__module__}.{owner.__qualname__}.{name}" if isinstance(owner, type) else "builtins.getattr"
+        full = (
+            f"{owner.__module__}.{owner.__qualname__}.{name}"
+            if isinstance(owner, type)
+            else "builtins.getattr"
+        )
         if full not in classes:
             raise pickle.UnpicklingError(f"GLOBAL {full} is not allowed")
         return classes[full]
@@ -109,8 +121,15 @@ def _full(name: str) -> str:
 
 
 def _advice(path: str, error: str) -> str:
-    if (found := re.search(r"GLOBAL (\S+)|Can only (?:build|create) .* but got <class '(\S+)'>", error)) is None:
-        reason = error.partition("WeightsUnpickler error:")[2].partition("Check the documentation")[0] or error
+    if (
+        found := re.search(
+            r"GLOBAL (\S+)|Can only (?:build|create) .* but got <class '(\S+)'>", error
+        )
+    ) is None:
+        reason = (
+            error.partition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
+            or error
+        )
         return (
             f"{path} cannot be loaded safely: {reason.strip()}. If you trust the file, save it again in today's "
             "form: torch.save(torch.load(path, weights_only=False), new_path)"
@@ -125,7 +144,11 @@ def _advice(path: str, error: str) -> str:
 
 
 def encoder_layer(
-    original: _Original, self: Any, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None
+    original: _Original,
+    self: Any,
+    x: Tensor,
+    encoder_padding_mask: Tensor | None,
+    attn_mask: Tensor | None = None,
 ) -> Any:
     """`TransformerEncoderLayerBase.forward` where it would hand a mask to PyTorch's fused layer.
 
@@ -136,7 +159,9 @@ def encoder_layer(
         getattr(self, "BT_version", False)
         and self.load_to_BT
         and x.dim() == 3
-        and not (self.return_fc or self.training or self.ever_training or self.cfg_checkpoint_activations)
+        and not (
+            self.return_fc or self.training or self.ever_training or self.cfg_checkpoint_activations
+        )
         and self.can_use_fastpath
     )
     if mask is None or not fused:
@@ -153,7 +178,13 @@ def encoder_layer(
 
 
 def ngram_block(
-    original: _Original, self: Any, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: int, step: int
+    original: _Original,
+    self: Any,
+    tokens: Tensor,
+    lprobs: Tensor,
+    bsz: int,
+    beam_size: int,
+    step: int,
 ) -> Tensor:
     """`NGramRepeatBlock.forward` on the tokens there are.
 
@@ -209,7 +240,9 @@ def token_blocks(original: FunctionType, *args: Any, **kwargs: Any) -> Any:
     """`TokenBlockDataset._build_slice_indices` with an `np` of its own: neither numpy nor fairseq is changed."""
     numpy = _FormerNumpy()
     names = {**original.__globals__, "np": numpy}
-    own = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
+    own = FunctionType(
+        original.__code__, names, original.__name__, original.__defaults__, original.__closure__
+    )
     made = own(*args, **kwargs)
     if numpy.missed:
         engine.hit("fairseq.token_blocks")

@@ -21,7 +21,9 @@ def part_of(method: str, encoder_decoder: bool) -> str:
 
 
 def _of_loops(*methods: str) -> tuple[str, ...]:
-    return tuple(part_of(method, encoder_decoder) for method in methods for encoder_decoder in (False, True))
+    return tuple(
+        part_of(method, encoder_decoder) for method in methods for encoder_decoder in (False, True)
+    )
 
 
 # Of each family: the folder of its code, the class of its layers, and its class for sentences.
@@ -72,7 +74,14 @@ PATCHES = (
         toolkit=TOOLKIT,
         target="transformers.generation.utils:GenerationMixin._beam_search",
         replacement="fastgen.patches.transformers.generate.generate:beam_search",
-        parameters=("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus"),
+        parameters=(
+            "self",
+            "input_ids",
+            "logits_processor",
+            "stopping_criteria",
+            "generation_config",
+            "synced_gpus",
+        ),
         help="beam search and beam sampling over one cache per sentence",
         covers="beam search",
         parts=_of_loops("beam search", "beam sampling"),
@@ -82,7 +91,14 @@ PATCHES = (
         toolkit=TOOLKIT,
         target="transformers.generation.utils:GenerationMixin._sample",
         replacement="fastgen.patches.transformers.generate.generate:sample",
-        parameters=("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus"),
+        parameters=(
+            "self",
+            "input_ids",
+            "logits_processor",
+            "stopping_criteria",
+            "generation_config",
+            "synced_gpus",
+        ),
         help="greedy search and sampling; several samples share the prompt's cache",
         covers="greedy search and sampling",
         parts=_of_loops("greedy search", "sampling"),

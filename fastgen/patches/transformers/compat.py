@@ -49,9 +49,15 @@ def release_of(version: str) -> Release:
     Raises:
         ValueError: the version is older than all entries.
     """
-    found = [release for release in RELEASES if Version(version).release >= Version(release.since).release]
+    found = [
+        release
+        for release in RELEASES
+        if Version(version).release >= Version(release.since).release
+    ]
     if not found:
-        raise ValueError(f"transformers {version} is older than {RELEASES[0].since}, the oldest that is supported")
+        raise ValueError(
+            f"transformers {version} is older than {RELEASES[0].since}, the oldest that is supported"
+        )
     return found[-1]
 
 
@@ -135,9 +141,13 @@ def arguments_of_next(model: Any, outputs: Any, arguments: dict[str, Any]) -> di
     )
 
 
-def expand(model: Any, rows: int, input_ids: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+def expand(
+    model: Any, rows: int, input_ids: Tensor, arguments: dict[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
     """Return token ids and arguments with so many rows in the place of each."""
-    return model._expand_inputs_for_generation(rows, model.config.is_encoder_decoder, input_ids, **arguments)
+    return model._expand_inputs_for_generation(
+        rows, model.config.is_encoder_decoder, input_ids, **arguments
+    )
 
 
 def decode_context(model: Any) -> AbstractContextManager[Any]:

@@ -52,7 +52,13 @@ _NAMES = {"target_lang", "forced_bos_token"}  # options that say how outputs beg
 
 _MAX_SOURCE = 1024  # tokens, where neither the settings nor the tokenizer say how many
 
-_METHODS = {"/generate": "POST", "/v1/completions": "POST", "/health": "GET", "/status": "GET", "/metrics": "GET"}
+_METHODS = {
+    "/generate": "POST",
+    "/v1/completions": "POST",
+    "/health": "GET",
+    "/status": "GET",
+    "/metrics": "GET",
+}
 
 _LEFT = 499  # what is logged and counted of a client that has left before its answer
 
@@ -85,7 +91,9 @@ class Api:
         self.settings = settings
         self._failed: str | None = None
         self.generator = TextGenerator(settings.options(), serves=True)
-        limit = settings.max_source_tokens or min(self.generator.tokenizer.model_max_length, _MAX_SOURCE)
+        limit = settings.max_source_tokens or min(
+            self.generator.tokenizer.model_max_length, _MAX_SOURCE
+        )
         self.generator.options = replace(self.generator.options, max_source_tokens=limit)
         (first,) = self.generator(["."])  # a wrong argument is found here, not by the first client
         if isinstance(first, Problem):
@@ -103,7 +111,9 @@ class Api:
         try:
             answer = await self._answer(method, path, body)
         except BaseException as error:
-            self._note(method, path, _LEFT if isinstance(error, asyncio.CancelledError) else 500, began)
+            self._note(
+                method, path, _LEFT if isinstance(error, asyncio.CancelledError) else 500, began
+            )
             raise
         if isinstance(answer.content, AsyncIterator):
             return replace(answer, content=self._noted(answer.content, method, path, began))
@@ -122,7 +132,9 @@ class Api:
                 return Answer(200, self.health() if path == "/health" else self._status())
             if len(body) > self.settings.max_bytes:
                 raise Refused(413, f"{len(body)} bytes, {self.settings.max_bytes} at most")
-            return Answer(200, await (self._own(body) if path == "/generate" else self._completion(body)))
+            return Answer(
+                200, await (self._own(body) if path == "/generate" else self._completion(body))
+            )
         except Refused as refused:
             return _error(path, refused.status, refused)
         except CommandError as failed:
@@ -130,7 +142,9 @@ class Api:
         except QueueFull as full:
             return _error(path, 503, full, {"Retry-After": str(self.settings.retry_after)})
 
-    async def _noted(self, events: AsyncIterator[str], method: str, path: str, began: float) -> AsyncIterator[str]:
+    async def _noted(
+        self, events: AsyncIterator[str], method: str, path: str, began: float
+    ) -> AsyncIterator[str]:
         """The events of a stream, which is logged and counted at its end."""
         status, first = _LEFT, True
         try:
@@ -168,7 +182,9 @@ class Api:
         }
 
     def _status(self) -> dict[str, Any]:
-        counts = {name: getattr(self.merger, name) for name in ("batches", "generated", "left", "dropped")}
+        counts = {
+            name: getattr(self.merger, name) for name in ("batches", "generated", "left", "dropped")
+        }
         return {"texts": counts, "fastgen": fastgen.status().to_dict()}
 
     async def _own(self, body: bytes) -> dict[str, Any] | AsyncIterator[str]:
@@ -261,7 +277,9 @@ class Api:
     def _reason(self, ids: Sequence[int], options: Wanted) -> str:
         """Why a text ended, as OpenAI has it."""
         end = next((place for place, token in enumerate(ids) if token in self.generator.ends), None)
-        forced = self._in_force("forced_eos_token_id", options) is not None  # which ends a text at its longest
+        forced = (
+            self._in_force("forced_eos_token_id", options) is not None
+        )  # which ends a text at its longest
         cut = end is None or (forced and end + 1 >= self._in_force("max_new_tokens", options))
         return "length" if cut else "stop"
 
@@ -283,15 +301,22 @@ class Api:
         settings, options = self.settings, asked.options
         if len(asked.sources) > settings.max_texts:
             raise Refused(413, f"{len(asked.sources)} texts, {settings.max_texts} at most")
-        for name, most in (("max_new_tokens", settings.max_new_tokens), ("num_beams", settings.max_beams)):
+        for name, most in (
+            ("max_new_tokens", settings.max_new_tokens),
+            ("num_beams", settings.max_beams),
+        ):
             if (getattr(options, name) or 0) > most:
                 raise Refused(400, f"{name} = {getattr(options, name)}, {most} at most")
         if options.target_lang is not None and options.forced_bos_token is not None:
             raise Refused(400, "say either target_lang or forced_bos_token")
-        beams, sequences = (self._in_force(name, options) or 1 for name in ("num_beams", "num_return_sequences"))
+        beams, sequences = (
+            self._in_force(name, options) or 1 for name in ("num_beams", "num_return_sequences")
+        )
         drawn = beams == 1 and self._in_force("do_sample", options)  # as many as one likes
         if sequences > beams and not drawn:
-            raise Refused(400, f"num_return_sequences = {sequences}, {beams} at most, as many as num_beams")
+            raise Refused(
+                400, f"num_return_sequences = {sequences}, {beams} at most, as many as num_beams"
+            )
 
     def _in_force(self, name: str, options: Wanted) -> Any:
         """An argument of `generate`: the request's, else the settings', else the model's own."""
@@ -343,8 +368,14 @@ def _shown(found: Output | Problem) -> dict[str, Any]:
     return {"output": found.texts[0], "outputs": found.texts, "tokens": found.tokens}
 
 
-def _error(path: str, status: int, error: Exception, headers: dict[str, str] | None = None) -> Answer:
+def _error(
+    path: str, status: int, error: Exception, headers: dict[str, str] | None = None
+) -> Answer:
     found: Any = str(error)
     if path.startswith("/v1/"):
-        found = {"message": found, "type": "server_error" if status >= 500 else "invalid_request_error", "code": status}
+        found = {
+            "message": found,
+            "type": "server_error" if status >= 500 else "invalid_request_error",
+            "code": status,
+        }
     return Answer(status, {"error": found}, headers or {})

@@ -58,7 +58,11 @@ class Own:
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
     """Tokens of a request, and of its answer."""
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
 
 
 def _choice(index: int, text: str, reason: str | None) -> dict[str, Any]:

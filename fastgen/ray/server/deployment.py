@@ -19,7 +19,10 @@ from fastgen.ray.settings import Settings
 
 _TRIES = 2  # to bring a replica up: wrong settings do not become right by trying
 
-_STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # that no proxy holds events back
+_STREAMED = {
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}  # that no proxy holds events back
 
 _GATHERING = 10.0  # seconds that the replicas' metrics are waited for
 
@@ -59,7 +62,9 @@ class Replica:
     async def _gather(self) -> list[list[Metric]]:
         """What all replicas count, but those that are gone."""
         handle = serve.get_deployment_handle(self._context.deployment, self._context.app_name)
-        found = await handle.broadcast("families").results_async(timeout_s=_GATHERING, return_exceptions=True)
+        found = await handle.broadcast("families").results_async(
+            timeout_s=_GATHERING, return_exceptions=True
+        )
         return [one for one in found if isinstance(one, list)]
 
 

@@ -30,7 +30,11 @@ class _Waiting(Generic[Source, Options, Found]):
     listener: Listener[Found] | None = None
 
     def hear(self, tokens: list[int]) -> None:
-        if self.listener is not None and not self.answer.done() and (found := self.listener(tokens)) is not None:
+        if (
+            self.listener is not None
+            and not self.answer.done()
+            and (found := self.listener(tokens)) is not None
+        ):
             self.answer.set_result(found)
 
 
@@ -56,14 +60,21 @@ class Merger(Generic[Source, Options, Found]):
 
     def __init__(
         self,
-        generate: Callable[[list[Source], Options, Callable[[int], bool], Tell | None], Sequence[Found]],
+        generate: Callable[
+            [list[Source], Options, Callable[[int], bool], Tell | None], Sequence[Found]
+        ],
         *,
         batch_tokens: int,
         most: int,
         linger: float,
         on_batch: Callable[[int], object] = lambda texts: None,
     ) -> None:
-        self.generate, self.batch_tokens, self.most, self.linger = generate, batch_tokens, most, linger
+        self.generate, self.batch_tokens, self.most, self.linger = (
+            generate,
+            batch_tokens,
+            most,
+            linger,
+        )
         self.waiting: list[_Waiting[Source, Options, Found]] = []
         self.batches = self.generated = self.left = self.dropped = 0
         self.on_batch = on_batch
@@ -76,7 +87,9 @@ class Merger(Generic[Source, Options, Found]):
         Raises:
             QueueFull: they would be more than may wait.
         """
-        return await asyncio.gather(*self.enqueue(sources, options))  # which cancels them with the caller
+        return await asyncio.gather(
+            *self.enqueue(sources, options)
+        )  # which cancels them with the caller
 
     def enqueue(
         self, sources: Sequence[Source], options: Options, listener: Listener[Found] | None = None
@@ -93,7 +106,10 @@ class Merger(Generic[Source, Options, Found]):
         if len(self.waiting) + len(sources) > self.most:
             raise QueueFull(f"{len(self.waiting)} texts wait, {self.most} at most")
         loop = asyncio.get_running_loop()
-        asked = [_Waiting[Source, Options, Found](one, options, loop.create_future(), listener) for one in sources]
+        asked = [
+            _Waiting[Source, Options, Found](one, options, loop.create_future(), listener)
+            for one in sources
+        ]
         self.waiting += asked
         if self._task is None:
             self._task = loop.create_task(self._run())
@@ -117,8 +133,15 @@ class Merger(Generic[Source, Options, Found]):
         self.on_batch(len(batch))
         loop = asyncio.get_running_loop()
         heard = any(one.listener is not None for one in batch)
-        tell: Tell | None = (lambda i, ids: loop.call_soon_threadsafe(batch[i].hear, ids)) if heard else None
-        call: Any = self.generate, [one.source for one in batch], batch[0].options, lambda i: not batch[i].answer.done()
+        tell: Tell | None = (
+            (lambda i, ids: loop.call_soon_threadsafe(batch[i].hear, ids)) if heard else None
+        )
+        call: Any = (
+            self.generate,
+            [one.source for one in batch],
+            batch[0].options,
+            lambda i: not batch[i].answer.done(),
+        )
         try:
             found = await loop.run_in_executor(self._thread, *call, tell)
             answers = dict(zip(batch, found, strict=True))
@@ -140,7 +163,9 @@ class Merger(Generic[Source, Options, Found]):
         oldest = self.waiting[0]
         length = len(oldest.source)
         alike = [one for one in self.waiting if one.options == oldest.options]
-        alike.sort(key=lambda one: abs(len(one.source) - length))  # stable: the oldest first of equals
+        alike.sort(
+            key=lambda one: abs(len(one.source) - length)
+        )  # stable: the oldest first of equals
         batch, width = list[_Waiting[Source, Options, Found]](), 0
         for one in alike:
             width = max(width, len(one.source))

@@ -38,9 +38,15 @@ class Metrics:
             "fastgen_time_to_first_token_seconds", "Time from a streamed request to its first text.", ["path"],
             buckets=_SECONDS, registry=registry,
         )  # fmt: skip
-        self.batches = Histogram("fastgen_batch_texts", "Texts of a batch.", buckets=_TEXTS, registry=registry)
-        self.tokens = Counter("fastgen_generated_tokens", "Tokens of answers, special ones aside.", registry=registry)
-        Gauge("fastgen_waiting_texts", "Texts that wait for a batch.", registry=registry).set_function(waiting)
+        self.batches = Histogram(
+            "fastgen_batch_texts", "Texts of a batch.", buckets=_TEXTS, registry=registry
+        )
+        self.tokens = Counter(
+            "fastgen_generated_tokens", "Tokens of answers, special ones aside.", registry=registry
+        )
+        Gauge(
+            "fastgen_waiting_texts", "Texts that wait for a batch.", registry=registry
+        ).set_function(waiting)
         Info("fastgen", "The model, and the version of fastgen.", registry=registry).info(
             {"model": model, "version": fastgen.__version__}
         )
@@ -54,7 +60,9 @@ def exposition(replicas: Iterable[Sequence[Metric]]) -> str:
     """The text of what replicas count."""
     found = dict[str, Metric]()
     for metric in (metric for families in replicas for metric in families):
-        found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type)).samples += metric.samples
+        found.setdefault(
+            metric.name, Metric(metric.name, metric.documentation, metric.type)
+        ).samples += metric.samples
     registry = CollectorRegistry()
     registry.register(_Collected(list(found.values())))
     return prometheus_client.generate_latest(registry).decode()

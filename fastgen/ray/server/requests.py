@@ -96,7 +96,10 @@ class Completion(Wanted):
         if found.model not in (None, served):
             raise Refused(404, f"there is no model {found.model!r}, but {served!r}")
         if found.temperature:
-            raise Refused(400, f"temperature = {found.temperature:g}: a request cannot ask for sampling; 0 is greedy")
+            raise Refused(
+                400,
+                f"temperature = {found.temperature:g}: a request cannot ask for sampling; 0 is greedy",
+            )
         return found
 
     def asked(self) -> Asked:

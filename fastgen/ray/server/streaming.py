@@ -38,7 +38,10 @@ class Pieces:
 
     def __init__(self, decode: Callable[[list[int]], str], cleans: bool = False) -> None:
         self._decode, self._cleans = decode, cleans
-        self._recent, self._before = list[int](), ""  # the newest tokens, and the text before theirs
+        self._recent, self._before = (
+            list[int](),
+            "",
+        )  # the newest tokens, and the text before theirs
         self.sent = ""
 
     def add(self, tokens: list[int]) -> str:

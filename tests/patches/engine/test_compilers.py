@@ -124,7 +124,9 @@ def test_a_forward_of_a_class_that_is_compiled_is_called(monkeypatch: pytest.Mon
     assert _reasons("beam_search") == {"a LlamaMLP is compiled": 1}
 
 
-def test_a_function_that_is_compiled_gets_to_a_part_in_a_way_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_is_compiled_gets_to_a_part_in_a_way_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, inputs = _model()
     kind = type(model.model.layers[0].mlp)
     own = _compiled(kind.forward, fullgraph=True)
@@ -136,7 +138,9 @@ def test_a_function_that_is_compiled_gets_to_a_part_in_a_way_of_its_own(monkeypa
 def test_a_hook_hands_a_part_to_a_function_that_is_compiled() -> None:
     model, inputs = _model()
     own, norm = _compiled(lambda module, x: module(x), fullgraph=True), model.model.norm
-    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output + own(norm, output))
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: output + own(norm, output)
+    )
     assert not _check(lambda: model.generate(**inputs, **BEAMS))["graph_break"]
     assert _reasons("beam_search") == {"a LlamaMLP is compiled": 1}
 
@@ -162,13 +166,16 @@ def test_generate_within_a_function_that_is_compiled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "more"), [("llama", {}), ("llama", {"do_sample": True, "num_return_sequences": 2}), ("t5", {})]
+    ("family", "more"),
+    [("llama", {}), ("llama", {"do_sample": True, "num_return_sequences": 2}), ("t5", {})],
 )
 def test_transformers_compiles_the_forward(family: str, more: dict[str, Any]) -> None:
     model, inputs = _model(family)
     config: Any = CompileConfig(fullgraph=True, dynamic=False, backend="eager")
     config._compile_all_devices = True
-    asked: dict[str, Any] = GREEDY | {"cache_implementation": "static", "compile_config": config} | more
+    asked: dict[str, Any] = (
+        GREEDY | {"cache_implementation": "static", "compile_config": config} | more
+    )
 
     def calls() -> Tensor:
         vars(model).pop("_compiled_call", None)
@@ -201,7 +208,10 @@ def test_a_model_that_is_compiled_before_and_called_behind_generate() -> None:
 
 @pytest.mark.slow
 def test_a_classifier_and_a_loss_are_compiled() -> None:
-    bert, (model, inputs) = zoo.encoder("Bert", "ForSequenceClassification", torch.float32), _model()
+    bert, (model, inputs) = (
+        zoo.encoder("Bert", "ForSequenceClassification", torch.float32),
+        _model(),
+    )
     ids = inputs["input_ids"]
     _check(lambda: _compiled(bert, fullgraph=True)(ids).logits)
     _check(lambda: _compiled(model, fullgraph=True)(ids, labels=ids).loss)
@@ -233,7 +243,10 @@ def test_export_behind_generate(strict: bool) -> None:
 
 
 def test_a_trace_of_an_encoder_records_transformers_own_code() -> None:
-    bert, ids = zoo.encoder("Bert", "ForSequenceClassification", torch.float32), _model()[1]["input_ids"]
+    bert, ids = (
+        zoo.encoder("Bert", "ForSequenceClassification", torch.float32),
+        _model()[1]["input_ids"],
+    )
     trace = lambda: cast(Any, torch.jit.trace(bert, (ids,), strict=False))  # noqa: E731
     with _stock():
         wanted = trace()
@@ -249,7 +262,9 @@ def _kinds(traced: Any) -> list[str]:
 
 # ---- fairseq ----
 
-fairseq_zoo: Any = pytest.importorskip("tests.support.fairseq_zoo", reason="fairseq", exc_type=ImportError)
+fairseq_zoo: Any = pytest.importorskip(
+    "tests.support.fairseq_zoo", reason="fairseq", exc_type=ImportError
+)
 
 
 def _scripted_attention() -> tuple[Tensor, ...]:
@@ -319,7 +334,13 @@ def test_a_layer_of_fairseqs_is_compiled() -> None:
 
     def call() -> Tensor:
         generator = SequenceGenerator([model], fairseq_zoo.dictionary(), beam_size=2, max_len_b=6)
-        return torch.cat([found["tokens"] for sentence in generator.generate([model], sample) for found in sentence])
+        return torch.cat(
+            [
+                found["tokens"]
+                for sentence in generator.generate([model], sample)
+                for found in sentence
+            ]
+        )
 
     _check(call)
     assert fairseq_zoo.fallbacks() == {"a TransformerDecoderLayerBase is compiled": 1}

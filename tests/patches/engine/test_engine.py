@@ -19,7 +19,12 @@ def sandbox(tmp_path: Path) -> Sandbox:
 # Importing
 
 
-IMPORTS = ("import fastgen", "import toolkit", "from toolkit.gen import Model as Alias; live = Alias(7)", "import ours")
+IMPORTS = (
+    "import fastgen",
+    "import toolkit",
+    "from toolkit.gen import Model as Alias; live = Alias(7)",
+    "import ours",
+)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +103,9 @@ def test_half_imported(sandbox: Sandbox, where: str, version_comes: str) -> None
     sandbox.write(str(GEN), text[:at] + "import plugin\n" + text[at:])
     sandbox.write("plugin.py", "import toolkit.gen, fastgen; first = fastgen.status().to_dict()")
     lines = ['__version__ = "1.5"', "from toolkit import gen"]
-    sandbox.write("toolkit/__init__.py", "\n".join(lines if version_comes == "first" else lines[::-1]))
+    sandbox.write(
+        "toolkit/__init__.py", "\n".join(lines if version_comes == "first" else lines[::-1])
+    )
     sandbox.run(
         """
         import toolkit, fastgen
@@ -114,7 +121,9 @@ def test_half_imported(sandbox: Sandbox, where: str, version_comes: str) -> None
 
 def test_an_import_that_failed_before_is_tried_again(sandbox: Sandbox) -> None:
     """What it has left, a submodule without its package, is no arrival, and would be found in place of a new one."""
-    sandbox.write("toolkit/__init__.py", '__version__ = "1.5"\nfrom toolkit import gen\nimport needed')
+    sandbox.write(
+        "toolkit/__init__.py", '__version__ = "1.5"\nfrom toolkit import gen\nimport needed'
+    )
     sandbox.run(
         """
         import sys, types
@@ -132,7 +141,8 @@ def test_an_import_that_failed_before_is_tried_again(sandbox: Sandbox) -> None:
 
 def test_half_imported_waits_for_the_version_at_the_end_of_the_top_module(sandbox: Sandbox) -> None:
     sandbox.write(
-        "toolkit/__init__.py", 'from toolkit import gen\nfrom checks import plain; plain()\n__version__ = "1.5"'
+        "toolkit/__init__.py",
+        'from toolkit import gen\nfrom checks import plain; plain()\n__version__ = "1.5"',
     )
     sandbox.run("import fastgen, toolkit; patched()")
 
@@ -184,8 +194,12 @@ def test_import_that_fails_under_the_hook_and_is_repeated(sandbox: Sandbox) -> N
 
 def test_imported_by_one_thread_while_another_imports_fastgen(sandbox: Sandbox) -> None:
     text = (sandbox.folder / GEN).read_text()
-    sandbox.write("events.py", "import threading; inside, go_on = threading.Event(), threading.Event()")
-    sandbox.write(str(GEN), "import events; events.inside.set(); assert events.go_on.wait(60)\n" + text)
+    sandbox.write(
+        "events.py", "import threading; inside, go_on = threading.Event(), threading.Event()"
+    )
+    sandbox.write(
+        str(GEN), "import events; events.inside.set(); assert events.go_on.wait(60)\n" + text
+    )
     sandbox.run(
         """
         import events, importlib, threading
@@ -287,7 +301,10 @@ def test_originals_are_really_restored(sandbox: Sandbox) -> None:
 
 def test_subclasses_and_inherited_targets(sandbox: Sandbox) -> None:
     text = (sandbox.folder / "declaration.py").read_text()
-    sandbox.write("declaration.py", text.replace("Model.step", "Heir.step").replace("Model.build", "Heir.build"))
+    sandbox.write(
+        "declaration.py",
+        text.replace("Model.step", "Heir.step").replace("Model.build", "Heir.build"),
+    )
     sandbox.run(
         """
         import fastgen
@@ -360,7 +377,10 @@ def test_a_patch_can_wait_for_another_module_than_its_targets(sandbox: Sandbox) 
     """One of the toolkit's own that comes before the target is needed, while the toolkit itself is half imported."""
     sandbox.write("toolkit/early.py", "")
     sandbox.write("toolkit/late.py", "import elsewhere\nfound = elsewhere.take(1)")
-    sandbox.write("toolkit/__init__.py", "__version__ = '1.5'\nfrom toolkit import early\nfrom toolkit import late")
+    sandbox.write(
+        "toolkit/__init__.py",
+        "__version__ = '1.5'\nfrom toolkit import early\nfrom toolkit import late",
+    )
     sandbox.write("elsewhere.py", "def take(first): return first")
     sandbox.write(
         "declaration.py",
@@ -575,7 +595,10 @@ def test_an_exception_leaves_nothing_behind(sandbox: Sandbox) -> None:
 
 def test_inner_patch_serves_only_a_plan(sandbox: Sandbox) -> None:
     text = (sandbox.folder / "declaration.py").read_text()
-    sandbox.write("declaration.py", text.replace('"Model.step", "self", "x"', '"Model.step", "self", "x", inner=True'))
+    sandbox.write(
+        "declaration.py",
+        text.replace('"Model.step", "self", "x"', '"Model.step", "self", "x", inner=True'),
+    )
     sandbox.write("ours.py", PLANNED)
     sandbox.run(
         """
@@ -769,7 +792,10 @@ def test_replaced_or_deleted_after_us(sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize("fastgen_is_imported", ["first", "last"])
 def test_patched_by_others_before_us(sandbox: Sandbox, fastgen_is_imported: str) -> None:
-    sandbox.write("other.py", OTHER + "\n    gen.Model.step = over(gen.Model.step, True)\n    step = gen.Model.step\n")
+    sandbox.write(
+        "other.py",
+        OTHER + "\n    gen.Model.step = over(gen.Model.step, True)\n    step = gen.Model.step\n",
+    )
     sandbox.run(
         f"""
         if {fastgen_is_imported!r} == "first":
@@ -837,15 +863,27 @@ def test_no_version(sandbox: Sandbox) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "name", "reason"),
     [
-        ("def step(self, x,", "def step(self, y, x,", "step", "(self, x, ...) expected, (self, y, x, scale) found"),
+        (
+            "def step(self, x,",
+            "def step(self, y, x,",
+            "step",
+            "(self, x, ...) expected, (self, y, x, scale) found",
+        ),
         ("def add(a, b)", "def add(b, a)", "add", "(a, b, ...) expected, (b, a) found"),
         ("def greet(name", "def welcome(name", "greet", "toolkit.gen has no 'greet'"),
         ("class Model:", "class Modell:", "step", "toolkit.gen has no 'Model'"),
-        ("return 2 * x", "pass\ndouble = '_double'", "double", "a function was expected there, not '_double'"),
+        (
+            "return 2 * x",
+            "pass\ndouble = '_double'",
+            "double",
+            "a function was expected there, not '_double'",
+        ),
         ("@staticmethod", "@property", "add", "a function was expected there, not <property"),
     ],
 )
-def test_changed_target_fails_alone(sandbox: Sandbox, old: str, new: str, name: str, reason: str) -> None:
+def test_changed_target_fails_alone(
+    sandbox: Sandbox, old: str, new: str, name: str, reason: str
+) -> None:
     text = (sandbox.folder / GEN).read_text()
     if old == "class Model:":
         text = text.replace("(Model)", "(Modell)")
@@ -891,14 +929,23 @@ def test_replacement_that_cannot_be_imported(sandbox: Sandbox) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("Patch('other.x', T, 'a:b', 'c:d', (), '')", "patch name 'other.x' does not begin with 'toolkit.'"),
+        (
+            "Patch('other.x', T, 'a:b', 'c:d', (), '')",
+            "patch name 'other.x' does not begin with 'toolkit.'",
+        ),
         ("Patch('toolkit.x', T, 'a.b', 'c:d', (), '')", "target 'a.b' is not"),
         ("Patch('toolkit.x', T, 'a:b', 'c:d.e', (), '')", "'c:d.e' is not 'module:function'"),
         ("Toolkit('t', 't', '1.2', '1.5').supports('1.4')", "1.2"),
         ("Toolkit('t', 't', '>=1.2', '1.5').supports('old')", "old"),
         ("Toolkit('t', 't', '>=1.2', 'new').has_tested('1.4')", "new"),
-        ("declare(Patch('toolkit.x', T, 'toolkit.gen:greet', 'c:d', (), ''))", "collides with toolkit.greet"),
-        ("declare(Patch('toolkit.greet', T, 'toolkit.gen:x', 'c:d', (), ''))", "collides with toolkit.greet"),
+        (
+            "declare(Patch('toolkit.x', T, 'toolkit.gen:greet', 'c:d', (), ''))",
+            "collides with toolkit.greet",
+        ),
+        (
+            "declare(Patch('toolkit.greet', T, 'toolkit.gen:x', 'c:d', (), ''))",
+            "collides with toolkit.greet",
+        ),
         ("hit('toolkit.unknown')", "no patch is named 'toolkit.unknown'; there are toolkit.greet"),
         ("fallback('unknown', 'why')", "no patch is named 'unknown'"),
     ],
@@ -1043,7 +1090,10 @@ def test_a_patch_of_no_part_runs_while_any_part_agrees(newer: Sandbox) -> None:
 def test_a_patch_of_several_parts(newer: Sandbox) -> None:
     """It runs while one of them agrees, and asks for each by itself."""
     text = (newer.folder / "declaration.py").read_text()
-    newer.write("declaration.py", text.replace('"greet", "name")', '"greet", "name", parts=("greet", "step"))'))
+    newer.write(
+        "declaration.py",
+        text.replace('"greet", "name")', '"greet", "name", parts=("greet", "step"))'),
+    )
     canary(newer, "'token 3'", "('step',)")
     newer.run(
         """
@@ -1069,7 +1119,9 @@ def test_a_patch_of_several_parts(newer: Sandbox) -> None:
 def test_canary_raises(newer: Sandbox) -> None:
     canary(newer, "1 / 0")
     for _ in range(2):
-        assert "the canary found: step raised ZeroDivisionError: division by zero" in newer.run(DECLINED)
+        assert "the canary found: step raised ZeroDivisionError: division by zero" in newer.run(
+            DECLINED
+        )
     assert asked(newer) == 2, "what may pass is not kept"
 
 
@@ -1123,7 +1175,9 @@ def test_canary_without_a_cache_folder_works_and_says_so(newer: Sandbox) -> None
     assert asked(newer) == 2
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="permissions of folders are another thing there")
+@pytest.mark.skipif(
+    sys.platform == "win32", reason="permissions of folders are another thing there"
+)
 def test_canary_in_a_read_only_cache_folder(newer: Sandbox) -> None:
     folder = newer.folder / "cache"
     folder.mkdir()
@@ -1148,7 +1202,9 @@ def test_canary_with_a_damaged_cache_asks_again_and_mends_it(newer: Sandbox, dam
 def test_no_canary_declared(newer: Sandbox) -> None:
     text = (newer.folder / "declaration.py").read_text()
     newer.write("declaration.py", text.replace('canary="canary:parts", ', ""))
-    newer.run("import fastgen; patched(); assert 'newer than 1.5' in fastgen.status().rows[0].reason")
+    newer.run(
+        "import fastgen; patched(); assert 'newer than 1.5' in fastgen.status().rows[0].reason"
+    )
 
 
 # The report
@@ -1177,7 +1233,12 @@ def test_status_prints_and_serialises(sandbox: Sandbox) -> None:
     assert ["toolkit", "1.5", ">=1.2", "1.5", "not", "needed"] in lines
     assert ["toolkit.greet", "applied", "1", "0"] in lines
     assert ["toolkit.step", "applied", "1", "2"] in lines
-    assert lines[lines.index(["toolkit.step", "applied", "1", "2"]) + 1] == ["2", "fallback:", "one", "beam"]
+    assert lines[lines.index(["toolkit.step", "applied", "1", "2"]) + 1] == [
+        "2",
+        "fallback:",
+        "one",
+        "beam",
+    ]
 
 
 def test_a_summary_says_what_matters_first(sandbox: Sandbox) -> None:
@@ -1203,7 +1264,9 @@ def test_a_summary_says_what_matters_first(sandbox: Sandbox) -> None:
         ["Mamba", "greedy", "search", "0", "0", "1"],
         ["1", "not:", "no", "keys"],
     ]
-    assert blocks[-1] == ["every patch, with all counts: fastgen.status(verbose=True), or `fastgen status --all`"]
+    assert blocks[-1] == [
+        "every patch, with all counts: fastgen.status(verbose=True), or `fastgen status --all`"
+    ]
     assert "toolkit.greet" not in printed
 
 
@@ -1211,14 +1274,21 @@ def test_a_summary_says_what_matters_first(sandbox: Sandbox) -> None:
     ("reason", "advice"),
     [
         ("the model is compiled", "generate with the model as it is, not compiled"),
-        ("there are none for this processor: no compiler", "install a C compiler and fastgen again"),
+        (
+            "there are none for this processor: no compiler",
+            "install a C compiler and fastgen again",
+        ),
         ("the weights are bfloat16, and C reads float32", 'dtype="float32"'),
         ("keys and values are not shared: use_cache=False", "leave use_cache=False out"),
         ("synced_gpus=True", ""),
     ],
 )
 def test_what_would_help(reason: str, advice: str) -> None:
-    assert remedy_for(reason).startswith(advice) if not advice.startswith("dtype") else advice in remedy_for(reason)
+    assert (
+        remedy_for(reason).startswith(advice)
+        if not advice.startswith("dtype")
+        else advice in remedy_for(reason)
+    )
     assert bool(remedy_for(reason)) == bool(advice)
 
 
@@ -1311,7 +1381,8 @@ def test_an_unsupported_version_is_said_once(loud: Sandbox) -> None:
 def test_a_failed_patch_is_said_once(loud: Sandbox) -> None:
     text = (loud.folder / "toolkit" / "gen.py").read_text()
     loud.write(
-        "toolkit/gen.py", text.replace("def step(self, x,", "def step(self, y,").replace("x * scale", "y * scale")
+        "toolkit/gen.py",
+        text.replace("def step(self, x,", "def step(self, y,").replace("x * scale", "y * scale"),
     )
     said = loud.run(LOUD.replace("plain()", "results()"))
     assert said.startswith(
@@ -1364,7 +1435,9 @@ def test_a_warning_of_a_gone_target_may_be_an_exception(loud: Sandbox) -> None:
 def test_a_canary_that_declines_is_said_once(loud: Sandbox) -> None:
     loud.version("1.6")
     loud.write("canary.py", "def parts(): return {'step': lambda: 'token 3'}")
-    code = LOUD.replace("plain()", "results()").replace('("Model", "stepping", 2), group', '("Model", "stepping", 2)')
+    code = LOUD.replace("plain()", "results()").replace(
+        '("Model", "stepping", 2), group', '("Model", "stepping", 2)'
+    )
     code = code.split("(group,)")[0]
     assert loud.run(code).startswith(
         "fastgen leaves stepping to toolkit 1.6: token 3. 1.5 is the newest tested: a newer"

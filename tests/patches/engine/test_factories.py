@@ -22,7 +22,10 @@ DTYPE_AND_DEVICE = {
     "arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
     "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
 }  # fmt: skip
-DEVICE = {"as_tensor", "asarray"}  # which keep the dtype of what they are given, and the device of tensors alone
+DEVICE = {
+    "as_tensor",
+    "asarray",
+}  # which keep the dtype of what they are given, and the device of tensors alone
 
 
 def unstated(source: str) -> Iterator[str]:
@@ -30,7 +33,13 @@ def unstated(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)):
-                wanted = {"dtype", "device"} if name in DTYPE_AND_DEVICE else {"device"} if name in DEVICE else set()
+                wanted = (
+                    {"dtype", "device"}
+                    if name in DTYPE_AND_DEVICE
+                    else {"device"}
+                    if name in DEVICE
+                    else set()
+                )
                 given = {keyword.arg for keyword in node.keywords}
                 if None not in given and (missing := sorted(wanted - given)):
                     yield f"{node.lineno}: {ast.unparse(node)} does not state {' and '.join(missing)}"
@@ -66,7 +75,11 @@ def test_stated_factories_are_not_found() -> None:
         assert not list(unstated(f"torch.{call}"))
 
 
-OPTIONS = {"greedy": {}, "beams": {"num_beams": 4, "no_repeat_ngram_size": 2}, "samples": {"do_sample": True}}
+OPTIONS = {
+    "greedy": {},
+    "beams": {"num_beams": 4, "no_repeat_ngram_size": 2},
+    "samples": {"do_sample": True},
+}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

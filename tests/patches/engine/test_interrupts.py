@@ -29,7 +29,8 @@ BACKENDS = ("auto", "native")
 @pytest.mark.parametrize("ops", BACKENDS)
 @pytest.mark.parametrize("how", interrupts.HOW)
 @pytest.mark.parametrize(
-    ("family", "method"), [("bart", "beams"), ("llama", "greedy"), ("gpt2", "sampling"), ("t5", "stream")]
+    ("family", "method"),
+    [("bart", "beams"), ("llama", "greedy"), ("gpt2", "sampling"), ("t5", "stream")],
 )
 @pytest.mark.slow
 def test_interrupted(family: str, method: str, how: str, ops: str) -> None:
@@ -86,7 +87,9 @@ def _within(call: Callable[[], object], seconds: float) -> Iterator[list[int]]:
     def handle(*_: object) -> None:
         call()
         count[0] += 1
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # once more, when the code below has gone on for a while
+        signal.setitimer(
+            signal.ITIMER_REAL, seconds
+        )  # once more, when the code below has gone on for a while
 
     before = signal.signal(signal.SIGALRM, handle)
     try:
@@ -183,7 +186,11 @@ def test_routes_of_a_long_call_are_not_collected() -> None:
 
 def test_all_context_variables_have_the_prefix() -> None:
     folder = Path(context.__file__).parent
-    names = [name for file in folder.rglob("*.py") for name in re.findall(r'ContextVar\(f?"([^"]*)', file.read_text())]
+    names = [
+        name
+        for file in folder.rglob("*.py")
+        for name in re.findall(r'ContextVar\(f?"([^"]*)', file.read_text())
+    ]
     assert len(names) > 10
     assert all(name.startswith((context.PREFIX, "{PREFIX}")) for name in names), names
 

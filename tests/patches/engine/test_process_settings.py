@@ -40,7 +40,9 @@ ROUNDED = ("autocast", "precision")
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("family", ["bart", "llama", "gpt2", "t5"])
 @pytest.mark.parametrize("ops", ["auto", "reference"])
-def test_changed_between_calls(family: str, asked: str, ops: str, setting: Callable[[str, str], None]) -> None:
+def test_changed_between_calls(
+    family: str, asked: str, ops: str, setting: Callable[[str, str], None]
+) -> None:
     """Each setting meets what calls under the others have left: packed weights, buffers, proofs."""
     setting("FASTGEN_OPS", ops)
     for dtype in (torch.float32, torch.float64):

@@ -40,8 +40,12 @@ def test_defaults() -> None:
         cache_dir=settings.cache_dir,
     )
     assert settings.cache_dir.name == "fastgen"
-    assert config.read({variable.name: "" for variable in config.VARIABLES}) == settings, "empty is unset"
-    assert config.read({variable.name: variable.default for variable in config.VARIABLES}) == settings
+    assert config.read({variable.name: "" for variable in config.VARIABLES}) == settings, (
+        "empty is unset"
+    )
+    assert (
+        config.read({variable.name: variable.default for variable in config.VARIABLES}) == settings
+    )
 
 
 def test_values() -> None:
@@ -80,14 +84,17 @@ def test_values() -> None:
     )
 
 
-@pytest.mark.parametrize("variable", [v for v in config.VARIABLES if v.allowed], ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    "variable", [v for v in config.VARIABLES if v.allowed], ids=lambda v: v.name
+)
 def test_every_allowed_value_is_accepted_and_no_other(variable: config.Variable) -> None:
     assert variable.default in variable.allowed
     for value in variable.allowed:
         assert variable.read({variable.name: value}) == value
     for value in ("2", "true", "AUTO", "-1", "no,", "10"):
         with pytest.raises(
-            VariableError, match=f"^{variable.name}={value}: the value must be one of {', '.join(variable.allowed)}; "
+            VariableError,
+            match=f"^{variable.name}={value}: the value must be one of {', '.join(variable.allowed)}; ",
         ):
             config.read({variable.name: value})
 
@@ -130,7 +137,11 @@ def test_the_environment_is_read_once_and_again_on_demand(monkeypatch: pytest.Mo
     ],
 )
 def test_cache_folder(
-    monkeypatch: pytest.MonkeyPatch, platform: str, environ: dict[str, str], folder: str, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    platform: str,
+    environ: dict[str, str],
+    folder: str,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(config.sys, "platform", platform)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -192,12 +203,16 @@ def test_skip(sandbox: Sandbox, value: str, skipped: set[str]) -> None:
     )
 
 
-@pytest.mark.parametrize("value", ["toolkit.stepp", "toolkit.ste", "tool", "step", "toolkit.step,other"])
+@pytest.mark.parametrize(
+    "value", ["toolkit.stepp", "toolkit.ste", "tool", "step", "toolkit.step,other"]
+)
 def test_skip_of_what_is_not_there_is_an_error(sandbox: Sandbox, value: str) -> None:
     done = sandbox.process("import fastgen", FASTGEN_SKIP=value)
     assert done.returncode == 1
     unknown = value.split(",")[-1]
-    expected = f"fastgen.errors.VariableError: FASTGEN_SKIP={value}: no patch is named '{unknown}'; "
+    expected = (
+        f"fastgen.errors.VariableError: FASTGEN_SKIP={value}: no patch is named '{unknown}'; "
+    )
     assert done.stderr.splitlines()[-1].startswith(expected)
 
 
@@ -214,12 +229,18 @@ def test_errors_are_value_errors_on_one_line_that_can_be_sent_to_another_process
     error = pickle.loads(pickle.dumps(caught.value))
     assert isinstance(error, ValueError)
     assert str(error) == str(caught.value)
-    assert str(error) == r"FASTGEN='a\nb': the value must be one of 1, 0, compat; unset it for the default, 1"
+    assert (
+        str(error)
+        == r"FASTGEN='a\nb': the value must be one of 1, 0, compat; unset it for the default, 1"
+    )
     assert error.name == "FASTGEN"
 
 
 def test_a_folder_below_a_home_that_is_not_there() -> None:
-    with pytest.raises(VariableError, match=r"^FASTGEN_CACHE_DIR=~nobody-here/x: there is no home folder for ~nobody-"):
+    with pytest.raises(
+        VariableError,
+        match=r"^FASTGEN_CACHE_DIR=~nobody-here/x: there is no home folder for ~nobody-",
+    ):
         config.read({"FASTGEN_CACHE_DIR": "~nobody-here/x"})
 
 
@@ -372,7 +393,10 @@ def test_strict_failed_patch_raises_in_enable(sandbox: Sandbox) -> None:
 
 def test_strict_unsupported_version_is_no_failure(sandbox: Sandbox) -> None:
     sandbox.version("1.1")
-    sandbox.run("import fastgen, toolkit.gen; plain(); assert states() == {'skipped': 5}", FASTGEN_STRICT="1")
+    sandbox.run(
+        "import fastgen, toolkit.gen; plain(); assert states() == {'skipped': 5}",
+        FASTGEN_STRICT="1",
+    )
 
 
 def test_strict_with_a_canary_that_declines(sandbox: Sandbox) -> None:

@@ -16,7 +16,11 @@ from fastgen.patches.fairseq.commands.background import InOrder
 
 
 def _through(
-    work: Callable[[int], int], pieces: int, workers: int, found: list[int], then: BaseException | None = None
+    work: Callable[[int], int],
+    pieces: int,
+    workers: int,
+    found: list[int],
+    then: BaseException | None = None,
 ) -> None:
     with InOrder(work, found.append, workers) as background:
         for piece in range(pieces):
@@ -111,7 +115,9 @@ def test_no_process_outlives_who_has_forked_it(how: signal.Signals) -> None:
         "    print(*(p.pid for p in m.active_children()), flush=True)\n"
         "    background.finish()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         forked = next(line.split() for line in parent.stdout if "None" not in line)
         parent.send_signal(how)

@@ -40,7 +40,9 @@ def _double(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utils, "softmax", lambda x, dim, onnx_trace=False: torch.softmax(x, dim))
 
 
-def _served(models: list[Any], sample: dict[str, Any], options: dict[str, Any], tolerance: float = 1e-5) -> Any:
+def _served(
+    models: list[Any], sample: dict[str, Any], options: dict[str, Any], tolerance: float = 1e-5
+) -> Any:
     before, declined = zoo.hits(), zoo.fallbacks()
     found = zoo.assert_same(models, sample, options, tolerance)
     assert zoo.hits() == before + (not isinstance(found, Exception))
@@ -55,13 +57,17 @@ def _served(models: list[Any], sample: dict[str, Any], options: dict[str, Any], 
 def test_model(name: str, beams: int, padding: str, dtype: torch.dtype) -> None:
     options = {"beam_size": beams, "max_len_a": 1.2, "max_len_b": 9}
     for seed in (0, 1):
-        found = _served([zoo.build(name, dtype, seed)], zoo.batch(4, 9, padding, seed), options, 1e-4)
+        found = _served(
+            [zoo.build(name, dtype, seed)], zoo.batch(4, 9, padding, seed), options, 1e-4
+        )
     assert all(len(hypotheses) == beams for hypotheses in found)
 
 
 def test_hypotheses_end_at_different_lengths() -> None:
     """What the models above say ends here and there, so that sentences leave early and late."""
-    found = _served([zoo.build("prenorm", seed=1)], zoo.batch(9, 9), {"beam_size": 4, "max_len_b": 30})
+    found = _served(
+        [zoo.build("prenorm", seed=1)], zoo.batch(9, 9), {"beam_size": 4, "max_len_b": 30}
+    )
     lengths = {len(hypothesis["tokens"]) for hypotheses in found for hypothesis in hypotheses}
     assert len(lengths) >= 6
 
@@ -83,8 +89,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bos": {"bos_token": 0},
     "one_token": {"max_len_b": 1},
     "prefix": {"prefix_tokens": torch.tensor([[5, 6], [7, 1], [9, 2], [1, 1], [4, 4]])},
-    "long_prefix": {"prefix_tokens": torch.randint(4, 30, (5, 9), generator=torch.Generator().manual_seed(0))},
-    **{name: {"search_strategy": name} for name in zoo.SEARCHES if name not in ("ordered", "unordered")},
+    "long_prefix": {
+        "prefix_tokens": torch.randint(4, 30, (5, 9), generator=torch.Generator().manual_seed(0))
+    },
+    **{
+        name: {"search_strategy": name}
+        for name in zoo.SEARCHES
+        if name not in ("ordered", "unordered")
+    },
     "sampling_ngrams": {"search_strategy": "top_k", "no_repeat_ngram_size": 2},
     "diverse_prefix": {"search_strategy": "diverse", "prefix_tokens": torch.full((5, 1), 6)},
 }
@@ -133,7 +145,13 @@ def test_bart_from_the_hub() -> None:
     bart = BARTHubInterface(cfg, task, zoo.build("bart", torch.float32)).eval()
     bart.bpe = _Words()
     sentences = ["w1 w5 w9 w3", "w2 w2", "w8 w7 w6 w5 w4 w3"]
-    options: dict[str, Any] = {"beam": 4, "lenpen": 2.0, "max_len_b": 14, "min_len": 3, "no_repeat_ngram_size": 3}
+    options: dict[str, Any] = {
+        "beam": 4,
+        "lenpen": 2.0,
+        "max_len_b": 14,
+        "min_len": 3,
+        "no_repeat_ngram_size": 3,
+    }
     before = zoo.hits()
     ours = bart.sample(sentences, **options)
     assert zoo.hits() > before
@@ -146,7 +164,11 @@ def test_bart_from_the_hub() -> None:
 def test_diverse_beams_of_the_first_sentences(beams: int) -> None:
     """The fork's search takes a sentence's number among all for that in the batch, and fails beyond."""
     sample = zoo.batch(5, 8) | {"id": torch.randperm(5, generator=torch.Generator().manual_seed(0))}
-    found = _served([zoo.build("transformer")], sample, {"beam_size": beams, "max_len_b": 14} | OPTIONS["diverse"])
+    found = _served(
+        [zoo.build("transformer")],
+        sample,
+        {"beam_size": beams, "max_len_b": 14} | OPTIONS["diverse"],
+    )
     assert not isinstance(found, Exception)
 
 
@@ -163,17 +185,31 @@ def test_lengths_of_sources() -> None:
 
 @pytest.mark.parametrize("search", ["ordered", "unordered"])
 def test_constraints(search: str) -> None:
-    wanted = [[torch.tensor([5, 6]), torch.tensor([9])], [], [torch.tensor([11])], [torch.tensor([4, 7, 8])]]
-    options = {"beam_size": 6, "max_len_b": 18, "search_strategy": search, "constraints": pack_constraints(wanted)}
+    wanted = [
+        [torch.tensor([5, 6]), torch.tensor([9])],
+        [],
+        [torch.tensor([11])],
+        [torch.tensor([4, 7, 8])],
+    ]
+    options = {
+        "beam_size": 6,
+        "max_len_b": 18,
+        "search_strategy": search,
+        "constraints": pack_constraints(wanted),
+    }
     found = _served([zoo.build("transformer")], zoo.batch(4, 8), options)
     assert "5 6" in " ".join(map(str, found[0][0]["tokens"].tolist()))
 
 
 @pytest.mark.parametrize("beams", [1, 4])
-@pytest.mark.parametrize("members", [["transformer", "prenorm"], ["bart", "transformer", "transformer"]])
+@pytest.mark.parametrize(
+    "members", [["transformer", "prenorm"], ["bart", "transformer", "transformer"]]
+)
 def test_ensemble(members: list[str], beams: int) -> None:
     models = [zoo.build(name, seed=seed) for seed, name in enumerate(members)]
-    _served(models, zoo.batch(4, 8), {"beam_size": beams, "max_len_b": 14, "no_repeat_ngram_size": 2})
+    _served(
+        models, zoo.batch(4, 8), {"beam_size": beams, "max_len_b": 14, "no_repeat_ngram_size": 2}
+    )
 
 
 @pytest.mark.parametrize("name", zoo.LANGUAGE_MODELS)
@@ -181,7 +217,11 @@ def test_ensemble(members: list[str], beams: int) -> None:
 def test_language_model(name: str, beams: int) -> None:
     """Prompts of different lengths go through as prefixes."""
     sample = zoo.batch(4, 7, "right")
-    options = {"beam_size": beams, "max_len_b": 12, "prefix_tokens": sample["net_input"]["src_tokens"][:, :5]}
+    options = {
+        "beam_size": beams,
+        "max_len_b": 12,
+        "prefix_tokens": sample["net_input"]["src_tokens"][:, :5],
+    }
     _served([zoo.build(name)], sample, options)
 
 
@@ -198,7 +238,9 @@ def test_language_model(name: str, beams: int) -> None:
 def test_prompt(name: str, options: dict[str, Any], length: int) -> None:
     """A prompt that all sentences have is run at once, for plain beam search, and every token keeps its score."""
     generator = torch.Generator().manual_seed(length)
-    prompt = torch.stack([torch.randperm(zoo.WORDS, generator=generator)[:length] + 4 for _ in range(3)])
+    prompt = torch.stack(
+        [torch.randperm(zoo.WORDS, generator=generator)[:length] + 4 for _ in range(3)]
+    )
     prompt[0, 0] = 3  # an unknown word
     sample = {"net_input": {"src_tokens": prompt, "src_lengths": torch.full((3,), length)}}
     given = {"beam_size": 4, "max_len_b": length + 9, "prefix_tokens": prompt} | options
@@ -218,7 +260,9 @@ def test_a_prompt_takes_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
         return own(*args, **kwargs)
 
     monkeypatch.setattr(TransformerDecoderBase, "forward", forward)
-    zoo.call([model], sample, {"beam_size": 4, "max_len_b": 23, "min_len": 23, "prefix_tokens": prompt})
+    zoo.call(
+        [model], sample, {"beam_size": 4, "max_len_b": 23, "min_len": 23, "prefix_tokens": prompt}
+    )
     assert len(calls) == 1 + 3
 
 
@@ -258,7 +302,12 @@ def test_language_model_beside(beams: int) -> None:
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 def test_alignment(kind: str) -> None:
-    options = {"generator": SequenceGeneratorWithAlignment, "print_alignment": kind, "beam_size": 3, "max_len_b": 12}
+    options = {
+        "generator": SequenceGeneratorWithAlignment,
+        "print_alignment": kind,
+        "beam_size": 3,
+        "max_len_b": 12,
+    }
     found = _served([zoo.build("transformer")], zoo.batch(4, 7), options)
     assert len(found[0][0]["alignment"]) > 0
 
@@ -270,7 +319,9 @@ def test_many_sentences(name: str, every: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(room, "COMPACT_EVERY", every)
     swept: list[int] = []
     compact = LayerKV.compact
-    monkeypatch.setattr(LayerKV, "compact", lambda layer, slots: (swept.append(1), compact(layer, slots)))
+    monkeypatch.setattr(
+        LayerKV, "compact", lambda layer, slots: (swept.append(1), compact(layer, slots))
+    )
     options = {"beam_size": 3, "max_len_b": 40, "no_repeat_ngram_size": 3}
     _served([zoo.build(name, seed=1)], zoo.batch(60, 12), options)
     assert swept or every > 1 or name == "lm"
@@ -291,10 +342,14 @@ def test_generators_of_one_model_keep_their_beams(switched_off: bool) -> None:
     """One that was made before another, on fairseq's own code and on ours."""
     model, sample = copy.deepcopy(zoo.build("bart")), zoo.batch(4, 8)
     alone = {
-        beams: _tokens(SequenceGenerator([copy.deepcopy(model)], zoo.dictionary(), beams, max_len_b=14), sample)
+        beams: _tokens(
+            SequenceGenerator([copy.deepcopy(model)], zoo.dictionary(), beams, max_len_b=14), sample
+        )
         for beams in (1, 4)
     }
-    generators = {beams: SequenceGenerator([model], zoo.dictionary(), beams, max_len_b=14) for beams in alone}
+    generators = {
+        beams: SequenceGenerator([model], zoo.dictionary(), beams, max_len_b=14) for beams in alone
+    }
     with fastgen.disabled() if switched_off else nullcontext():
         for beams in (1, 4, 1):
             assert _tokens(generators[beams], sample) == alone[beams]
@@ -328,7 +383,9 @@ def test_threads_share_a_model() -> None:
 
     def texts(seed: int) -> list[list[list[int]]]:
         found, _ = zoo.call([model], zoo.batch(4, 9, seed=seed), {"beam_size": 3, "max_len_b": 20})
-        return [[hypothesis["tokens"].tolist() for hypothesis in hypotheses] for hypotheses in found]
+        return [
+            [hypothesis["tokens"].tolist() for hypothesis in hypotheses] for hypotheses in found
+        ]
 
     alone = [texts(seed) for seed in range(4)]
     with ThreadPoolExecutor(4) as pool:
@@ -369,10 +426,18 @@ def test_declined(what: str) -> None:
 
 def test_errors_are_fairseqs() -> None:
     with pytest.raises(AssertionError, match="min_len cannot be larger"):
-        zoo.call([zoo.build("transformer")], zoo.batch(2, 5), {"beam_size": 2, "min_len": 9, "max_len_b": 4})
+        zoo.call(
+            [zoo.build("transformer")],
+            zoo.batch(2, 5),
+            {"beam_size": 2, "min_len": 9, "max_len_b": 4},
+        )
     constraints = torch.zeros(2, 1, dtype=torch.int64)
     with pytest.raises(NotImplementedError, match="constraints"):
-        zoo.call([zoo.build("transformer")], zoo.batch(2, 5), {"beam_size": 2, "constraints": constraints})
+        zoo.call(
+            [zoo.build("transformer")],
+            zoo.batch(2, 5),
+            {"beam_size": 2, "constraints": constraints},
+        )
 
 
 def test_status_names_fairseq() -> None:
@@ -397,7 +462,9 @@ def test_scores_of_given_texts(names: list[str]) -> None:
     sample = zoo.batch(40, 9)
     target = torch.randint(4, 4 + zoo.WORDS, (40, 12))
     sample["net_input"] = (
-        {"src_tokens": target} if names == ["lm"] else sample["net_input"] | {"prev_output_tokens": target}
+        {"src_tokens": target}
+        if names == ["lm"]
+        else sample["net_input"] | {"prev_output_tokens": target}
     )
     sample["target"] = target.roll(-1, 1)
     scorer = SequenceScorer(zoo.dictionary())
@@ -409,7 +476,9 @@ def test_scores_of_given_texts(names: list[str]) -> None:
         stock = scorer.generate(models, sample)
     for (one,), (other,) in zip(ours, stock, strict=True):
         assert one["tokens"].tolist() == other["tokens"].tolist()
-        torch.testing.assert_close(one["positional_scores"], other["positional_scores"], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            one["positional_scores"], other["positional_scores"], atol=1e-5, rtol=0
+        )
         torch.testing.assert_close(one["score"], other["score"], atol=1e-5, rtol=0)
 
 
@@ -418,7 +487,10 @@ def test_replayed_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that are captured once, and replayed while sentences leave."""
     graphs = Graphs(monkeypatch)
     models = [zoo.build(name, torch.float64)]
-    for options in ({"beam_size": 4, "min_len": 20}, {"beam_size": 2, "min_len": 9, "temperature": 0.7}):
+    for options in (
+        {"beam_size": 4, "min_len": 20},
+        {"beam_size": 2, "min_len": 9, "temperature": 0.7},
+    ):
         _served(models, zoo.batch(9, 9), options | {"max_len_b": 30}, 1e-4)
     assert graphs.captures >= 1
     assert graphs.replays >= 10
@@ -426,7 +498,9 @@ def test_replayed_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_replayed_steps_of_an_ensemble(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch)
-    models = [zoo.build(name, torch.float64, seed) for seed, name in enumerate(["prenorm", "prenorm"])]
+    models = [
+        zoo.build(name, torch.float64, seed) for seed, name in enumerate(["prenorm", "prenorm"])
+    ]
     _served(models, zoo.batch(5, 9), {"beam_size": 3, "max_len_b": 30, "min_len": 25}, 1e-4)
     assert graphs.replays >= 10
 
@@ -439,20 +513,28 @@ def pays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for name, value in (("READING", -1), ("CALL", 0)):
         monkeypatch.setattr(encoders, name, value)
     monkeypatch.setattr(
-        encoders.Encoder, "__call__", lambda encoder, x, sentences: (rows.append(len(x)), run(encoder, x, sentences))[1]
+        encoders.Encoder,
+        "__call__",
+        lambda encoder, x, sentences: (rows.append(len(x)), run(encoder, x, sentences))[1],
     )
     return rows
 
 
 def _left_off() -> dict[str, int]:
     """What was said of encoders so far."""
-    return {of: n for of, n in fastgen.status()["fairseq.generate"].left_off.items() if of.startswith("the encoder")}
+    return {
+        of: n
+        for of, n in fastgen.status()["fairseq.generate"].left_off.items()
+        if of.startswith("the encoder")
+    }
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_encoder_from_the_weights(name: str, padding: str, dtype: torch.dtype, pays: list[int]) -> None:
+def test_encoder_from_the_weights(
+    name: str, padding: str, dtype: torch.dtype, pays: list[int]
+) -> None:
     """The first call compares, and has the modules' own output; no row is padding."""
     model, before = copy.deepcopy(zoo.build(name, dtype)), _left_off()
     sample = zoo.batch(4, 9, padding)
@@ -465,7 +547,10 @@ def test_encoder_from_the_weights(name: str, padding: str, dtype: torch.dtype, p
 
 
 def test_encoders_of_an_ensemble_and_after_a_change_of_weights(pays: list[int]) -> None:
-    models, options = [copy.deepcopy(zoo.build(name)) for name in ("transformer", "prenorm")], {"beam_size": 3}
+    models, options = (
+        [copy.deepcopy(zoo.build(name)) for name in ("transformer", "prenorm")],
+        {"beam_size": 3},
+    )
     for _ in range(2):
         _served(models, zoo.batch(4, 9), options)
     models[0].encoder.layers[0].fc1.weight.data.mul_(0.5)
@@ -515,11 +600,15 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "class": (_adapted, "a tests._Doubling in place of a linear layer"),
     "activation": (_activated, "an activation function sigmoid"),
     "hook": (
-        lambda encoder: encoder.layers[0].fc2.register_forward_hook(lambda _, given, found: found + 1),
+        lambda encoder: encoder.layers[0].fc2.register_forward_hook(
+            lambda _, given, found: found + 1
+        ),
         "a hook on a Linear",
     ),
     "hook on a layer": (
-        lambda encoder: encoder.layers[0].register_forward_hook(lambda _, given, found: found * 0.5),
+        lambda encoder: encoder.layers[0].register_forward_hook(
+            lambda _, given, found: found * 0.5
+        ),
         "layers that are not fairseq's own",
     ),
     "zero attention": (_nothing_beside, "layers that are not fairseq's own"),
@@ -549,7 +638,9 @@ def _one_layer(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [_layerdrop, _one_layer])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_layers_in_lists_of_other_kinds(change: Callable[[Any], None], dtype: torch.dtype, pays: list[int]) -> None:
+def test_layers_in_lists_of_other_kinds(
+    change: Callable[[Any], None], dtype: torch.dtype, pays: list[int]
+) -> None:
     """Random numbers are drawn as in fairseq, and no module loses a parameter."""
     model = copy.deepcopy(zoo.build("transformer", dtype))
     change(model)
@@ -560,7 +651,9 @@ def test_layers_in_lists_of_other_kinds(change: Callable[[Any], None], dtype: to
     assert [name for name, _ in model.named_parameters()] == names
 
 
-def test_an_encoder_whose_first_pass_fails(pays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoder_whose_first_pass_fails(
+    pays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is the modules' own output that counts, in this call and the next."""
 
     def failing(*_: Any) -> Any:

@@ -50,13 +50,17 @@ def scores_of(model: Any, source: Sequence[int], options: dict[str, Any]) -> Sco
     n, longest = options.get("no_repeat_ngram_size", 0), options.get("max_len_b", LONGEST)
 
     def scores(text: Sequence[int]) -> Tensor:
-        for module in model.modules():  # fairseq's attention keeps that of the last generator that it met
+        for (
+            module
+        ) in model.modules():  # fairseq's attention keeps that of the last generator that it met
             if hasattr(module, "set_beam_size"):
                 module.set_beam_size(1)
         with torch.no_grad(), fastgen.disabled():
             encoded = model.encoder(torch.tensor([source]), src_lengths=torch.tensor([len(source)]))
             logits, _ = model.decoder(torch.tensor([text]), encoder_out=encoded)
-        found = torch.log_softmax(logits[0, -1] / options.get("temperature", 1.0), -1, dtype=torch.float32)
+        found = torch.log_softmax(
+            logits[0, -1] / options.get("temperature", 1.0), -1, dtype=torch.float32
+        )
         step = len(text) - 1
         found[zoo.PAD] = -torch.inf
         found[3] -= options.get("unk_penalty", 0.0)
@@ -73,14 +77,21 @@ def scores_of(model: Any, source: Sequence[int], options: dict[str, Any]) -> Sco
 
 
 def rows_of(sample: dict[str, Any]) -> list[list[int]]:
-    return [[token for token in row if token != zoo.PAD] for row in sample["net_input"]["src_tokens"].tolist()]
+    return [
+        [token for token in row if token != zoo.PAD]
+        for row in sample["net_input"]["src_tokens"].tolist()
+    ]
 
 
 Texts = list[tuple[list[int], list[float]]]
 
 
 def expected(
-    large: Any, small: Any, sample: dict[str, Any], thresholds: dict[str, Any], options: dict[str, Any]
+    large: Any,
+    small: Any,
+    sample: dict[str, Any],
+    thresholds: dict[str, Any],
+    options: dict[str, Any],
 ) -> tuple[Texts, dict[str, int]]:
     """The tokens of each row and what the large model says of them, and what happened, by the definition."""
     texts, happened = Texts(), dict.fromkeys(("draft", "fallback", "rollback"), 0)
@@ -90,20 +101,33 @@ def expected(
             *models, [zoo.EOS], lambda text: text[-1] == zoo.EOS, thresholds["fallback_threshold"],
             thresholds["rollback_threshold"], thresholds["max_draft"],
         )  # fmt: skip
-        texts.append((tokens, [float(models[0]([zoo.EOS, *tokens[:i]])[token]) for i, token in enumerate(tokens)]))
+        texts.append(
+            (
+                tokens,
+                [float(models[0]([zoo.EOS, *tokens[:i]])[token]) for i, token in enumerate(tokens)],
+            )
+        )
         for kind in happened:
             happened[kind] += sum(event[0] == kind for event in events)
     return texts, happened
 
 
 def generated(
-    large: Any, sample: dict[str, Any], small: Any = None, options: dict[str, Any] | None = None, **asked: Any
+    large: Any,
+    sample: dict[str, Any],
+    small: Any = None,
+    options: dict[str, Any] | None = None,
+    **asked: Any,
 ) -> tuple[Texts, Any]:
     """The same by the generator, and its counts."""
     with fastgen.bild(small, **asked) as drafting:
-        found, _ = zoo.call([large], sample, {"beam_size": 1, "max_len_b": LONGEST} | (options or {}))
+        found, _ = zoo.call(
+            [large], sample, {"beam_size": 1, "max_len_b": LONGEST} | (options or {})
+        )
     assert all(len(hypotheses) == 1 for hypotheses in found)
-    return [(h["tokens"].tolist(), h["positional_scores"].tolist()) for (h,) in found], drafting.counts
+    return [
+        (h["tokens"].tolist(), h["positional_scores"].tolist()) for (h,) in found
+    ], drafting.counts
 
 
 def assert_like(found: Texts, wanted: Texts) -> None:
@@ -136,7 +160,9 @@ def test_every_text_is_that_of_the_definition(kind: str, name: str) -> None:
         texts, counts = generated(large, sample, small, OPTIONS[name], **thresholds)
         wanted, events = expected(large, small, sample, thresholds, OPTIONS[name])
         assert_like(texts, wanted)
-        assert (counts["drafted"], counts["fallbacks"], counts["rollbacks"]) == tuple(events.values())
+        assert (counts["drafted"], counts["fallbacks"], counts["rollbacks"]) == tuple(
+            events.values()
+        )
         assert counts["tokens"] == sum(len(tokens) for tokens, _ in texts)
         happened = {kind: count + events[kind] for kind, count in happened.items()}
     assert happened["draft"]
@@ -163,7 +189,9 @@ def test_lossless_is_fairseqs_own_output(kind: str, name: str) -> None:
         with fastgen.disabled():
             stock, _ = zoo.call([large], sample, options)
         for drafts in ({"small": small}, {"early_exit": 1}):
-            with fastgen.bild(**drafts, lossless=True, adaptive_draft=False, fallback_threshold=0.06) as drafting:
+            with fastgen.bild(
+                **drafts, lossless=True, adaptive_draft=False, fallback_threshold=0.06
+            ) as drafting:
                 ours, _ = zoo.call([large], sample, options)
             for (one,), (other,) in zip(ours, stock, strict=True):
                 assert one.keys() == other.keys()
@@ -174,11 +202,18 @@ def test_lossless_is_fairseqs_own_output(kind: str, name: str) -> None:
     assert drafted
 
 
-@pytest.mark.parametrize("name", ["nothing", "n-grams", "a short text", "another start", "another end"])
-def test_a_call_that_would_not_draft_is_the_large_models_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["nothing", "n-grams", "a short text", "another start", "another end"]
+)
+def test_a_call_that_would_not_draft_is_the_large_models_own(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has lost enough by drafts; hypotheses, their fields and counts are those of a call that might draft."""
     large, small = pair("transformer", 1, 0.03)
-    sample, options = zoo.batch(9, 8, "left", 1), {"beam_size": 1, "max_len_b": 20} | (OPTIONS | LOSSLESS)[name]
+    sample, options = (
+        zoo.batch(9, 8, "left", 1),
+        {"beam_size": 1, "max_len_b": 20} | (OPTIONS | LOSSLESS)[name],
+    )
     with fastgen.bild(small, lossless=True) as drafting:
         first, _ = zoo.call([large], sample, options)
         pace = pace_of(large, small, None, 9)
@@ -227,7 +262,9 @@ def test_rows_are_what_they_are_alone() -> None:
     assert len({len(tokens) for tokens, _ in together}) > 3, "texts leave at different times"
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     net_input = {name: value[order] for name, value in sample["net_input"].items()}
-    assert_like(generated(large, {"net_input": net_input}, small, **asked)[0], [together[i] for i in order])
+    assert_like(
+        generated(large, {"net_input": net_input}, small, **asked)[0], [together[i] for i in order]
+    )
     for source, text in zip(rows_of(sample), together, strict=True):
         alone = {"src_tokens": torch.tensor([source]), "src_lengths": torch.tensor([len(source)])}
         assert_like(generated(large, {"net_input": alone}, small, **asked)[0], [text])
@@ -247,7 +284,9 @@ class Late(Pace):
 
 
 @pytest.mark.parametrize("drafts", ["small", "first layers"])
-def test_drafts_that_begin_when_texts_have_left(drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_begin_when_texts_have_left(
+    drafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fairseq_bild, "pace_of", lambda *_: Late())
     large, small = pair("prenorm", 1)
     sample, options = zoo.batch(24, 9, seed=3), {"beam_size": 1, "max_len_b": 20}
@@ -265,7 +304,9 @@ def test_where_it_is_faster_the_clock_decides() -> None:
     large, small = pair("transformer")
     with fastgen.bild(small, lossless=True, fallback_threshold=0.06) as drafting:
         zoo.call([large], zoo.batch(3, 6), {"beam_size": 1, "max_len_b": 9})
-    assert drafting.counts["large_calls"] > drafting.counts["small_calls"], "the first round is without drafts"
+    assert drafting.counts["large_calls"] > drafting.counts["small_calls"], (
+        "the first round is without drafts"
+    )
 
 
 def test_status_sums_what_is_counted() -> None:
@@ -276,8 +317,12 @@ def test_status_sums_what_is_counted() -> None:
             zoo.call([large], zoo.batch(3, 6, seed=seed), {"beam_size": 1, "max_len_b": 6})
     after = fastgen.status().bild
     assert drafting.counts["tokens"] > 0
-    more = {name: after[name] - before.get(name, 0) for name in after}  # those of drafted beams among them
-    assert {name: count for name, count in more.items() if count} == {n: c for n, c in drafting.counts.items() if c}
+    more = {
+        name: after[name] - before.get(name, 0) for name in after
+    }  # those of drafted beams among them
+    assert {name: count for name, count in more.items() if count} == {
+        n: c for n, c in drafting.counts.items() if c
+    }
     assert list(drafting.counts) == list(Counts.__dataclass_fields__)
     assert zoo.hits() == hits + 2
     assert str(drafting).startswith(f"Big-little decoding: {drafting.counts['tokens']} tokens, ")
@@ -363,12 +408,17 @@ def test_what_cannot_be_is_said(name: str) -> None:
 
 def test_two_large_models() -> None:
     large, small = pair("transformer")
-    with pytest.raises(ValueError, match="not possible with an ensemble of models"), fastgen.bild(small):
+    with (
+        pytest.raises(ValueError, match="not possible with an ensemble of models"),
+        fastgen.bild(small),
+    ):
         zoo.call([large, small], zoo.batch(3, 6), {"beam_size": 1})
 
 
 def test_a_large_model_of_another_family() -> None:
-    complaint = pytest.raises(ValueError, match="of the large model: LSTMDecoder is no transformer decoder")
+    complaint = pytest.raises(
+        ValueError, match="of the large model: LSTMDecoder is no transformer decoder"
+    )
     with complaint, fastgen.bild(early_exit=1):
         zoo.call([zoo.build("lstm", torch.float32)], zoo.batch(3, 6), {"beam_size": 1})
 

@@ -30,7 +30,15 @@ from fastgen.cli.environment.run import run_target
 from fastgen.patches.fairseq.bild.bild_command import Pair
 from fastgen.patches.fairseq.commands.options import given
 from fastgen.patches.fairseq.mend import UntrustedCheckpointError
-from tests.support.fairseq_commands import GENERATE, STOCK, assert_alike, known_to_fairseq, preprocess, run, train
+from tests.support.fairseq_commands import (
+    GENERATE,
+    STOCK,
+    assert_alike,
+    known_to_fairseq,
+    preprocess,
+    run,
+    train,
+)
 from tests.support.together import start_soon
 
 
@@ -38,7 +46,9 @@ from tests.support.together import start_soon
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small corpus, preprocessed in data/, and a transformer trained on it, model/checkpoint_last.pt."""
     folder = tmp_path_factory.mktemp("fairseq")
-    train(preprocess(folder), folder / "model", 200, "--arch", "transformer", "--share-all-embeddings")
+    train(
+        preprocess(folder), folder / "model", 200, "--arch", "transformer", "--share-all-embeddings"
+    )
     return folder
 
 
@@ -55,13 +65,31 @@ def small(corpus: Path) -> Path:
     [
         ("--beam", "4", "--batch-size", "8", "--no-repeat-ngram-size", "3"),
         ("--beam", "1", "--max-tokens", "300", "--remove-bpe", "--scoring", "sacrebleu"),
-        ("--beam", "3", "--batch-size", "50", "--nbest", "2", "--prefix-size", "2", "--lenpen", "0.6", "--unkpen", "1"),
+        (
+            "--beam",
+            "3",
+            "--batch-size",
+            "50",
+            "--nbest",
+            "2",
+            "--prefix-size",
+            "2",
+            "--lenpen",
+            "0.6",
+            "--unkpen",
+            "1",
+        ),
         ("--score-reference", "--batch-size", "20"),
     ],
     ids=["beams", "greedy", "prefix", "reference"],
 )
 def test_generate(corpus: Path, options: tuple[str, ...]) -> None:
-    command = ("fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"))
+    command = (
+        "fairseq-generate",
+        str(corpus / "data"),
+        "--path",
+        str(corpus / "model/checkpoint_last.pt"),
+    )
     ours = run(*command, *GENERATE, *options, FASTGEN_STRICT="1")
     stock = run(*command, *GENERATE, *options, **STOCK, FASTGEN_REPORT="1")
     assert_alike(ours.stdout, stock.stdout)
@@ -70,7 +98,14 @@ def test_generate(corpus: Path, options: tuple[str, ...]) -> None:
     assert "no calls of generate so far" in stock.stderr
 
 
-LOSSLESS = ("--bild-lossless", "--no-bild-adaptive-draft", "--bild-fallback", "0.01", "--bild-max-draft", "4")
+LOSSLESS = (
+    "--bild-lossless",
+    "--no-bild-adaptive-draft",
+    "--bild-fallback",
+    "0.01",
+    "--bild-max-draft",
+    "4",
+)
 
 
 @pytest.mark.slow
@@ -81,7 +116,9 @@ def test_generate_by_two_models(corpus: Path, small: Path, drafts: str) -> None:
         "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
         "--beam", "1", "--batch-size", "9", "--no-repeat-ngram-size", "3", "--lenpen", "0.6",
     )  # fmt: skip
-    options = ("--bild-small", str(small)) if drafts == "small model" else ("--bild-early-exit", "1")
+    options = (
+        ("--bild-small", str(small)) if drafts == "small model" else ("--bild-early-exit", "1")
+    )
     ours = run(*command, *options, *LOSSLESS, FASTGEN_STRICT="1")
     stock = run(*command, **STOCK)
     assert_alike(ours.stdout, stock.stdout)
@@ -108,17 +145,37 @@ def test_interactive_by_two_models(corpus: Path, small: Path) -> None:
 
 def _cfg(corpus: Path, *options: str) -> Any:
     """The settings of a command line."""
-    command = (str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), "--cpu", *options)
+    command = (
+        str(corpus / "data"),
+        "--path",
+        str(corpus / "model/checkpoint_last.pt"),
+        "--cpu",
+        *options,
+    )
     parser = fairseq_options.get_generation_parser()
     parser.add_argument("--arch", default="transformer")  # as the command does
-    return convert_namespace_to_omegaconf(fairseq_options.parse_args_and_arch(parser, list(command)))
+    return convert_namespace_to_omegaconf(
+        fairseq_options.parse_args_and_arch(parser, list(command))
+    )
 
 
 WRONG: dict[str, tuple[tuple[str, ...], str]] = {
-    "beams": (("--bild-small", "x", "--beam", "5"), "one text per input: --beam is 5, and must be 1"),
-    "a fallback": (("--bild-small", "x", "--bild-fallback", "1.5"), "--bild-fallback is 1.5; it must be from 0 to 1"),
-    "a rollback": (("--bild-small", "x", "--bild-rollback", "-1"), "--bild-rollback is -1.0; it must be 0 or more"),
-    "a draft": (("--bild-small", "x", "--bild-max-draft", "0"), "--bild-max-draft is 0; it must be 1 or more"),
+    "beams": (
+        ("--bild-small", "x", "--beam", "5"),
+        "one text per input: --beam is 5, and must be 1",
+    ),
+    "a fallback": (
+        ("--bild-small", "x", "--bild-fallback", "1.5"),
+        "--bild-fallback is 1.5; it must be from 0 to 1",
+    ),
+    "a rollback": (
+        ("--bild-small", "x", "--bild-rollback", "-1"),
+        "--bild-rollback is -1.0; it must be 0 or more",
+    ),
+    "a draft": (
+        ("--bild-small", "x", "--bild-max-draft", "0"),
+        "--bild-max-draft is 0; it must be 1 or more",
+    ),
     "nobody": (
         ("--bild-fallback", "0.5"),
         "--bild-fallback: big-little decoding needs a small model, either --bild-sm",
@@ -132,13 +189,31 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("--bild-small", "x", "--bild-adaptive-draft"),
         "--bild-adaptive-draft=True goes by the clock, and would change the output: it needs --bild-lossless=True",
     ),
-    "an ensemble": (("--bild-small", "x", "--path", "a.pt:b.pt"), "of one large model, and --path names 2"),
+    "an ensemble": (
+        ("--bild-small", "x", "--path", "a.pt:b.pt"),
+        "of one large model, and --path names 2",
+    ),
     "sampling": (("--bild-small", "x", "--sampling"), "not possible with --sampling (it is True)"),
-    "a prefix": (("--bild-small", "x", "--prefix-size", "2"), "not possible with --prefix-size (it is 2)"),
-    "a language model": (("--bild-small", "x", "--lm-path", "lm.pt"), "not possible with --lm-path (it is lm.pt)"),
-    "alignments": (("--bild-small", "x", "--print-alignment", "hard"), "not possible with --print-alignment"),
-    "groups": (("--bild-small", "x", "--diverse-beam-groups", "2"), "not possible with --diverse-beam-groups"),
-    "references": (("--bild-small", "x", "--score-reference"), "not possible with --score-reference"),
+    "a prefix": (
+        ("--bild-small", "x", "--prefix-size", "2"),
+        "not possible with --prefix-size (it is 2)",
+    ),
+    "a language model": (
+        ("--bild-small", "x", "--lm-path", "lm.pt"),
+        "not possible with --lm-path (it is lm.pt)",
+    ),
+    "alignments": (
+        ("--bild-small", "x", "--print-alignment", "hard"),
+        "not possible with --print-alignment",
+    ),
+    "groups": (
+        ("--bild-small", "x", "--diverse-beam-groups", "2"),
+        "not possible with --diverse-beam-groups",
+    ),
+    "references": (
+        ("--bild-small", "x", "--score-reference"),
+        "not possible with --score-reference",
+    ),
 }
 
 
@@ -173,7 +248,10 @@ def test_a_small_model_of_another_dictionary(corpus: Path, small: Path, tmp_path
         "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
         "--beam", "1", "--bild-small", str(tmp_path / "small.pt"), status=1,
     )  # fmt: skip
-    assert "big-little decoding needs two models of one dictionary: symbol 4 of the source is" in found.stderr
+    assert (
+        "big-little decoding needs two models of one dictionary: symbol 4 of the source is"
+        in found.stderr
+    )
 
 
 def test_a_small_model_whose_dictionary_is_gone(
@@ -200,7 +278,9 @@ def test_hub_with_two_models(corpus: Path, small: Path) -> None:
     options = {"beam": 1, "max_len_b": 30}
     with fastgen.disabled():
         stock = hubs[0].translate(sentences, **options)
-    with fastgen.bild(hubs[1], lossless=True, adaptive_draft=False, fallback_threshold=0.05) as drafting:
+    with fastgen.bild(
+        hubs[1], lossless=True, adaptive_draft=False, fallback_threshold=0.05
+    ) as drafting:
         assert hubs[0].translate(sentences, **options) == stock
     assert drafting.counts["drafted"]
 
@@ -211,7 +291,9 @@ def test_a_module_runs_as_its_command(module: Any, monkeypatch: pytest.MonkeyPat
     ran: list[Any] = []
     monkeypatch.setattr(module, "main", ran.append)
     monkeypatch.setattr(sys, "argv", ["fastgen"])
-    run_target(module.__name__, ["DATA", "--path", "x.pt", "--cpu", "--generate-workers", "2"], module=True)
+    run_target(
+        module.__name__, ["DATA", "--path", "x.pt", "--cpu", "--generate-workers", "2"], module=True
+    )
     assert len(ran) == 1
     assert given.generate_workers == 2
 
@@ -232,12 +314,16 @@ def test_interactive(corpus: Path, tmp_path: Path, where: str) -> None:
 
 
 def test_hub(corpus: Path) -> None:
-    hub: Any = TransformerModel.from_pretrained(str(corpus / "model"), "checkpoint_last.pt", str(corpus / "data"))
+    hub: Any = TransformerModel.from_pretrained(
+        str(corpus / "model"), "checkpoint_last.pt", str(corpus / "data")
+    )
     sentences = (corpus / "test.en").read_text("utf-8").splitlines()[:5]
     options = {"beam": 4, "no_repeat_ngram_size": 3, "max_len_b": 30}
     before = {row.name: row.hits for row in fastgen.status().rows}
     ours = hub.translate(sentences, **options)
-    assert {row.name: row.hits for row in fastgen.status().rows}["fairseq.generate"] > before["fairseq.generate"]
+    assert {row.name: row.hits for row in fastgen.status().rows}["fairseq.generate"] > before[
+        "fairseq.generate"
+    ]
     with fastgen.disabled():
         assert hub.translate(sentences, **options) == ours
 
@@ -258,7 +344,9 @@ def test_a_language_model_by_itself(corpus: Path, tmp_path: Path) -> None:
         "--decoder-layers", "2", "--tokens-per-sample", "64", "--no-epoch-checkpoints",
     )  # fmt: skip
     lines = (corpus / "test.es").read_text("utf-8").splitlines()[:3]
-    hub: Any = TransformerLanguageModel.from_pretrained(str(model), "checkpoint_last.pt", str(data)).eval()
+    hub: Any = TransformerLanguageModel.from_pretrained(
+        str(model), "checkpoint_last.pt", str(data)
+    ).eval()
     ours = hub.sample(lines, beam=3, max_len_b=60)
     assert [len(hub.score(line)["positional_scores"]) + 1 for line in lines] == [
         len(hub.encode(line)) for line in lines
@@ -271,9 +359,18 @@ def test_a_language_model_by_itself(corpus: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     typed = run(*command, text="\n".join(lines) + "\n", FASTGEN_STRICT="1").stdout
     assert re.findall(r"^D-\d+\t\S+\t(.*)$", typed, re.M) == ours
-    evaluated = (str(data), "--path", str(model / "checkpoint_last.pt"), "--gen-subset", "test", "--cpu")
+    evaluated = (
+        str(data),
+        "--path",
+        str(model / "checkpoint_last.pt"),
+        "--gen-subset",
+        "test",
+        "--cpu",
+    )
     parser = fairseq_options.get_eval_lm_parser()
-    cfg = convert_namespace_to_omegaconf(fairseq_options.parse_args_and_arch(parser, list(evaluated)))
+    cfg = convert_namespace_to_omegaconf(
+        fairseq_options.parse_args_and_arch(parser, list(evaluated))
+    )
     loss = eval_lm.main(cfg)["loss"]
     with fastgen.disabled():
         assert eval_lm.main(cfg)["loss"] == pytest.approx(loss, rel=1e-5)
@@ -297,8 +394,12 @@ class Harmless:
 
 def test_a_checkpoint_runs_nothing(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
-    torch.save({"model": {}, "args": argparse.Namespace(), "extra": Surprise(str(tmp_path / "ran"))}, file)
-    with pytest.raises(Exception, match=r"model\.pt holds a (posix|nt)\.system.* and cannot be allowed"):
+    torch.save(
+        {"model": {}, "args": argparse.Namespace(), "extra": Surprise(str(tmp_path / "ran"))}, file
+    )
+    with pytest.raises(
+        Exception, match=r"model\.pt holds a (posix|nt)\.system.* and cannot be allowed"
+    ):
         checkpoint_utils.load_checkpoint_to_cpu(str(file))
     assert not (tmp_path / "ran").exists()
 
@@ -306,13 +407,17 @@ def test_a_checkpoint_runs_nothing(tmp_path: Path) -> None:
 def holding(folder: Path, extra: Any, **how: Any) -> Path:
     """A checkpoint with something beside the model."""
     file = folder / "model.pt"
-    torch.save({"model": {}, "args": argparse.Namespace(arch="transformer"), "extra": extra}, file, **how)
+    torch.save(
+        {"model": {}, "args": argparse.Namespace(arch="transformer"), "extra": extra}, file, **how
+    )
     return file
 
 
 def test_numbers_of_numpy_load(tmp_path: Path) -> None:
     kinds = "bool float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 longlong ulonglong"
-    assert isinstance(torch_load(holding(tmp_path, [np.dtype(kind).type(1) for kind in kinds.split()])), dict)
+    assert isinstance(
+        torch_load(holding(tmp_path, [np.dtype(kind).type(1) for kind in kinds.split()])), dict
+    )
 
 
 @pytest.mark.parametrize(
@@ -320,12 +425,17 @@ def test_numbers_of_numpy_load(tmp_path: Path) -> None:
     [
         (frozenset({1}), ["builtins.frozenset"]),
         (Harmless.Inner(), [f"{__name__}.Harmless", f"{__name__}.Harmless.Inner"]),
-        (Harmless.Inner.Deep(), [f"{__name__}.Harmless{inner}" for inner in ("", ".Inner", ".Inner.Deep")]),
+        (
+            Harmless.Inner.Deep(),
+            [f"{__name__}.Harmless{inner}" for inner in ("", ".Inner", ".Inner.Deep")],
+        ),
         (np.str_("text"), ["numpy.dtypes.StrDType"]),
     ],
     ids=["of Python itself", "within a class", "deeper", "made without its name"],
 )
-def test_advice_that_is_followed_helps(tmp_path: Path, extra: Any, names: list[str], setting: Any) -> None:
+def test_advice_that_is_followed_helps(
+    tmp_path: Path, extra: Any, names: list[str], setting: Any
+) -> None:
     """As often as it is given, and it names what may be allowed: nothing that could run what a file asks for."""
     file = holding(tmp_path, extra)
     for count in range(len(names)):
@@ -357,9 +467,7 @@ def test_members_are_those_of_classes(tmp_path: Path) -> None:
 def test_a_checkpoint_that_cannot_be_read_safely(tmp_path: Path) -> None:
     """What helps is said, and nothing of PyTorch's about loading without safety."""
     file = holding(tmp_path, 1, pickle_protocol=4)
-    said = (
-        rf"^{re.escape(str(file))} cannot be loaded safely: Unsupported operand 149\. If .*, save it again in [^\n]*$"
-    )
+    said = rf"^{re.escape(str(file))} cannot be loaded safely: Unsupported operand 149\. If .*, save it again in [^\n]*$"
     with pytest.raises(UntrustedCheckpointError, match=said):
         torch_load(file)
     torch.save(torch.load(file, weights_only=False), file)
@@ -391,7 +499,9 @@ def torch_load(file: Path) -> Any:
 
 def test_the_fused_encoder_layer_gets_its_mask(corpus: Path) -> None:
     """A loaded post-norm model takes PyTorch's fused layer, with the same result as layer by layer."""
-    hub: Any = TransformerModel.from_pretrained(str(corpus / "model"), "checkpoint_last.pt", str(corpus / "data"))
+    hub: Any = TransformerModel.from_pretrained(
+        str(corpus / "model"), "checkpoint_last.pt", str(corpus / "data")
+    )
     encoder = hub.models[0].encoder.eval()
     tokens = torch.randint(4, 40, (3, 9))
     tokens[1, :4] = 1  # padded on the left
@@ -414,8 +524,13 @@ def test_results_path(corpus: Path, tmp_path: Path) -> None:
         "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
         "--beam", "3", "--batch-size", "9",
     )  # fmt: skip
-    outputs = [run(*command, "--postprocess-workers", n, FASTGEN_STRICT="1").stdout for n in ("0", "1", "2")]
-    stock = run(*command, "--results-path", str(tmp_path / "stock"), FASTGEN_SKIP="fairseq.generate_command")
+    outputs = [
+        run(*command, "--postprocess-workers", n, FASTGEN_STRICT="1").stdout
+        for n in ("0", "1", "2")
+    ]
+    stock = run(
+        *command, "--results-path", str(tmp_path / "stock"), FASTGEN_SKIP="fairseq.generate_command"
+    )
     run(*command, "--results-path", str(tmp_path / "ours"))
     assert [file.name for file in (tmp_path / "ours").iterdir()] == ["generate-test.txt"]
     wanted = _exact((tmp_path / "stock/generate-test.txt").read_text("utf-8"))
@@ -428,9 +543,30 @@ def test_results_path(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--beam", "4", "--batch-size", "6", "--nbest", "2", "--remove-bpe", "--scoring", "sacrebleu"),
+        (
+            "--beam",
+            "4",
+            "--batch-size",
+            "6",
+            "--nbest",
+            "2",
+            "--remove-bpe",
+            "--scoring",
+            "sacrebleu",
+        ),
         ("--beam", "3", "--batch-size", "6", "--print-alignment", "--no-repeat-ngram-size", "3"),
-        ("--beam", "2", "--batch-size", "6", "--min-len", "4", "--lenpen", "0.6", "--postprocess-workers", "0"),
+        (
+            "--beam",
+            "2",
+            "--batch-size",
+            "6",
+            "--min-len",
+            "4",
+            "--lenpen",
+            "0.6",
+            "--postprocess-workers",
+            "0",
+        ),
     ],
     ids=["beams", "alignment", "ensemble"],
 )
@@ -447,7 +583,9 @@ def test_batches_that_refill_print_the_same(
     paths = f"{checkpoint}:{checkpoint}" if "--min-len" in options else checkpoint
     arguments = (str(corpus / "data"), "--path", paths, *GENERATE, *options)
     parser = fairseq_options.get_generation_parser()
-    given = fairseq_options.parse_args_and_arch(parser, [*arguments, "--results-path", str(tmp_path)])
+    given = fairseq_options.parse_args_and_arch(
+        parser, [*arguments, "--results-path", str(tmp_path)]
+    )
     with caplog.at_level("INFO"):
         generate.main(given)
     assert max(together) > 1
@@ -482,7 +620,10 @@ def test_decode_hypothesis(corpus: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value", "said"),
-    [("--postprocess-workers", "-1", "must be at least 0, not -1"), ("--beam", "0", "must be at least 1, not 0")],
+    [
+        ("--postprocess-workers", "-1", "must be at least 0, not -1"),
+        ("--beam", "0", "must be at least 1, not 0"),
+    ],
 )
 def test_a_number_that_is_too_small(corpus: Path, option: str, value: str, said: str) -> None:
     command = ("fairseq-generate", str(corpus / "data"), "--path", "model.pt", option, value)
@@ -493,7 +634,8 @@ def test_a_run_that_fails_leaves_no_whole_file(tmp_path: Path) -> None:
     from fastgen.patches.fairseq.commands.generate_command import _output
 
     cfg = argparse.Namespace(
-        common_eval=argparse.Namespace(results_path=str(tmp_path)), dataset=argparse.Namespace(gen_subset="test")
+        common_eval=argparse.Namespace(results_path=str(tmp_path)),
+        dataset=argparse.Namespace(gen_subset="test"),
     )
     (tmp_path / "generate-test.txt").write_text("of an earlier run")
 
@@ -530,7 +672,9 @@ def test_without_standard_output(corpus: Path, command: str) -> None:
     ],
 )
 @pytest.mark.slow
-def test_output_that_fails_is_said_and_no_success(corpus: Path, name: str, where: str, why: str) -> None:
+def test_output_that_fails_is_said_and_no_success(
+    corpus: Path, name: str, where: str, why: str
+) -> None:
     command = [
         sys.executable, "-m", "fastgen", "run", f"fairseq-{name}", str(corpus / "data"), "--path",
         str(corpus / "model/checkpoint_last.pt"), *GENERATE, "--beam", "1",
@@ -543,7 +687,9 @@ def test_output_that_fails_is_said_and_no_success(corpus: Path, name: str, where
         pytest.skip(f"no {where} on this system")
     else:
         writer = os.open(where, os.O_WRONLY)
-    found = subprocess.run(command, input="a house\n", stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    found = subprocess.run(
+        command, input="a house\n", stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
     os.close(writer)
     assert found.returncode != 0
     assert f"fairseq-{name}: the output is not whole: {why}" in found.stderr

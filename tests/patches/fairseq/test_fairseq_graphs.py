@@ -57,7 +57,9 @@ def _left_off() -> Counter[str]:
     return Counter({reason: n for reason, n in found.items() if reason.startswith(NOT_CAPTURED)})
 
 
-def _served(models: list[Any], sample: dict[str, Any], options: dict[str, Any], *reasons: str) -> Any:
+def _served(
+    models: list[Any], sample: dict[str, Any], options: dict[str, Any], *reasons: str
+) -> Any:
     """Assert that nothing differs from fairseq, and for which reasons choices were not captured."""
     hits, before = zoo.hits(), _left_off()
     found = zoo.assert_same(models, sample, options, 1e-4)
@@ -96,12 +98,21 @@ FP32 = ("plain", "greedy", "negative", "together")
 
 @pytest.mark.parametrize(
     ("option", "dtype"),
-    [*((option, torch.float64) for option in OPTIONS), *((option, torch.float32) for option in FP32)],
+    [
+        *((option, torch.float64) for option in OPTIONS),
+        *((option, torch.float32) for option in FP32),
+    ],
 )
 @pytest.mark.parametrize("name", ["transformer", "bart", "lm"])
 def test_option(name: str, option: str, dtype: torch.dtype, graphs: Graphs) -> None:
-    options, reasons = {"beam_size": 4, "max_len_b": 30, "min_len": 9} | OPTIONS[option], list[str]()
-    if (name, option) == ("lm", "eos"):  # one of the prompts holds it, so that not all of them are run at once
+    options, reasons = (
+        {"beam_size": 4, "max_len_b": 30, "min_len": 9} | OPTIONS[option],
+        list[str](),
+    )
+    if (name, option) == (
+        "lm",
+        "eos",
+    ):  # one of the prompts holds it, so that not all of them are run at once
         reasons.append("while there is a prefix")
     for seed in (0, 1):
         sample = zoo.batch(7, 20, seed=seed)
@@ -122,7 +133,10 @@ def test_as_many_beams_as_tokens(graphs: Graphs) -> None:
 def test_no_longer_than_its_source(name: str, graphs: Graphs) -> None:
     options = {"beam_size": 3, "match_source_len": True, "min_len": 12}
     found = _served([zoo.build(name)], zoo.batch(7, 20), options)
-    assert {bool(h["score"].isfinite()) for hypotheses in found for h in hypotheses} == {False, True}
+    assert {bool(h["score"].isfinite()) for hypotheses in found for h in hypotheses} == {
+        False,
+        True,
+    }
     assert graphs.replayed["_choose"] >= 3
 
 
@@ -146,11 +160,19 @@ def test_sentences_that_leave(beams: int, graphs: Graphs, monkeypatch: pytest.Mo
 
 def test_batches_of_one_generator(graphs: Graphs) -> None:
     models = [zoo.build("transformer")]
-    batches = [zoo.batch(sentences, length, seed=sentences) for sentences, length in ((5, 9), (1, 4), (9, 12), (5, 9))]
+    batches = [
+        zoo.batch(sentences, length, seed=sentences)
+        for sentences, length in ((5, 9), (1, 4), (9, 12), (5, 9))
+    ]
 
     def run() -> list[Any]:
-        generator = SequenceGenerator(models, zoo.dictionary(), beam_size=3, max_len_b=25, min_len=8)
-        return [generator.generate(models, utils.apply_to_sample(torch.clone, batch)) for batch in batches]
+        generator = SequenceGenerator(
+            models, zoo.dictionary(), beam_size=3, max_len_b=25, min_len=8
+        )
+        return [
+            generator.generate(models, utils.apply_to_sample(torch.clone, batch))
+            for batch in batches
+        ]
 
     ours = run()
     assert graphs.captured["_choose"] >= len(batches)
@@ -159,7 +181,9 @@ def test_batches_of_one_generator(graphs: Graphs) -> None:
     for mine, theirs in zip(ours, stock, strict=True):
         for own, other in zip(mine, theirs, strict=True):
             assert [h["tokens"].tolist() for h in own] == [h["tokens"].tolist() for h in other]
-            torch.testing.assert_close([h["score"] for h in own], [h["score"] for h in other], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                [h["score"] for h in own], [h["score"] for h in other], atol=1e-4, rtol=1e-4
+            )
 
 
 def test_a_text_that_outgrows_its_memory(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +200,11 @@ def test_a_text_that_outgrows_its_memory(graphs: Graphs, monkeypatch: pytest.Mon
     ("names", "options", "reason"),
     [
         (["transformer", "bart"], {}, "predictions of several models are mixed"),
-        (["transformer"], {"lm_model": "lm", "lm_weight": 0.3}, "predictions of several models are mixed"),
+        (
+            ["transformer"],
+            {"lm_model": "lm", "lm_weight": 0.3},
+            "predictions of several models are mixed",
+        ),
         (["transformer"], {"search_strategy": "sampling"}, "Sampling makes them"),
         (["transformer"], {"search_strategy": "diverse"}, "DiverseBeamSearch makes them"),
         (["transformer"], {"search_strategy": "length"}, "LengthConstrainedBeamSearch makes them"),
@@ -184,11 +212,15 @@ def test_a_text_that_outgrows_its_memory(graphs: Graphs, monkeypatch: pytest.Mon
     ],
     ids=["ensemble", "language_model", "sampling", "diverse", "length", "adaptive"],
 )
-def test_choices_that_are_not_captured(names: list[str], options: dict[str, Any], reason: str, graphs: Graphs) -> None:
+def test_choices_that_are_not_captured(
+    names: list[str], options: dict[str, Any], reason: str, graphs: Graphs
+) -> None:
     models = [zoo.build(name) for name in names]
     if "lm_model" in options:
         options = options | {"lm_model": zoo.build(options["lm_model"])}
-    _served(models, zoo.batch(3, 7), {"beam_size": 4, "max_len_b": 30, "min_len": 9} | options, reason)
+    _served(
+        models, zoo.batch(3, 7), {"beam_size": 4, "max_len_b": 30, "min_len": 9} | options, reason
+    )
     assert graphs.captured["_choose"] == 0
 
 
@@ -202,13 +234,18 @@ def test_prefix(name: str, graphs: Graphs) -> None:
 
 
 @pytest.mark.parametrize("name", ["transformer", "lm"])
-def test_choices_that_cannot_be_captured(name: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_that_cannot_be_captured(
+    name: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the step in which a capture fails, with sentences gone or not, choices are made one operation at a time."""
     capture, tried = graph.capture, Counter[str]()
     sample, options = zoo.batch(24, 9), {"beam_size": 2, "max_len_b": 50, "min_len": 9}
     if name == "lm":
         sample, options = _prompted(options, 24)
-    for allowed in (0, 1):  # in this order: a second call has the room that the first has come to need
+    for allowed in (
+        0,
+        1,
+    ):  # in this order: a second call has the room that the first has come to need
 
         def refusing(function: Any, *others: Any, allowed: int = allowed) -> Any:
             tried[function.func.__name__] += 1
@@ -251,7 +288,9 @@ def _only(model: Any, *tokens: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("longest", [6, 12])
 @pytest.mark.parametrize("stops", [False, True])
-def test_no_text_can_end(stops: bool, longest: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_text_can_end(
+    stops: bool, longest: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """fairseq's assertion, or no hypothesis, where its search is to stop with the longest texts."""
 
     def search() -> BeamSearch:
@@ -272,15 +311,24 @@ def test_few_texts_can_end(longest: int, graphs: Graphs) -> None:
     """A sentence is over with its longest text, of which there may be less than beams."""
     model = zoo.build("transformer", seed=3)
     with _only(model, 5, zoo.EOS):
-        found = zoo.assert_same([model], zoo.batch(3, 7), {"beam_size": 3, "max_len_b": longest, "min_len": longest})
+        found = zoo.assert_same(
+            [model], zoo.batch(3, 7), {"beam_size": 3, "max_len_b": longest, "min_len": longest}
+        )
     assert [len(hypotheses) for hypotheses in found] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(("name", "beams"), [("transformer", 4), ("bart", 1), ("bart", 3), ("lm", 3)])
+@pytest.mark.parametrize(
+    ("name", "beams"), [("transformer", 4), ("bart", 1), ("bart", 3), ("lm", 3)]
+)
 @pytest.mark.slow
 def test_kernels(name: str, beams: int, kernels: None, graphs: Graphs) -> None:
     """The kernels read on the device, too, what changes from step to step."""
-    options: dict[str, Any] = {"beam_size": beams, "max_len_b": 16, "min_len": 6, "no_repeat_ngram_size": 3}
+    options: dict[str, Any] = {
+        "beam_size": beams,
+        "max_len_b": 16,
+        "min_len": 6,
+        "no_repeat_ngram_size": 3,
+    }
     sample = zoo.batch(3, 7)
     if name == "lm":
         sample, options = _prompted(options, 3)
@@ -302,7 +350,9 @@ def test_kernels_of_a_choice(kernels: None, graphs: Graphs) -> None:
 
 
 @pytest.mark.slow
-def test_a_replayed_step_takes_no_memory(kernels: None, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replayed_step_takes_no_memory(
+    kernels: None, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From choice to choice, all there is to run lies in memory that is there."""
     made: list[Counter[str]] = []
 

@@ -68,9 +68,18 @@ def test_option(option: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("name", ["transformer", "prenorm", "bart", "lm", "lm_learned"])
 def test_model(variant: str, name: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Steps behind sweeps and as sentences leave: as without C's choices, and as fairseq's."""
-    options = {"beam_size": beams, "max_len_a": 0.0, "max_len_b": 50, "min_len": 20, "no_repeat_ngram_size": 3}
+    options = {
+        "beam_size": beams,
+        "max_len_a": 0.0,
+        "max_len_b": 50,
+        "min_len": 20,
+        "no_repeat_ngram_size": 3,
+    }
     for seed in (0, 1):
-        model, sample = _build(name, seed), zoo.batch(17, 9, "none" if name.startswith("lm") else "left", seed)
+        model, sample = (
+            _build(name, seed),
+            zoo.batch(17, 9, "none" if name.startswith("lm") else "left", seed),
+        )
         found = _same(model, sample, options)
         in_a_row = calls["search", "native"]
         assert in_a_row > 0
@@ -93,7 +102,9 @@ def test_batches_that_refill(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     stock = refill._stock(models, batches, options)
     for _ in range(2):
         calls.clear(), together.clear()
-        refill._assert_same(list(refill._translations(models, batches, options)), batches, stock, 1e-4)
+        refill._assert_same(
+            list(refill._translations(models, batches, options)), batches, stock, 1e-4
+        )
     assert calls["search", "native"] > 0
     assert max(together) > 1
 

@@ -15,7 +15,9 @@ pytest.importorskip("fairseq")
 from fastgen.patches.fairseq.generator.shared_stepper import Member
 from tests.support import fairseq_zoo as zoo
 
-pytestmark = pytest.mark.skipif(not dispatch.INTERPRETED, reason="kernels are compiled where there is a GPU")
+pytestmark = pytest.mark.skipif(
+    not dispatch.INTERPRETED, reason="kernels are compiled where there is a GPU"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +69,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "option"), [*(("transformer", option) for option in OPTIONS), ("bart", "all"), ("prenorm", "all")]
+    ("name", "option"),
+    [*(("transformer", option) for option in OPTIONS), ("bart", "all"), ("prenorm", "all")],
 )
 @pytest.mark.slow
 def test_option(name: str, option: str, written: list[Tensor]) -> None:
@@ -89,7 +92,13 @@ def test_sentences_leave(written: list[Tensor]) -> None:
 def test_prefix(written: list[Tensor]) -> None:
     """Log-probabilities are written as long as there is a prefix."""
     prefix = torch.tensor([[5, 6], [7, 1], [1, 1]])
-    options = {"beam_size": 3, "max_len_b": 8, "no_repeat_ngram_size": 2, "min_len": 3, "prefix_tokens": prefix}
+    options = {
+        "beam_size": 3,
+        "max_len_b": 8,
+        "no_repeat_ngram_size": 2,
+        "min_len": 3,
+        "prefix_tokens": prefix,
+    }
     ran = _served([zoo.build("transformer", torch.float32)], zoo.batch(3, 7), options)
     assert "kbest" in ran
     assert len(written) == 2
@@ -110,7 +119,11 @@ def test_log_probabilities_where_they_are_needed(names: list[str], options: dict
     models = [zoo.build(name, torch.float32) for name in names]
     if "lm_model" in options:
         options = options | {"lm_model": zoo.build(options["lm_model"], torch.float32)}
-    _served(models, zoo.batch(3, 7), {"beam_size": 4, "max_len_b": 4, "no_repeat_ngram_size": 2} | options)
+    _served(
+        models,
+        zoo.batch(3, 7),
+        {"beam_size": 4, "max_len_b": 4, "no_repeat_ngram_size": 2} | options,
+    )
 
 
 @pytest.mark.parametrize("name", zoo.LANGUAGE_MODELS)

@@ -50,12 +50,21 @@ TASKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module", params=TASKS)
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, tuple[str, ...]]:
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, tuple[str, ...]]:
     """A task, and the arguments that name it, its data and its model."""
     folder: Path = tmp_path_factory.mktemp("multilingual")
     data, (options, model) = preprocess(folder), TASKS[request.param]
     train(data, folder, 60, "--task", request.param, *options, *model)
-    return request.param, (data, "--path", str(folder / "checkpoint_last.pt"), "--task", request.param, *options)
+    return request.param, (
+        data,
+        "--path",
+        str(folder / "checkpoint_last.pt"),
+        "--task",
+        request.param,
+        *options,
+    )
 
 
 DIRECTIONS = {"there": ("-s", "en", "-t", "es"), "back": ("-s", "es", "-t", "en")}

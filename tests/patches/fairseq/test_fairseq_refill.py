@@ -51,7 +51,8 @@ def _batches(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Batches of different sizes and lengths, and among them one without sentences."""
     lengths = torch.randint(4, 12, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
     made: list[dict[str, Any]] = [
-        zoo.batch(4 + i % 5, n, ("left", "right")[i % 2], seed=seed + i) for i, n in enumerate(lengths)
+        zoo.batch(4 + i % 5, n, ("left", "right")[i % 2], seed=seed + i)
+        for i, n in enumerate(lengths)
     ]
     return [*made[:2], {}, *made[2:]]
 
@@ -65,7 +66,9 @@ def _translations(
     models: list[Any], batches: Any, options: dict[str, Any], task: Any = None, prefix: int = 0
 ) -> Translations:
     task = task or FairseqTask(FairseqDataclass())
-    return Translations(task, models, _generator(models, options), batches, StopwatchMeter(), prefix, False)
+    return Translations(
+        task, models, _generator(models, options), batches, StopwatchMeter(), prefix, False
+    )
 
 
 def _stock(models: list[Any], batches: list[Any], options: dict[str, Any]) -> list[Any]:
@@ -75,7 +78,9 @@ def _stock(models: list[Any], batches: list[Any], options: dict[str, Any]) -> li
         return [generator.generate(models, batch) if batch else None for batch in batches]
 
 
-def _assert_same(found: list[Translated], batches: list[Any], stock: list[Any], tolerance: float = 1e-5) -> None:
+def _assert_same(
+    found: list[Translated], batches: list[Any], stock: list[Any], tolerance: float = 1e-5
+) -> None:
     """fairseq keeps scores in fp32, whatever the model's dtype is."""
     assert [translated.sample is batch for translated, batch in zip(found, batches, strict=True)]
     for translated, expected in zip(found, stock, strict=True):
@@ -117,7 +122,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_each_batch_as_by_itself(name: str, seed: int, options: str, together: list[int]) -> None:
     models, batches, before = [zoo.build(name, seed=seed)], _batches(7), zoo.hits()
     stock = _stock(models, batches, OPTIONS[options])
-    for order in (range(len(batches)), torch.randperm(8, generator=torch.Generator().manual_seed(1)).tolist()):
+    for order in (
+        range(len(batches)),
+        torch.randperm(8, generator=torch.Generator().manual_seed(1)).tolist(),
+    ):
         moved = [batches[i] for i in order]
         translations = _translations(models, moved, OPTIONS[options])
         _assert_same(list(translations), moved, [stock[i] for i in order])
@@ -126,14 +134,20 @@ def test_each_batch_as_by_itself(name: str, seed: int, options: str, together: l
     assert zoo.hits() == before + 2 * len([batch for batch in batches if batch])
 
 
-@pytest.mark.parametrize("members", [["transformer", "prenorm"], ["bart", "transformer", "transformer"]])
+@pytest.mark.parametrize(
+    "members", [["transformer", "prenorm"], ["bart", "transformer", "transformer"]]
+)
 @pytest.mark.parametrize("beside", [False, True])
 def test_ensemble(members: list[str], beside: bool, together: list[int]) -> None:
     """And a language model beside it."""
     models = [zoo.build(name, seed=seed) for seed, name in enumerate(members)]
-    options = {"no_repeat_ngram_size": 2} | ({"lm_model": zoo.build("lm"), "lm_weight": 0.3} if beside else {})
+    options = {"no_repeat_ngram_size": 2} | (
+        {"lm_model": zoo.build("lm"), "lm_weight": 0.3} if beside else {}
+    )
     batches = _batches(7)
-    _assert_same(list(_translations(models, batches, options)), batches, _stock(models, batches, options))
+    _assert_same(
+        list(_translations(models, batches, options)), batches, _stock(models, batches, options)
+    )
     assert max(together) > 1
 
 
@@ -158,7 +172,10 @@ def test_a_batch_that_is_done_first_waits_for_its_turn(together: list[int]) -> N
             read.append(number)
             yield batch
 
-    seen = [(translated, len(read)) for translated in _translations(models, _Sized(reading(), 8), options)]
+    seen = [
+        (translated, len(read))
+        for translated in _translations(models, _Sized(reading(), 8), options)
+    ]
     _assert_same([translated for translated, _ in seen], batches, _stock(models, batches, options))
     assert [count for _, count in seen] == [1, 6, 6, 6, 6, 8, 8, 8]
 
@@ -174,7 +191,9 @@ class _Sized:
         return self.length
 
 
-def test_not_where_batches_end_at_once(monkeypatch: pytest.MonkeyPatch, together: list[int]) -> None:
+def test_not_where_batches_end_at_once(
+    monkeypatch: pytest.MonkeyPatch, together: list[int]
+) -> None:
     """The rule looks at what is done: here no sentence has left before the others."""
     monkeypatch.setattr(continuous_batching, "OCCUPIED", 0.5)
     list(_translations([zoo.build("transformer")], _batches(5), {"min_len": 9, "max_len_b": 9}))
@@ -213,10 +232,14 @@ def test_refused(what: str, together: list[int]) -> None:
 
 def test_prefixes_are_refused(together: list[int]) -> None:
     models = [zoo.build("transformer")]
-    batches = [batch | {"target": torch.full((len(batch["id"]), 4), 7)} for batch in _batches(4) if batch]
+    batches = [
+        batch | {"target": torch.full((len(batch["id"]), 4), 7)} for batch in _batches(4) if batch
+    ]
     translations = _translations(models, batches, {}, prefix=2)
     found = [translated.found for translated in translations]
-    assert all(h["tokens"][:2].tolist() == [7, 7] for batch in found for hs in batch or [] for h in hs)
+    assert all(
+        h["tokens"][:2].tolist() == [7, 7] for batch in found for hs in batch or [] for h in hs
+    )
     assert together == []
     assert list(translations.left_off) == [EMPTY + "hypotheses begin with a prefix"]
 
@@ -269,7 +292,10 @@ def _raising_in(stage: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("stage", ["step", "begin"])
 def test_out_of_memory(
-    stage: str, together: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stage: str,
+    together: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     models, batches = [zoo.build("transformer", seed=1)], _batches(6)
     stock = _stock(models, batches, {})
@@ -281,7 +307,9 @@ def test_out_of_memory(
 
 
 @pytest.mark.parametrize("stage", ["step", "encoder"])
-def test_one_that_is_too_large_alone_goes_in_halves(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_too_large_alone_goes_in_halves(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     models, batches = [zoo.build("transformer", seed=1)], _batches(4)
     stock = _stock(models, batches, {})
     list(_translations(models, batches, {}))  # the first step of a model is made both ways
@@ -307,7 +335,9 @@ def test_other_errors_come_out_and_leave_nothing_behind(
     with monkeypatch.context() as patch:
         if stage != "read":
             _raising_in(stage, RuntimeError("something else"), patch)
-        translations = _translations(models, _Sized(failing(), 7) if stage == "read" else batches, {})
+        translations = _translations(
+            models, _Sized(failing(), 7) if stage == "read" else batches, {}
+        )
         with pytest.raises(RuntimeError, match="something else"):
             found.extend(translations)
     if stage == "read":

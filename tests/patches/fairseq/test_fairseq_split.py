@@ -44,7 +44,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("names", [["transformer"], ["bart", "transformer"]], ids="+".join)
 def test_halves(
-    names: list[str], options: str, stage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    names: list[str],
+    options: str,
+    stage: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     models = [zoo.build(name, seed=seed) for seed, name in enumerate(names)]
     sample, given = zoo.batch(7, 8, "left"), {"beam_size": BEAMS} | OPTIONS[options]
@@ -69,4 +73,6 @@ def test_not_where_somebody_could_tell(why: str, monkeypatch: pytest.MonkeyPatch
     options = {"beam_size": BEAMS} | ({"search_strategy": "sampling"} if why == "sampling" else {})
     run_out(monkeypatch, "encoder", 0 if why == "one sentence" else 2)
     with pytest.raises(RuntimeError, match="could not create a primitive"):
-        zoo.call([zoo.build("transformer")], zoo.batch(1 if why == "one sentence" else 5, 8), options)
+        zoo.call(
+            [zoo.build("transformer")], zoo.batch(1 if why == "one sentence" else 5, 8), options
+        )

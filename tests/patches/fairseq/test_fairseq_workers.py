@@ -38,9 +38,19 @@ from fastgen.patches.fairseq.bild import bild
 from fastgen.patches.fairseq.commands import workers
 from fastgen.patches.fairseq.commands.workers import Workers
 from tests.support import fairseq_zoo as zoo
-from tests.support.fairseq_commands import GENERATE, STOCK, assert_alike, known_to_fairseq, preprocess, run, train
+from tests.support.fairseq_commands import (
+    GENERATE,
+    STOCK,
+    assert_alike,
+    known_to_fairseq,
+    preprocess,
+    run,
+    train,
+)
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are forked on Linux alone")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="processes are forked on Linux alone"
+)
 
 
 def _squares(batches: Iterator[int]) -> Iterator[tuple[int, int]]:
@@ -58,7 +68,9 @@ def test_in_the_order_of_the_batches(processes: int, count: int) -> None:
     assert [square for square, _ in found] == [number**2 for number in range(count)]
     by = [pid for _, pid in found]
     assert os.getpid() not in by
-    assert all(by[i] == by[i % processes] for i in range(count)), "in every run the same process gets a batch"
+    assert all(by[i] == by[i % processes] for i in range(count)), (
+        "in every run the same process gets a batch"
+    )
     assert len(set(by)) == min(count, processes)
 
 
@@ -151,7 +163,9 @@ def test_one_that_is_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert by == by[:2] * 20
 
 
-def test_processes_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_processes_that_cannot_be_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pipe, made = workers.Pipe, list[Any]()
 
     def limited(most: int) -> Any:
@@ -277,11 +291,19 @@ def test_the_batches_of_a_process_that_dies_are_translated_anew(
 
     def translate(batches: Iterator[int]) -> Iterator[tuple[int, int]]:
         for number in batches:
-            if number in (3, 4)[:deaths] and os.getpid() != here and not [*tmp_path.glob(f"{number}-*")]:
+            if (
+                number in (3, 4)[:deaths]
+                and os.getpid() != here
+                and not [*tmp_path.glob(f"{number}-*")]
+            ):
                 (tmp_path / f"{number}-{os.getpid()}").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            if number == 10 and os.getpid() != here:  # the last of the other process: it does not end before the death
-                while not (dead := [*tmp_path.glob("3-*")]) or _is_there(int(dead[0].name.removeprefix("3-"))):
+            if (
+                number == 10 and os.getpid() != here
+            ):  # the last of the other process: it does not end before the death
+                while not (dead := [*tmp_path.glob("3-*")]) or _is_there(
+                    int(dead[0].name.removeprefix("3-"))
+                ):
                     time.sleep(0.01)
             yield number, os.getpid()
 
@@ -373,7 +395,11 @@ def test_none_is_left_behind(how: str, tmp_path: Path) -> None:
     script = tmp_path / "sleepers.py"
     script.write_text(textwrap.dedent(_SLEEPERS.format(how=how)))
     with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as parent:
         assert parent.stdout is not None
         children = {int(parent.stdout.readline()) for _ in range(2)}
@@ -408,10 +434,22 @@ def _is_alive(pid: int) -> bool:
         (2, 4, 1.0, 16, 2),
         (4, 4, 0.99, 99, 1),
     ],
-    ids=["all", "too few batches", "too few cores", "one thread", "two threads", "too little memory"],
+    ids=[
+        "all",
+        "too few batches",
+        "too few cores",
+        "one thread",
+        "two threads",
+        "too little memory",
+    ],
 )
 def test_how_many_by_itself(
-    threads: int, cores: int, free: float, batches: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    threads: int,
+    cores: int,
+    free: float,
+    batches: int,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = torch.nn.Linear(100, 25, bias=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -436,13 +474,20 @@ class _OwnLayer(torch.nn.Linear):
     ],
 )
 def test_what_is_not_begun_unless_asked_for(
-    layer: Any, threads: int, asked: int | None, expected: int | str, monkeypatch: pytest.MonkeyPatch
+    layer: Any,
+    threads: int,
+    asked: int | None,
+    expected: int | str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(workers, "number_for", lambda batches, models: 4)
     monkeypatch.setattr(threading, "active_count", lambda: threads)
     generator = SequenceGenerator([zoo.build("transformer")], zoo.dictionary())
     task: Any = FairseqTask(FairseqDataclass())
-    assert workers.chosen("fairseq-generate", asked, 99, task, generator, [layer(2, 2).eval()]) == expected
+    assert (
+        workers.chosen("fairseq-generate", asked, 99, task, generator, [layer(2, 2).eval()])
+        == expected
+    )
 
 
 class _OwnTask(FairseqTask):
@@ -475,7 +520,9 @@ class _OwnSearch(search.BeamSearch):
         ("daemon", "this process is a daemon of another, and may start none"),
     ],
 )
-def test_reasons_against(what: str, reason: str | None, setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_against(
+    what: str, reason: str | None, setting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model: Any = copy.deepcopy(zoo.build("transformer"))
     task: Any = (_OwnTask if what == "task" else FairseqTask)(FairseqDataclass())
     kinds: dict[str, Any] = {
@@ -496,7 +543,16 @@ def test_reasons_against(what: str, reason: str | None, setting: Any, monkeypatc
         monkeypatch.setattr(sys, "platform", "darwin")
     elif what == "daemon":
         monkeypatch.setattr(workers, "current_process", lambda: SimpleNamespace(daemon=True))
-    pair = Options(zoo.build("transformer"), None, 0.6, 5.0, 4, lossless=True, paper_compat=False, adaptive=False)
+    pair = Options(
+        zoo.build("transformer"),
+        None,
+        0.6,
+        5.0,
+        4,
+        lossless=True,
+        paper_compat=False,
+        adaptive=False,
+    )
     with bild.drafting(pair) if what == "drafts" else nullcontext():
         assert workers.reason_against(task, generator, [model]) == reason
 
@@ -505,7 +561,9 @@ def test_reasons_against(what: str, reason: str | None, setting: Any, monkeypatc
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small corpus, preprocessed in data/, and a transformer trained on it, model/checkpoint_last.pt."""
     folder = tmp_path_factory.mktemp("fairseq-workers")
-    train(preprocess(folder), folder / "model", 60, "--arch", "transformer", "--share-all-embeddings")
+    train(
+        preprocess(folder), folder / "model", 60, "--arch", "transformer", "--share-all-embeddings"
+    )
     return folder
 
 
@@ -522,11 +580,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["beams", "alignment", "prefix ensemble", "diverse", "loaded ahead"],
 )
 def test_the_command_prints_the_same(
-    corpus: Path, tmp_path: Path, options: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    corpus: Path,
+    tmp_path: Path,
+    options: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     counted = list[Any]()
     count_too = engine.count_too
-    monkeypatch.setattr(engine, "count_too", lambda counts: (counted.append(counts), count_too(counts)))
+    monkeypatch.setattr(
+        engine, "count_too", lambda counts: (counted.append(counts), count_too(counts))
+    )
     checkpoint = str(corpus / "model/checkpoint_last.pt")
     paths = f"{checkpoint}:{checkpoint}" if "--min-len" in options else checkpoint
     arguments = (str(corpus / "data"), "--path", paths, *GENERATE, *options.split())
@@ -539,7 +603,12 @@ def test_the_command_prints_the_same(
     assert len(counted) == 2
     assert all(counts["hit", "fairseq.generate"] for counts in counted)
     assert _row("fairseq.generate").hits > hits
-    found = run("fairseq-generate", *known_to_fairseq(arguments), afresh="--num-workers 1" in options, **STOCK)
+    found = run(
+        "fairseq-generate",
+        *known_to_fairseq(arguments),
+        afresh="--num-workers 1" in options,
+        **STOCK,
+    )
     stock = found.stdout
     text = (tmp_path / "generate-test.txt").read_text("utf-8")
     assert_alike(text, stock)
@@ -605,9 +674,13 @@ def test_by_itself_where_there_are_threads(corpus: Path, command: str) -> None:
     lines = len(text.splitlines())
     found = run(*arguments, text=text, afresh=True, OMP_NUM_THREADS="2", FASTGEN_STRICT="1").stdout
     dealt = found.count("processes: 2")
-    assert dealt == (2 if command == "interactive" else 1)  # a buffer, or all; and the end of interactive's processes
+    assert dealt == (
+        2 if command == "interactive" else 1
+    )  # a buffer, or all; and the end of interactive's processes
     assert f"left off: {{}} {-(-lines // 2)}" in found
-    found = run(*arguments, "--sampling", "--nbest", "2", text=text, afresh=True, OMP_NUM_THREADS="2").stdout
+    found = run(
+        *arguments, "--sampling", "--nbest", "2", text=text, afresh=True, OMP_NUM_THREADS="2"
+    ).stdout
     assert "processes:" not in found
     assert "one process translates: Sampling may depend on the batches before" in found
 
@@ -617,6 +690,8 @@ def test_what_is_asked_for_and_cannot_be(corpus: Path) -> None:
     command = (
         "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
     )  # fmt: skip
-    said = run(*command, "--generate-workers", "2", "--sampling", "--beam", "2", "--nbest", "2", status=1).stderr
+    said = run(
+        *command, "--generate-workers", "2", "--sampling", "--beam", "2", "--nbest", "2", status=1
+    ).stderr
     assert "--generate-workers 2 is not possible: Sampling may depend on the batches before" in said
     assert "must be at least 1, not 0" in run(*command, "--generate-workers", "0", status=2).stderr

@@ -30,7 +30,9 @@ OF_OTHERS = {
 
 def private_names(folder: Path) -> Iterator[tuple[str, int, str]]:
     """Yield (file, line, name) of private names that the files of a folder use and none of them defines."""
-    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(folder.rglob("*.py"))}
+    trees = {
+        file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(folder.rglob("*.py"))
+    }
     own = {name for tree in trees.values() for name in _defined(tree)}
     for file, tree in trees.items():
         if file.name in ("__init__.py", "compat.py"):
@@ -47,7 +49,11 @@ def _defined(tree: ast.AST) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and ast.unparse(node.value) == "self"
+        ):
             yield node.attr
 
 
@@ -77,14 +83,18 @@ def test_private_names_of_transformers_are_in_one_file() -> None:
 )
 def test_a_planted_private_name_is_found(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.py").write_text(text, encoding="utf-8")
-    (tmp_path / "compat.py").write_text("def f(model):\n    return model._prefill", encoding="utf-8")
+    (tmp_path / "compat.py").write_text(
+        "def f(model):\n    return model._prefill", encoding="utf-8"
+    )
     assert len(list(private_names(tmp_path))) == 1
 
 
 def test_no_other_module_asks_for_a_version() -> None:
     """Of transformers: what differs by release is a field of `Release`."""
     for file in FOLDER.rglob("*.py"):
-        assert file.name == "compat.py" or "__version__" not in file.read_text(encoding="utf-8"), file.name
+        assert file.name == "compat.py" or "__version__" not in file.read_text(encoding="utf-8"), (
+            file.name
+        )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +148,10 @@ def test_drawn_beams_are_ordered_as_in_the_installed_release() -> None:
     ordered: set[bool] = set()
     for seed in range(20):
         torch.manual_seed(seed)
-        texts, beams = torch.zeros(1, 1, 3, dtype=torch.int64), torch.zeros(1, 1, 2, dtype=torch.int32)
+        texts, beams = (
+            torch.zeros(1, 1, 3, dtype=torch.int64),
+            torch.zeros(1, 1, 2, dtype=torch.int32),
+        )
         values = model._get_top_k_continuations(  # pyright: ignore[reportPrivateUsage]
             accumulated_log_probs=scores, running_sequences=texts, running_beam_indices=beams, cur_len=1,
             decoder_prompt_len=1, do_sample=True, beams_to_keep=3, num_beams=1, batch_size=1, vocab_size=4,
@@ -155,10 +168,14 @@ def test_a_cache_by_either_name(family: str, name: str, options: dict[str, Any])
     """What the installed release takes is taken, and the output has the field that it has in stock."""
     model = zoo.build(family)
     encoder_decoder = model.config.is_encoder_decoder
-    cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if encoder_decoder else DynamicCache()
+    cache = (
+        EncoderDecoderCache(DynamicCache(), DynamicCache()) if encoder_decoder else DynamicCache()
+    )
     kwargs = zoo.batch(model, 2, 6) | options
     before = hits(), fallbacks()
-    found = assert_same(model, {**kwargs, name: cache, "max_new_tokens": 5, "return_dict_in_generate": True})
+    found = assert_same(
+        model, {**kwargs, name: cache, "max_new_tokens": 5, "return_dict_in_generate": True}
+    )
     assert CACHE in found.value
     assert hits() == before[0] + 1
     assert fallbacks() == before[1]

@@ -25,7 +25,11 @@ def lay(folder: Path, name: str, version: str, *requirements: str) -> None:
 
 @pytest.mark.parametrize(
     ("version", "relation"),
-    [(TOOLKIT.tested, "already the pinned release"), (NEWER, "canary runs"), ("5.17.0", "older than the pinned")],
+    [
+        (TOOLKIT.tested, "already the pinned release"),
+        (NEWER, "canary runs"),
+        ("5.17.0", "older than the pinned"),
+    ],
 )
 def test_version_and_relation_to_the_pinned_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], version: str, relation: str
@@ -44,7 +48,9 @@ def test_requirements_that_are_not_met(tmp_path: Path, capsys: pytest.CaptureFix
     assert newest.main(tmp_path) == 1
     said = capsys.readouterr().err
     assert f"  torch<100,>=99, found {TORCH}\n  nobody-has-this, found none\n" in said
-    assert said.endswith(f'make newest TRANSFORMERS={NEWER} WITH="torch<100,>=99 nobody-has-this"\n')
+    assert said.endswith(
+        f'make newest TRANSFORMERS={NEWER} WITH="torch<100,>=99 nobody-has-this"\n'
+    )
     assert "packaging" not in said
 
 

@@ -26,7 +26,10 @@ from tests.support import zoo
 TOKENIZER = Path(__file__).parents[3] / "examples/en-es/model"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 ENDPOINTS: dict[str, dict[str, Any]] = {
-    "chat/completions": {"messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 20},
+    "chat/completions": {
+        "messages": [{"role": "user", "content": "What is a list?"}],
+        "max_tokens": 20,
+    },
     "completions": {"prompt": "The list", "max_tokens": 20},
 }
 
@@ -54,8 +57,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = tf.AutoTokenizer.from_pretrained(TOKENIZER)
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
-    tokens = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": 1, "eos_token_id": tokenizer.eos_token_id}
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(**zoo._DECODER | tokens | {"vocab_size": len(tokenizer)}))
+    tokens = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": 1,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    model = tf.LlamaForCausalLM(
+        tf.LlamaConfig(**zoo._DECODER | tokens | {"vocab_size": len(tokenizer)})
+    )
     folder = tmp_path_factory.mktemp("llama")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -65,7 +74,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
     port = _free_port()
-    server = Serve(str(folder), device="cpu", dtype="float64", host="127.0.0.1", port=port, non_blocking=True)
+    server = Serve(
+        str(folder), device="cpu", dtype="float64", host="127.0.0.1", port=port, non_blocking=True
+    )
     _until_it_answers(f"http://127.0.0.1:{port}")
     yield f"http://127.0.0.1:{port}"
     server.kill_server()
@@ -78,7 +89,9 @@ def _ask(address: str, folder: Path, endpoint: str, **more: Any) -> str:
     assert found.status_code == 200, found.text
     if not more.get("stream"):
         return _text(found.json()["choices"])
-    events = [line.removeprefix("data: ") for line in found.text.splitlines() if line.startswith("data: ")]
+    events = [
+        line.removeprefix("data: ") for line in found.text.splitlines() if line.startswith("data: ")
+    ]
     pieces = [_text(json.loads(event)["choices"]) for event in events if event != "[DONE]"]
     assert sum(map(bool, pieces)) > 3
     return "".join(pieces)
@@ -100,13 +113,16 @@ def _idle(patch: str) -> Any:
 
 def _text(choices: list[Any]) -> str:
     return "".join(
-        choice.get("text") or choice.get("message", choice.get("delta", {})).get("content") or "" for choice in choices
+        choice.get("text") or choice.get("message", choice.get("delta", {})).get("content") or ""
+        for choice in choices
     )
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_answers_are_the_same_and_accelerated(endpoint: str, stream: bool, address: str, folder: Path) -> None:
+def test_answers_are_the_same_and_accelerated(
+    endpoint: str, stream: bool, address: str, folder: Path
+) -> None:
     before = fastgen.status()["transformers.sample"]
     ours = _ask(address, folder, endpoint, stream=stream)
     after = _idle("transformers.sample")
@@ -125,7 +141,17 @@ def test_answers_are_the_same_and_accelerated(endpoint: str, stream: bool, addre
 @pytest.mark.slow
 def test_the_command(address: str, folder: Path) -> None:
     port = _free_port()
-    serve = ["transformers", "serve", str(folder), "--device", "cpu", "--dtype", "float64", "--port", str(port)]
+    serve = [
+        "transformers",
+        "serve",
+        str(folder),
+        "--device",
+        "cpu",
+        "--dtype",
+        "float64",
+        "--port",
+        str(port),
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "fastgen", "run", *serve],
         env=os.environ | {"FASTGEN_STRICT": "1"},  # a fallback would be an error
@@ -143,10 +169,13 @@ def test_the_command(address: str, folder: Path) -> None:
 
 def test_beams_are_streamed(address: str, folder: Path) -> None:
     """A generation config with several beams, which transformers does not stream: the same text, in pieces."""
-    config = tf.GenerationConfig(num_beams=3, max_new_tokens=20, pad_token_id=0, eos_token_id=zoo.EOS).to_json_string()
+    config = tf.GenerationConfig(
+        num_beams=3, max_new_tokens=20, pad_token_id=0, eos_token_id=zoo.EOS
+    ).to_json_string()
     before = fastgen.status()["transformers.beam_streamer"].hits
     whole, pieces = (
-        _ask(address, folder, "chat/completions", generation_config=config, stream=stream) for stream in (False, True)
+        _ask(address, folder, "chat/completions", generation_config=config, stream=stream)
+        for stream in (False, True)
     )
     assert pieces == whole
     _idle("transformers.beam_streamer")

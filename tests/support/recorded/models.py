@@ -9,7 +9,12 @@ import transformers as tf
 VOCABULARY = 40
 PAD, EOS, START = 0, 2, 3
 
-_TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS}
+_TOKENS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+}
 _BART: dict[str, Any] = {
     **_TOKENS, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 64,
@@ -35,7 +40,9 @@ def build(kind: str) -> Any:
         for name, weight in sorted(model.state_dict().items()):
             if weight.is_floating_point():
                 _fill(name, weight)
-        _fill("embeddings", model.get_input_embeddings().weight)  # which has several names where it is shared
+        _fill(
+            "embeddings", model.get_input_embeddings().weight
+        )  # which has several names where it is shared
         if not model.config.tie_word_embeddings:
             _fill("head", model.get_output_embeddings().weight)
     return model
@@ -49,7 +56,9 @@ def _fill(name: str, weight: torch.Tensor) -> None:
         weight.add_(1.0)
 
 
-def inputs(model: Any, seed: int = 0, sentences: int = 3, length: int = 6) -> dict[str, torch.Tensor]:
+def inputs(
+    model: Any, seed: int = 0, sentences: int = 3, length: int = 6
+) -> dict[str, torch.Tensor]:
     """Return sentences of different lengths, padded on the side that the model wants."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, VOCABULARY, (sentences, length), generator=generator)

@@ -39,5 +39,10 @@ for call in json.loads(Path(sys.argv[1]).read_text()):
     except ValueError as error:
         found.append({**call, "error": str(error).splitlines()[0]})
         continue
-    found.append({**call, "sequences": sequences.tolist(), "scores": [round(score, 7) for score in seen]})
-json.dump({"transformers": transformers.__version__, "torch": torch.__version__, "calls": found}, sys.stdout)
+    found.append(
+        {**call, "sequences": sequences.tolist(), "scores": [round(score, 7) for score in seen]}
+    )
+json.dump(
+    {"transformers": transformers.__version__, "torch": torch.__version__, "calls": found},
+    sys.stdout,
+)

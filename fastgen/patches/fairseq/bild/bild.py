@@ -13,7 +13,11 @@ from typing import Any, cast
 
 import torch
 from fairseq.search import BeamSearch
-from fairseq.sequence_generator import EnsembleModel, SequenceGenerator, SequenceGeneratorWithAlignment
+from fairseq.sequence_generator import (
+    EnsembleModel,
+    SequenceGenerator,
+    SequenceGeneratorWithAlignment,
+)
 from torch import Tensor, nn
 
 from fastgen.decoding.plan import Plan, Unsupported
@@ -49,7 +53,10 @@ class Drafting:
     counts: Counter[str] = field(default_factory=Counter[str])
 
     def __str__(self) -> str:
-        said = ", ".join(f"{self.counts[name]:,} {name.replace('_', ' ')}" for name in Counts.__dataclass_fields__)
+        said = ", ".join(
+            f"{self.counts[name]:,} {name.replace('_', ' ')}"
+            for name in Counts.__dataclass_fields__
+        )
         return f"Big-little decoding: {said}"
 
 
@@ -61,9 +68,13 @@ def asked() -> Drafting | None:
     return _drafting.get()
 
 
-def bild(small: Any, early_exit: int | None, asked: Mapping[str, Any]) -> AbstractContextManager[Drafting]:
+def bild(
+    small: Any, early_exit: int | None, asked: Mapping[str, Any]
+) -> AbstractContextManager[Drafting]:
     """See `fastgen.bild`; asked: by `bild_options.NAMES`."""
-    return drafting(bild_options.options(_model_of(small), early_exit, asked, {}, ("small", "early_exit")))
+    return drafting(
+        bild_options.options(_model_of(small), early_exit, asked, {}, ("small", "early_exit"))
+    )
 
 
 @contextmanager
@@ -116,12 +127,18 @@ def check(generator: Any, options: Options) -> None:
     for what, is_there in in_the_way.items():
         if is_there:
             raise _impossible(what)
-    pair = {"large": models[0]} if options.layers is not None else {"large": models[0], "small": options.small}
+    pair = (
+        {"large": models[0]}
+        if options.layers is not None
+        else {"large": models[0], "small": options.small}
+    )
     for size, model in pair.items():
         try:
             decide.check_model(model)
         except Unsupported as unsupported:
-            raise ValueError(f"big-little decoding, of the {size} model: {unsupported.reason}") from None
+            raise ValueError(
+                f"big-little decoding, of the {size} model: {unsupported.reason}"
+            ) from None
     if options.layers is not None:
         check_exit(options.layers, len(models[0].decoder.layers))
     else:
@@ -129,13 +146,17 @@ def check(generator: Any, options: Options) -> None:
 
 
 def _impossible(what: str) -> ValueError:
-    return ValueError(f"big-little decoding writes one model's likeliest tokens, which is not possible with {what}")
+    return ValueError(
+        f"big-little decoding writes one model's likeliest tokens, which is not possible with {what}"
+    )
 
 
 def _check_dictionaries(large: Any, small: Any) -> None:
     """Raise ValueError where two models do not read and write the same symbols."""
     for side, part in (("source", "encoder"), ("target", "decoder")):
-        ours, theirs = (getattr(getattr(model, part, None), "dictionary", None) for model in (large, small))
+        ours, theirs = (
+            getattr(getattr(model, part, None), "dictionary", None) for model in (large, small)
+        )
         pairs = zip_longest(*([] if words is None else words.symbols for words in (ours, theirs)))
         for number, (one, other) in enumerate(pairs):
             if one != other:
@@ -169,7 +190,11 @@ def generate(
 
 
 def rests(
-    here: Drafting, generator: Any, sample: Any, prefix_tokens: Tensor | None, constraints: Tensor | None
+    here: Drafting,
+    generator: Any,
+    sample: Any,
+    prefix_tokens: Tensor | None,
+    constraints: Tensor | None,
 ) -> bool:
     """Whether a call is better the large model's own, as no round of it would draft.
 
@@ -201,11 +226,18 @@ def of_large_alone(
     lengths = [len(hypothesis["tokens"]) for (hypothesis,) in found]
     pace.note_call(False, sum(lengths), seconds)
     _count(here, [Counts(tokens=length, large_calls=length) for length in lengths])
-    return [[hypothesis | {"attention": torch.empty(0, dtype=torch.float32, device="cpu")}] for (hypothesis,) in found]
+    return [
+        [hypothesis | {"attention": torch.empty(0, dtype=torch.float32, device="cpu")}]
+        for (hypothesis,) in found
+    ]
 
 
 def _planned(
-    here: Drafting, generator: Any, sample: Any, prefix_tokens: Tensor | None, constraints: Tensor | None
+    here: Drafting,
+    generator: Any,
+    sample: Any,
+    prefix_tokens: Tensor | None,
+    constraints: Tensor | None,
 ) -> Plan:
     """How a call runs; ValueError where it has what cannot be had here."""
     check(generator, here.options)
@@ -234,13 +266,19 @@ def _adaptive(options: Options) -> bool:
 
 
 def _count(here: Drafting, counts: Sequence[Counts]) -> None:
-    total = {name: sum(getattr(each, name) for each in counts) for name in Counts.__dataclass_fields__}
+    total = {
+        name: sum(getattr(each, name) for each in counts) for name in Counts.__dataclass_fields__
+    }
     here.counts.update(total)
     engine.decoded_together(total)
 
 
 def _decode(
-    generator: Any, plan: Plan, net_input: dict[str, Tensor], options: Options, bos_token: int | None
+    generator: Any,
+    plan: Plan,
+    net_input: dict[str, Tensor],
+    options: Options,
+    bos_token: int | None,
 ) -> tuple[list[list[dict[str, Tensor]]], list[Counts], tuple[str, ...]]:
     """The hypotheses, counts of each sentence, and what was left off."""
     source, end = net_input["src_tokens"], generator.eos
@@ -248,7 +286,9 @@ def _decode(
     start = source.new_full((plan.sentences, 1), end if bos_token is None else bos_token)
     large = _Whole(generator.model, net_input, start, longest, generator.temperature)
     if options.layers is None:
-        small = _Whole(EnsembleModel([options.small]), net_input, start, longest, generator.temperature)
+        small = _Whole(
+            EnsembleModel([options.small]), net_input, start, longest, generator.temperature
+        )
     else:
         small = _FirstLayers(large, options.layers)
     policy = Noting(Likeliest(0.0 if options.lossless else options.rollback))
@@ -256,7 +296,10 @@ def _decode(
         large=large,
         small=small,
         prompt=start,
-        stop=Stop(torch.tensor([end], dtype=torch.int64, device="cpu"), [lambda length: length >= longest + 2]),
+        stop=Stop(
+            torch.tensor([end], dtype=torch.int64, device="cpu"),
+            [lambda length: length >= longest + 2],
+        ),
         transforms=Beam(generator, None, longest, source.device).transforms,
         policy=policy,
         pad=generator.pad,
@@ -266,10 +309,18 @@ def _decode(
         pace=_pace(generator, options, plan.sentences),
     )
     written: list[list[int]] = cast(Any, together.run()[:, 1:]).tolist()
-    texts = [tokens[: counts.tokens] for tokens, counts in zip(written, together.counts, strict=True)]
+    texts = [
+        tokens[: counts.tokens] for tokens, counts in zip(written, together.counts, strict=True)
+    ]
     scores = policy.scores_of(texts)
-    found = [[_hypothesis(generator, *each, source.device)] for each in zip(texts, scores, strict=True)]
-    return found, together.counts, large.left_off + (small.left_off if isinstance(small, _Whole) else ())
+    found = [
+        [_hypothesis(generator, *each, source.device)] for each in zip(texts, scores, strict=True)
+    ]
+    return (
+        found,
+        together.counts,
+        large.left_off + (small.left_off if isinstance(small, _Whole) else ()),
+    )
 
 
 def _check_positions(small: Any, source: int, longest: int) -> None:
@@ -279,16 +330,22 @@ def _check_positions(small: Any, source: int, longest: int) -> None:
         ("hypotheses", longest + 1, small.max_decoder_positions()),
     ):
         if wanted > held:
-            raise ValueError(f"big-little decoding of {what} of {wanted} tokens: the small model reads {held} at most")
+            raise ValueError(
+                f"big-little decoding of {what} of {wanted} tokens: the small model reads {held} at most"
+            )
 
 
-def _hypothesis(generator: Any, tokens: list[int], scores: list[float], device: torch.device) -> dict[str, Tensor]:
+def _hypothesis(
+    generator: Any, tokens: list[int], scores: list[float], device: torch.device
+) -> dict[str, Tensor]:
     """What fairseq makes of a text: scores of tokens are differences of sums in fp32."""
     assert tokens[-1] == generator.eos, f"{len(tokens)} tokens without an end"
     sums = torch.tensor(scores, dtype=torch.float32, device="cpu")
     for i in range(1, len(scores)):
         sums[i] += sums[i - 1]
-    score = sums[-1] / len(tokens) ** generator.len_penalty if generator.normalize_scores else sums[-1]
+    score = (
+        sums[-1] / len(tokens) ** generator.len_penalty if generator.normalize_scores else sums[-1]
+    )
     return {
         "tokens": torch.tensor(tokens, device=device, dtype=torch.int64),
         "score": score.to(device),
@@ -307,7 +364,12 @@ class _Whole:
     """
 
     def __init__(
-        self, ensemble: Any, net_input: dict[str, Tensor], start: Tensor, longest: int, temperature: float
+        self,
+        ensemble: Any,
+        net_input: dict[str, Tensor],
+        start: Tensor,
+        longest: int,
+        temperature: float,
     ) -> None:
         self.ensemble, self.net_input, self.steps = ensemble, net_input, longest + 1
         self.start, self.temperature = start, temperature
@@ -322,7 +384,9 @@ class _Whole:
         prediction, _ = self.stepper.step(self.start)
         self.member.fuse()
         if self.member.fused is not None and not self.member.fused.ready:
-            self.stepper.step(self.start.repeat(1, 2))  # made both ways for once; what comes is written over it
+            self.stepper.step(
+                self.start.repeat(1, 2)
+            )  # made both ways for once; what comes is written over it
         if self.member.fused is None or prediction.logits is None:
             raise ValueError(
                 "big-little decoding needs decode steps from the weights, which run any tokens of any text; of "

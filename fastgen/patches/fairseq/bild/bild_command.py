@@ -35,14 +35,21 @@ class Pair:
     def __init__(self, cfg: Any, command: str) -> None:
         self.command, self.small = command, list[Any]()
         asked = {
-            name: value for name in bild_options.NAMES if (value := getattr(given, _field(name), None)) is not None
+            name: value
+            for name in bild_options.NAMES
+            if (value := getattr(given, _field(name), None)) is not None
         }
         self.options: Options | None = None
         if asked or given.bild_small is not None or given.bild_early_exit is not None:
             try:
                 smalls = "--bild-small", "--bild-early-exit"
                 self.options = bild_options.options(
-                    given.bild_small, given.bild_early_exit, asked, {}, smalls, lambda name: _flag(_field(name))
+                    given.bild_small,
+                    given.bild_early_exit,
+                    asked,
+                    {},
+                    smalls,
+                    lambda name: _flag(_field(name)),
                 )
                 _check(cfg)
             except ValueError as error:
@@ -95,27 +102,45 @@ def _check(cfg: Any) -> None:
     if cfg.generation.beam != 1:
         raise ValueError(bild_options.one_text("--beam", cfg.generation.beam))
     if len(paths := utils.split_paths(cfg.common_eval.path or "")) > 1:
-        raise ValueError(f"big-little decoding is of one large model, and --path names {len(paths)}")
+        raise ValueError(
+            f"big-little decoding is of one large model, and --path names {len(paths)}"
+        )
     for name in _IN_THE_WAY:
-        value, usual = getattr(cfg.generation, name), GenerationConfig.__dataclass_fields__[name].default
+        value, usual = (
+            getattr(cfg.generation, name),
+            GenerationConfig.__dataclass_fields__[name].default,
+        )
         if value != usual:
-            raise ValueError(f"big-little decoding is not possible with {_flag(name)} (it is {value})")
+            raise ValueError(
+                f"big-little decoding is not possible with {_flag(name)} (it is {value})"
+            )
 
 
 def _load(path: str, task: Any, logger: logging.Logger) -> Any:
     """A model with the dictionaries that it was trained with, as far as they are still there, else with a task's."""
     state: Any = checkpoint_utils.load_checkpoint_to_cpu(path)
-    cfg = state["cfg"] if state.get("cfg") is not None else convert_namespace_to_omegaconf(state["args"])
+    cfg = (
+        state["cfg"]
+        if state.get("cfg") is not None
+        else convert_namespace_to_omegaconf(state["args"])
+    )
     own = getattr(cfg.task, "data", None)
     places = [*utils.split_paths(own or "")[:1], str(Path(path).parent)]
     where = next((place for place in places if any(Path(place).glob("dict.*.txt"))), None)
     if where is None:
-        logger.warning(f"{path}: its dictionary is not at {own} any more, and taken to be the large model's")
+        logger.warning(
+            f"{path}: its dictionary is not at {own} any more, and taken to be the large model's"
+        )
         models, *_ = checkpoint_utils.load_model_ensemble_and_task([path], task=task, state=state)
         return models[0]
     cfg.task.data = where
-    for name in ("source_lang", "target_lang"):  # which are guessed where nothing says them, from files of text
+    for name in (
+        "source_lang",
+        "target_lang",
+    ):  # which are guessed where nothing says them, from files of text
         if hasattr(cfg.task, name) and getattr(cfg.task, name) is None:
             setattr(cfg.task, name, getattr(task.cfg, name, None))
-    models, *_ = checkpoint_utils.load_model_ensemble_and_task([path], task=tasks.setup_task(cfg.task), state=state)
+    models, *_ = checkpoint_utils.load_model_ensemble_and_task(
+        [path], task=tasks.setup_task(cfg.task), state=state
+    )
     return models[0]

@@ -14,7 +14,9 @@ _PENDING = 8
 """Pieces of work per worker that may wait: beyond, handing in another waits for the oldest."""
 
 
-_PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when the thread that forked it has ended
+_PR_SET_PDEATHSIG = (
+    1  # of Linux: the signal that a process gets when the thread that forked it has ended
+)
 
 
 class InOrder:
@@ -27,7 +29,9 @@ class InOrder:
         workers: 0: at once and in the caller's thread; 1: a thread; more: processes, forked at the first piece.
     """
 
-    def __init__(self, work: Callable[[Any], Any], sink: Callable[[Any], None], workers: int) -> None:
+    def __init__(
+        self, work: Callable[[Any], Any], sink: Callable[[Any], None], workers: int
+    ) -> None:
         self.work, self.sink, self.limit = work, sink, _PENDING * workers
         self._executor = _executor(work, workers)
         self._waiting: deque[Future[Any]] = deque()
@@ -50,7 +54,10 @@ class InOrder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if kind is None:
@@ -71,7 +78,9 @@ def _executor(work: Callable[[Any], Any], workers: int) -> Executor | None:
     from multiprocessing import get_context
 
     # Forked processes have the dictionaries and tokenizers that this one has, which cannot all be sent.
-    return ProcessPoolExecutor(workers, get_context("fork"), initializer=_inherit, initargs=(work, os.getpid()))
+    return ProcessPoolExecutor(
+        workers, get_context("fork"), initializer=_inherit, initargs=(work, os.getpid())
+    )
 
 
 def _inherit(work: Callable[[Any], Any], parent: int) -> None:

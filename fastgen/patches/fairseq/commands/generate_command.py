@@ -120,20 +120,36 @@ def _generate(cfg: Any, output: TextIO | None, pair: Pair) -> tuple[Any, Iterabl
             if hasattr(scorer, "add_string"):
                 scorer.add_string(sentence.target, sentence.hypothesis)
             else:
-                scorer.add(torch.IntTensor(sentence.target_tokens), torch.IntTensor(sentence.hypothesis_tokens))
+                scorer.add(
+                    torch.IntTensor(sentence.target_tokens),
+                    torch.IntTensor(sentence.hypothesis_tokens),
+                )
 
     def read_off(batches: Iterable[Any], timer: StopwatchMeter) -> Iterator[_ReadOff]:
         """What is found for some batches, in this process or one of its workers."""
         prefix_size = cfg.generation.prefix_size
-        translations = Translations(run.task, run.models, generator, batches, timer, prefix_size, run.cuda)
+        translations = Translations(
+            run.task, run.models, generator, batches, timer, prefix_size, run.cuda
+        )
         for sample, found, tokens in translations:
             read: Any = None if found is None else _sentences(sample, found, speaker, dataset)
-            count = sample["nsentences"] if "nsentences" in sample else 0 if read is None else sample["id"].numel()
-            yield _ReadOff(read, count, tokens, sample.get("target") is not None, tuple(translations.left_off))
+            count = (
+                sample["nsentences"]
+                if "nsentences" in sample
+                else 0
+                if read is None
+                else sample["id"].numel()
+            )
+            yield _ReadOff(
+                read, count, tokens, sample.get("target") is not None, tuple(translations.left_off)
+            )
 
     with (
         pair.drafting(generator) as drafting,
-        _by_workers(run, generator, language_model, batches, read_off, timer) as (translated, left_off),
+        _by_workers(run, generator, language_model, batches, read_off, timer) as (
+            translated,
+            left_off,
+        ),
         InOrder(speaker.batch, write, given.postprocess_workers) as background,
     ):
         progress = _under_bar(run, translated, len(batches))
@@ -189,7 +205,12 @@ class _Sized(NamedTuple):
 
 @contextmanager
 def _by_workers(
-    run: Run, generator: Any, language_model: Any, batches: Any, read_off: _Translate, timer: StopwatchMeter
+    run: Run,
+    generator: Any,
+    language_model: Any,
+    batches: Any,
+    read_off: _Translate,
+    timer: StopwatchMeter,
 ) -> Iterator[tuple[Iterable[_ReadOff], dict[str, None]]]:
     """What is found for the batches, by as many processes as are asked for or faster; and what is left off for that.
 
@@ -201,7 +222,10 @@ def _by_workers(
         "fairseq-generate", given.generate_workers, len(batches), run.task, generator, models
     )  # fmt: skip
     if isinstance(number, str) or number == 1:
-        yield read_off(batches, timer), {} if number == 1 else {f"one process translates: {number}": None}
+        yield (
+            read_off(batches, timer),
+            {} if number == 1 else {f"one process translates: {number}": None},
+        )
         return
     with workers.Workers(lambda handed: read_off(handed, StopwatchMeter()), number) as several:
         yield _timed(several.results(batches), timer), {}
@@ -223,7 +247,9 @@ def _language_model(run: Run, logger: logging.Logger) -> Any:
         return None
     run.overrides["data"] = run.cfg.task.data
     try:
-        models, _ = checkpoint_utils.load_model_ensemble([path], arg_overrides=run.overrides, task=None)
+        models, _ = checkpoint_utils.load_model_ensemble(
+            [path], arg_overrides=run.overrides, task=None
+        )
     except Exception:
         logger.warning(
             "Failed to load language model! Please make sure that the language model dict is the same "

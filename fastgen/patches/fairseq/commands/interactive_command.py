@@ -74,7 +74,9 @@ def _interactive(cfg: Any, pair: Pair) -> list[str]:
     with (
         pair.drafting(generator) as drafting,
         _by_workers(run, generator, translate) as (translated, left_off),
-        InOrder(lambda sentences: _said(speaker, sentences), said.extend, given.postprocess_workers) as background,
+        InOrder(
+            lambda sentences: _said(speaker, sentences), said.extend, given.postprocess_workers
+        ) as background,
     ):
         for count, batches in _buffers(run):
             waiting = time.time()
@@ -88,7 +90,9 @@ def _interactive(cfg: Any, pair: Pair) -> list[str]:
             start += count
     if drafting is not None:
         logger.info(drafting)
-    logger.info(f"Total time: {time.time() - began:.3f} seconds; translation time: {translating:.3f}")
+    logger.info(
+        f"Total time: {time.time() - began:.3f} seconds; translation time: {translating:.3f}"
+    )
     return left_off
 
 
@@ -109,7 +113,9 @@ def _by_workers(
     Raises:
         SystemExit: several processes are asked for, and not possible.
     """
-    most = run.cfg.interactive.buffer_size // (run.cfg.dataset.batch_size or 1)  # whole batches of a buffer
+    most = run.cfg.interactive.buffer_size // (
+        run.cfg.dataset.batch_size or 1
+    )  # whole batches of a buffer
     number = workers.chosen(
         "fairseq-interactive", given.generate_workers, most, run.task, generator, run.models
     )  # fmt: skip
@@ -118,7 +124,12 @@ def _by_workers(
         return
     least = number * (workers.BATCHES if given.generate_workers is None else 1)
     with workers.Workers(translate, number) as several:
-        yield lambda batches: translate(batches) if len(batches) < least else several.results(batches, more=True), []
+        yield (
+            lambda batches: (
+                translate(batches) if len(batches) < least else several.results(batches, more=True)
+            ),
+            [],
+        )
 
 
 def _buffers(run: Run) -> Iterator[tuple[int, list[Any]]]:

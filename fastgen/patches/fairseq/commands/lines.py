@@ -88,7 +88,11 @@ class Speaker:
         """Append the lines of a sentence; return what is scored of it, where it has a reference."""
         number, said = sentence.number, _Nothing() if self.quiet else lines
         source = self._text(self.source_dictionary, sentence.source)
-        target = None if sentence.target is None else self._text(self.target_dictionary, sentence.target, target=True)
+        target = (
+            None
+            if sentence.target is None
+            else self._text(self.target_dictionary, sentence.target, target=True)
+        )
         if not self.interactive:
             source = self.decode(source)
             target = None if target is None else self.decode(target)
@@ -97,7 +101,9 @@ class Speaker:
         if sentence.seconds is not None:
             said.append(f"W-{number}\t{sentence.seconds:.3f}\tseconds")
         for constraint in sentence.constraints:
-            said.append(f"C-{number}\t{self.target_dictionary.string(constraint, self.post_process)}")
+            said.append(
+                f"C-{number}\t{self.target_dictionary.string(constraint, self.post_process)}"
+            )
         if target is not None:
             said.append(f"T-{number}\t{target}")
         scored: Scored | None = None
@@ -116,7 +122,9 @@ class Speaker:
             said.append(f"H-{number}\t{hypothesis.score}\t{text}")
             if self.decode_hypothesis:
                 said.append(f"D-{number}\t{hypothesis.score}\t{decoded}")
-            said.append(f"P-{number}\t{' '.join(f'{score:.4f}' for score in hypothesis.token_scores)}")
+            said.append(
+                f"P-{number}\t{' '.join(f'{score:.4f}' for score in hypothesis.token_scores)}"
+            )
             if self.print_alignment:
                 said.append(f"A-{number}\t{_aligned(alignment, self.print_alignment)}")
             if scores:
@@ -130,14 +138,18 @@ class Speaker:
         if isinstance(tokens, str):
             return tokens
         if target:
-            return dictionary.string(tokens, self.post_process, escape_unk=True, extra_symbols_to_ignore=self.ignored)
+            return dictionary.string(
+                tokens, self.post_process, escape_unk=True, extra_symbols_to_ignore=self.ignored
+            )
         return dictionary.string(tokens, self.post_process)
 
     def _scored(self, sentence: Sentence, target: str, hypothesis: str, tokens: Any) -> Scored:
         """As tokens: with unknown words replaced or without word pieces, those of the texts."""
         if self.align is not None or self.post_process is not None:
             encode = self.target_dictionary.encode_line
-            encoded = [encode(text, add_if_not_exist=True).tolist() for text in (target, hypothesis)]
+            encoded = [
+                encode(text, add_if_not_exist=True).tolist() for text in (target, hypothesis)
+            ]
             return Scored(target, hypothesis, *encoded)
         assert isinstance(sentence.target, list)
         return Scored(target, hypothesis, sentence.target, list(tokens))

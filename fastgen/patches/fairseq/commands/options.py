@@ -39,12 +39,16 @@ given = Options()
 
 
 class _Keep(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
         setattr(given, self.dest, values)
 
 
 class _KeepSwitch(argparse.BooleanOptionalAction):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
         setattr(given, self.dest, not str(option_string).startswith("--no-"))
 
 
@@ -80,10 +84,13 @@ def get_generation_parser(
 def _add_bild(parser: argparse.ArgumentParser) -> None:
     """Options that only our way through a command knows what to do with."""
     group = parser.add_argument_group(
-        "fastgen: big-little decoding", "a small model drafts, the large one looks over it; with --beam 1"
+        "fastgen: big-little decoding",
+        "a small model drafts, the large one looks over it; with --beam 1",
     )
     keep: dict[str, Any] = {"action": _Keep, "default": argparse.SUPPRESS}
-    group.add_argument("--bild-small", metavar="CHECKPOINT", **keep, help="the small model, of the same dictionary")
+    group.add_argument(
+        "--bild-small", metavar="CHECKPOINT", **keep, help="the small model, of the same dictionary"
+    )
     group.add_argument(
         "--bild-early-exit", type=int, metavar="N", **keep,
         help="in its place the first N layers of the large model's decoder",
@@ -97,7 +104,11 @@ def _add_bild(parser: argparse.ArgumentParser) -> None:
         help=f"-log p under the large model above which a drafted token does not stand (default: {ROLLBACK})",
     )  # fmt: skip
     group.add_argument(
-        "--bild-max-draft", type=int, metavar="N", **keep, help=f"tokens of a draft at most (default: {MAX_DRAFT})"
+        "--bild-max-draft",
+        type=int,
+        metavar="N",
+        **keep,
+        help=f"tokens of a draft at most (default: {MAX_DRAFT})",
     )
     group.add_argument(
         "--bild-lossless", action=_KeepSwitch, default=argparse.SUPPRESS,

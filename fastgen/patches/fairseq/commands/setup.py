@@ -54,11 +54,16 @@ class Run:
 
     def max_positions(self) -> Any:
         models = (*self.models, *self.pair.small)
-        return utils.resolve_max_positions(self.task.max_positions(), *[model.max_positions() for model in models])
+        return utils.resolve_max_positions(
+            self.task.max_positions(), *[model.max_positions() for model in models]
+        )
 
     def speaker(self, generator: Any, source_dictionary: Any, interactive: bool) -> Speaker:
         cfg = self.cfg
-        self.tokenizer, self.bpe = self.task.build_tokenizer(cfg.tokenizer), self.task.build_bpe(cfg.bpe)
+        self.tokenizer, self.bpe = (
+            self.task.build_tokenizer(cfg.tokenizer),
+            self.task.build_bpe(cfg.bpe),
+        )
         alignment = cfg.generation.print_alignment
         return Speaker(
             source_dictionary=source_dictionary,
@@ -102,7 +107,9 @@ def standard_output(command: str) -> Iterator[TextIO | None]:
         yield sys.stdout
         print(end="", flush=True)
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:  # another file's
+        if (
+            error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None
+        ):  # another file's
             raise
         # Python would complain once more when it closes standard output at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -83,7 +83,9 @@ def _reason_unless_asked(models: list[Any]) -> str | None:
     return None
 
 
-def chosen(command: str, asked: int | None, batches: int, task: Any, generator: Any, models: list[Any]) -> int | str:
+def chosen(
+    command: str, asked: int | None, batches: int, task: Any, generator: Any, models: list[Any]
+) -> int | str:
     """How many processes are to translate so many batches, or why one does where several would be faster.
 
     asked: for how many, with `--generate-workers`; None where nothing is said. models: one beside them among them.
@@ -178,17 +180,24 @@ class Workers:
         try:
             for _ in range(self.number):
                 ours, theirs = Pipe()
-                process = context.Process(target=_work, args=(self.translate, theirs, os.getpid()), daemon=True)
+                process = context.Process(
+                    target=_work, args=(self.translate, theirs, os.getpid()), daemon=True
+                )
                 process.start()
                 theirs.close()  # or a process forked later would hold it, and the death of this one go unseen
                 self._running[ours] = _Worker(process, ours)
         except OSError as error:
-            _logger.warning("%d of %d processes translate: %s", len(self._running), self.number, error)
+            _logger.warning(
+                "%d of %d processes translate: %s", len(self._running), self.number, error
+            )
         self._places = list(self._running.values())
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if kind is None and self._running:
@@ -238,7 +247,10 @@ class Workers:
         """Give a batch to each process that asks for one; or say that none comes any more."""
         for worker in tuple(self._asking):
             waits = self._deal(worker, source) or more
-            numbered = next((q.popleft() for q in (worker.dealt, self._again) if q and q[0][0] < self._failed), None)
+            numbered = next(
+                (q.popleft() for q in (worker.dealt, self._again) if q and q[0][0] < self._failed),
+                None,
+            )
             if numbered is None and waits:
                 continue
             self._asking.remove(worker)
@@ -367,7 +379,9 @@ def _send(connection: Connection, message: Any) -> None:
 
 def _portable(error: Exception) -> Exception:
     """An exception as another process can raise it, with a note of where it came from."""
-    error.add_note("in a process that translated:\n" + "".join(traceback.format_exception(error)).rstrip())
+    error.add_note(
+        "in a process that translated:\n" + "".join(traceback.format_exception(error)).rstrip()
+    )
     try:
         found: Exception = pickle.loads(pickle.dumps(error))
     except Exception:  # of whatever kind: it is somebody's class

@@ -17,7 +17,9 @@ from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weigh
 class Attending(Protocol):
     """Attention layers of a model that runs."""
 
-    def attend(self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]) -> Any:
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]
+    ) -> Any:
         """Return what `MultiheadAttention.forward` does, None where the module is none of these layers."""
         ...
 
@@ -52,17 +54,22 @@ class Layers(Attending):
         longest: decode steps at most.
     """
 
-    def __init__(self, modules: list[Any], sentences: int, beams: int, longest: int, memory: Memory) -> None:
+    def __init__(
+        self, modules: list[Any], sentences: int, beams: int, longest: int, memory: Memory
+    ) -> None:
         self.sentences, self.beams = sentences, beams
         self.of: dict[Any, LayerKV] = {
-            module: LayerKV(longest, memory, 0 if module.encoder_decoder_attention else beams) for module in modules
+            module: LayerKV(longest, memory, 0 if module.encoder_decoder_attention else beams)
+            for module in modules
         }
         self.source_mask: Tensor | None = None  # (B, 1, 1, S) additive
         self.ancestry: Ancestry | None = None  # of the present step
         self._dtype = torch.float32
         self._text_mask: Tensor | None = None
 
-    def attend(self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]) -> Any:
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]
+    ) -> Any:
         """The attention of a layer, over the shared cache."""
         layer = self.of.get(module)
         if layer is None:
@@ -70,7 +77,9 @@ class Layers(Attending):
         if not module.encoder_decoder_attention:
             return self.self_attention(module, layer, query), None
         weights = options.get("need_head_weights", False)  # those of other layers nobody looks at
-        return self.cross_attention(module, layer, query, key, options.get("key_padding_mask"), weights)
+        return self.cross_attention(
+            module, layer, query, key, options.get("key_padding_mask"), weights
+        )
 
     def begin_step(self, ancestry: Ancestry | None, dtype: torch.dtype) -> None:
         """The next token of every text comes; ancestry: None where it is one for all beams of a sentence."""
@@ -84,7 +93,14 @@ class Layers(Attending):
     def text_mask(self) -> Tensor | None:
         """(B, 1, M, N) additive, made when it is first asked for in a step; None where there is one beam."""
         if self._text_mask is None and self.ancestry is not None:
-            prefix = next((kv.prefix for module, kv in self.of.items() if not module.encoder_decoder_attention), 0)
+            prefix = next(
+                (
+                    kv.prefix
+                    for module, kv in self.of.items()
+                    if not module.encoder_decoder_attention
+                ),
+                0,
+            )
             self._text_mask = F.pad(self.ancestry.visible.to(self._dtype), (prefix, 0))[:, None]
         return self._text_mask
 
@@ -110,11 +126,19 @@ class Layers(Attending):
             for projection in (module.q_proj, module.k_proj, module.v_proj)
         )
         layer.extend(keys, values)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=module.scaling)
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=module.scaling
+        )
         return module.out_proj(mixed.permute(2, 0, 1, 3).reshape(query.shape))
 
     def cross_attention(
-        self, module: Any, layer: LayerKV, query: Tensor, source: Tensor | None, padding: Tensor | None, weights: bool
+        self,
+        module: Any,
+        layer: LayerKV,
+        query: Tensor,
+        source: Tensor | None,
+        padding: Tensor | None,
+        weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (1, R, C) for query (1, R, C), and the weights (1, R, 1, S), the mean over the heads, where wanted.
 
@@ -125,7 +149,10 @@ class Layers(Attending):
             self._read(module, layer, source, padding)
         folded = module.q_proj(query).view(self.sentences, -1, module.num_heads, module.head_dim)
         if not weights:
-            mixed, mean = beam_attention(folded, layer.keys, layer.values, self.source_mask, module.scaling), None
+            mixed, mean = (
+                beam_attention(folded, layer.keys, layer.values, self.source_mask, module.scaling),
+                None,
+            )
         else:
             mixed, mean = beam_attention_with_weights(
                 folded, layer.keys, layer.values, self.source_mask, module.scaling
@@ -138,7 +165,8 @@ class Layers(Attending):
         length, b, _ = source.shape
         shape = length, b, module.num_heads, module.head_dim
         keys, values = (
-            projection(source).view(shape).permute(1, 2, 0, 3) for projection in (module.k_proj, module.v_proj)
+            projection(source).view(shape).permute(1, 2, 0, 3)
+            for projection in (module.k_proj, module.v_proj)
         )
         layer.extend(keys, values)
         if padding is not None and self.source_mask is None:

@@ -18,9 +18,18 @@ from fastgen.patches.fairseq.generator.shared_stepper import attention_of
 
 # What the engine does in their stead, and what it therefore has to find unchanged.
 _UNCHANGED: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (SequenceGenerator, ("_generate", "_prefix_tokens", "finalize_hypos", "is_finished", "replicate_first_beam")),
-    (EnsembleModel, ("forward_encoder", "forward_decoder", "reorder_encoder_out", "reorder_incremental_state")),
-    (TransformerDecoderBase, ("forward", "extract_features", "extract_features_scriptable", "output_layer")),
+    (
+        SequenceGenerator,
+        ("_generate", "_prefix_tokens", "finalize_hypos", "is_finished", "replicate_first_beam"),
+    ),
+    (
+        EnsembleModel,
+        ("forward_encoder", "forward_decoder", "reorder_encoder_out", "reorder_incremental_state"),
+    ),
+    (
+        TransformerDecoderBase,
+        ("forward", "extract_features", "extract_features_scriptable", "output_layer"),
+    ),
     (TransformerDecoderLayerBase, ("forward",)),
 )
 
@@ -79,16 +88,24 @@ def check_model(model: Any) -> None:
     for layer in decoder.layers:
         check(layer, TransformerDecoderLayerBase)
     # The decoder's own hooks do not run, as fairseq calls its forward, which `check` has looked at.
-    put_on = {module: found for module in touched_of(model) if (found := reads_rows(module)) is not None}
+    put_on = {
+        module: found for module in touched_of(model) if (found := reads_rows(module)) is not None
+    }
     for module in decoder.modules() if put_on else ():
         if module is not decoder and module in put_on:
             raise Unsupported(f"{put_on[module]} may look at rows, or at the cache")
     for module in attention_of(decoder):
         if type(module) is not MultiheadAttention:
             raise Unsupported(f"attention of the kind {type(module).__name__}")
-        if module.bias_k is not None or module.add_zero_attn or getattr(module, "use_xformers", False):
+        if (
+            module.bias_k is not None
+            or module.add_zero_attn
+            or getattr(module, "use_xformers", False)
+        ):
             raise Unsupported("attention with keys of its own, or of xformers")
     if model.training or any(
-        module.apply_during_inference for module in model.modules() if isinstance(module, FairseqDropout)
+        module.apply_during_inference
+        for module in model.modules()
+        if isinstance(module, FairseqDropout)
     ):
         raise Unsupported("dropout is retained")

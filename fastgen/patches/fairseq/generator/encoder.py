@@ -29,9 +29,15 @@ class EncoderAttention(Attending):
     def __init__(self, encoder: nn.Module) -> None:
         self.modules = {layer.self_attn for layer in _layers(encoder)}
 
-    def attend(self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]) -> Any:
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]
+    ) -> Any:
         """Return (S, B, C) for query (S, B, C), every token of which sees all that is no padding."""
-        if module not in self.modules or options.get("attn_mask") is not None or options.get("need_weights"):
+        if (
+            module not in self.modules
+            or options.get("attn_mask") is not None
+            or options.get("need_weights")
+        ):
             return None
         shape = *query.shape[:2], module.num_heads, module.head_dim
         queries, keys, values = (
@@ -55,8 +61,12 @@ def encode(ensemble: Any, net_input: dict[str, Any]) -> Encoded:
     """Return what fairseq's `EnsembleModel.forward_encoder` does, but for what is made of padding."""
     if not ensemble.has_encoder():
         return Encoded([None] * len(ensemble.models))
-    outputs, reasons = zip(*(_encode(model.encoder, net_input) for model in ensemble.models), strict=True)
-    return Encoded(list(outputs), tuple(dict.fromkeys(reason for reason in reasons if reason is not None)))
+    outputs, reasons = zip(
+        *(_encode(model.encoder, net_input) for model in ensemble.models), strict=True
+    )
+    return Encoded(
+        list(outputs), tuple(dict.fromkeys(reason for reason in reasons if reason is not None))
+    )
 
 
 def _encode(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | None]:
@@ -89,7 +99,11 @@ def _from_weights(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | N
         raise NotFused(f"it gets {', '.join(more)}")
     visible = net_input["src_tokens"].ne(encoder.padding_idx)
     lengths: list[int] = visible.sum(1).tolist()
-    count, length, width = len(encoder.layers), visible.shape[1], weights_of(encoder.layers[0].embed_dim)
+    count, length, width = (
+        len(encoder.layers),
+        visible.shape[1],
+        weights_of(encoder.layers[0].embed_dim),
+    )
     saves = pays(lengths, length, "none", width, count, linear.reason_off(encoder) is None)
     if not (saves or may_run_in_c(encoder)):
         return None
@@ -103,12 +117,16 @@ def _from_weights(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | N
         own = _by_modules(encoder, net_input)
         one, seen = {name: net_input[name][:1] for name in given}, visible[:1]
         own_tokens = _tokens_of(own, seen)
-        found = trial(lambda: _tokens_of(_at_once(encoder, layers, one, seen), seen), (), own_tokens.dtype)
+        found = trial(
+            lambda: _tokens_of(_at_once(encoder, layers, one, seen), seen), (), own_tokens.dtype
+        )
         reason = verdict(layers, found, own_tokens)
         return own, None if reason is None else _through_modules(reason)
     if not proven:
         raise NotFused(OTHERWISE)
-    next(iter(encoder.layers))  # a list of layers with LayerDrop draws its numbers here, in evaluation too
+    next(
+        iter(encoder.layers)
+    )  # a list of layers with LayerDrop draws its numbers here, in evaluation too
     return _at_once(encoder, layers, net_input, visible), None
 
 
@@ -120,7 +138,9 @@ def _tokens_of(output: Any, visible: Tensor) -> Tensor:
 def _at_once(encoder: Any, layers: Encoder, net_input: dict[str, Any], visible: Tensor) -> Any:
     """What the encoder puts out with all of its layers in the place of one."""
     shape = visible.shape[0], visible.shape[1]
-    sentences = whole(shape, "none", visible.device) if bool(visible.all()) else arranged(visible, "none")
+    sentences = (
+        whole(shape, "none", visible.device) if bool(visible.all()) else arranged(visible, "none")
+    )
     twin = _twin(encoder)
     twin._modules |= {"layers": nn.ModuleList([_AllLayers(layers, sentences)]), "layer_norm": None}
     return twin.forward_torchscript(net_input)
@@ -194,7 +214,9 @@ def _unfused(encoder: Any) -> Any:
 def _bare(encoder: Any) -> nn.Module:
     """An encoder's layers and last norm alone, without the second set of weights that its fused layers have."""
     bare = _unfused(encoder)
-    bare._modules = {name: part for name, part in bare._modules.items() if name in ("layers", "layer_norm")}
+    bare._modules = {
+        name: part for name, part in bare._modules.items() if name in ("layers", "layer_norm")
+    }
     bare._parameters, bare._buffers = {}, {}
     for layer in bare._modules["layers"]._modules.values():
         layer._parameters = {}

@@ -38,7 +38,9 @@ class FusedDecoder:
         self.step, self.layers = step_of(model, LAYOUTS["fairseq"], longest), layers
         modules: list[Any] = list(model.decoder.layers)
         self.text = [layers.of[layer.self_attn] for layer in modules]
-        self.source = [layers.of[layer.encoder_attn] for layer in modules if layer.encoder_attn is not None]
+        self.source = [
+            layers.of[layer.encoder_attn] for layer in modules if layer.encoder_attn is not None
+        ]
         self.ready = bool(outcome(self.step))  # else the next step is made both ways
         kept = self.text[0]
         self.replay = Replay(self.step, self.text, longest) if graph.wanted(kept.keys) else None
@@ -47,7 +49,12 @@ class FusedDecoder:
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return logits (R, V), and the last layer's attention over the source (R, S) or None, for texts (R, L)."""
         ancestry = self.layers.ancestry
-        if self.replay is not None and self.ready and self.replay.able(len(tokens)) and ancestry is not None:
+        if (
+            self.replay is not None
+            and self.ready
+            and self.replay.able(len(tokens))
+            and ancestry is not None
+        ):
             return self.replay(tokens[:, -1], self._reads(ancestry))
         context = self.context()
         logits, weights = self.step(tokens[:, -1], context), context.weights
@@ -106,5 +113,9 @@ class FusedDecoder:
             layers.sentences, spans, self.text[0].prefix, self.text[:text], self.source[:source],
             source_mask=layers.source_mask,
         )  # fmt: skip
-        ids = torch.tensor([token for span in spans for token in span.tokens], device=around.device, dtype=torch.int64)
+        ids = torch.tensor(
+            [token for span in spans for token in span.tokens],
+            device=around.device,
+            dtype=torch.int64,
+        )
         return step(ids, around)

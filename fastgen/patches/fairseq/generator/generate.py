@@ -49,13 +49,18 @@ class SuspendedDecode:
 
     def finish(self) -> Found:
         """Return what `_generate` returns, once the search is over."""
-        found = [[_as_fairseq(hypothesis) for hypothesis in hypotheses] for hypotheses in self.search.outcome()]
+        found = [
+            [_as_fairseq(hypothesis) for hypothesis in hypotheses]
+            for hypotheses in self.search.outcome()
+        ]
         left_off = *self.plan.left_off, *self.left_off, *self.model.left_off, *self.search.left_off
         note_served(self.generator, self.plan, left_off, self.model.decoders)
         return found
 
 
-_answer: ContextVar[tuple[Any, Any, Found] | None] = ContextVar("fastgen_fairseq_answer", default=None)
+_answer: ContextVar[tuple[Any, Any, Found] | None] = ContextVar(
+    "fastgen_fairseq_answer", default=None
+)
 
 
 def answered(generator: Any, sample: Any, found: Found) -> assigned[Any]:
@@ -92,10 +97,14 @@ def generate(
         return begun
 
     if asked is None:
-        return in_halves(lambda part, prefix: decoded(part, prefix).finish(), self, sample, prefix_tokens)
+        return in_halves(
+            lambda part, prefix: decoded(part, prefix).finish(), self, sample, prefix_tokens
+        )
     began = time.perf_counter()
     begun = decoded(sample, prefix_tokens)
-    return bild.of_large_alone(asked, self, begun.finish(), begun.model.times, time.perf_counter() - began)
+    return bild.of_large_alone(
+        asked, self, begun.finish(), begun.model.times, time.perf_counter() - began
+    )
 
 
 def models_of(generator: Any) -> list[Any]:
@@ -160,7 +169,9 @@ def begin(
         captured=captured,
     )
     first = _prefilled(search, stepper, prefix_tokens)
-    made = stepper.step(search.text.ids[::m]) if first is None else (Prediction(lambda: first), None)
+    made = (
+        stepper.step(search.text.ids[::m]) if first is None else (Prediction(lambda: first), None)
+    )
     over = decode(search, stepper, made, lambda: pauses and stepper.joinable)
     left_off = encoded.left_off if reason is None else (*encoded.left_off, not_captured(reason))
     return SuspendedDecode(generator, plan, search, stepper, left_off), over
@@ -189,7 +200,9 @@ def _prefilled(search: FirstFinished, stepper: Stepper, prefix: Tensor | None) -
         return None
     prefix = prefix[:, :shared]
     first, token_scores = stepper.prefill(tokens[:, : shared + 1])
-    search.begin_behind(prefix, token_scores - prefix.eq(chooser.generator.unk) * chooser.generator.unk_penalty)
+    search.begin_behind(
+        prefix, token_scores - prefix.eq(chooser.generator.unk) * chooser.generator.unk_penalty
+    )
     return first
 
 

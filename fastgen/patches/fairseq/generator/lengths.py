@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor
 
 
-def source_lengths(original: Callable[..., Any], generator: Any, net_input: dict[str, Tensor]) -> Tensor:
+def source_lengths(
+    original: Callable[..., Any], generator: Any, net_input: dict[str, Tensor]
+) -> Tensor:
     """Return the lengths (B,) of the sources: as given where fairseq's own code asks for them, else without ends.
 
     What is given counts the ends. 0.12.2 does not ask for it; the fork does, and so may what calls itself 0.12.2 too.
@@ -24,6 +26,10 @@ def longest_of(generator: Any, source: Tensor, lengths: Tensor | None = None) ->
         assert lengths is not None
         longest = int(lengths.max())
     else:
-        longest = min(int(generator.max_len_a * source.shape[1] + generator.max_len_b), generator.max_len - 1)
-    assert generator.min_len <= longest, "min_len cannot be larger than max_len, please adjust these!"
+        longest = min(
+            int(generator.max_len_a * source.shape[1] + generator.max_len_b), generator.max_len - 1
+        )
+    assert generator.min_len <= longest, (
+        "min_len cannot be larger than max_len, please adjust these!"
+    )
     return longest

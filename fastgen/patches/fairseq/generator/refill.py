@@ -21,7 +21,13 @@ from fairseq.search import BeamSearch
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 from fairseq.tasks import FairseqTask
 
-from fastgen.decoding.batching.continuous_batching import Cohort, Occupancy, advance, left_empty, reason_not_to_refill
+from fastgen.decoding.batching.continuous_batching import (
+    Cohort,
+    Occupancy,
+    advance,
+    left_empty,
+    reason_not_to_refill,
+)
 from fastgen.decoding.plan import Unsupported
 from fastgen.decoding.search.first_finished import StepOutput
 from fastgen.models.cuda_graphs.replay import JointReplay
@@ -30,7 +36,13 @@ from fastgen.patches.engine import engine
 from fastgen.patches.engine.out_of_memory import NO_MEMORY, make_room
 from fastgen.patches.fairseq.bild.bild import asked
 from fastgen.patches.fairseq.generator.decide import decide
-from fastgen.patches.fairseq.generator.generate import SuspendedDecode, answered, begin, models_of, routes
+from fastgen.patches.fairseq.generator.generate import (
+    SuspendedDecode,
+    answered,
+    begin,
+    models_of,
+    routes,
+)
 from fastgen.patches.fairseq.generator.lengths import source_lengths
 from fastgen.patches.fairseq.generator.split import Found
 
@@ -100,7 +112,9 @@ class Translations:
             batch = self._queue[0]
             if batch.error is not None:
                 raise batch.error
-            translated = Translated(batch.sample, None, 0) if batch.empty else self._translate(batch)
+            translated = (
+                Translated(batch.sample, None, 0) if batch.empty else self._translate(batch)
+            )
             self._queue.popleft()
             yield translated
 
@@ -130,7 +144,11 @@ class Translations:
         prefix = sample["target"][:, : self.prefix_size] if self.prefix_size > 0 else None
         with nullcontext() if found is None else answered(self.generator, sample, found):
             hypotheses = self.task.inference_step(
-                self.generator, self.models, sample, prefix_tokens=prefix, constraints=sample.get("constraints")
+                self.generator,
+                self.models,
+                sample,
+                prefix_tokens=prefix,
+                constraints=sample.get("constraints"),
             )
         tokens = sum(len(of_sentence[0]["tokens"]) for of_sentence in hypotheses)
         self.timer.stop(tokens)
@@ -167,7 +185,9 @@ class Translations:
         try:
             plan = decide(generator, sample, sample.get("constraints"))
             with engine.running(plan):
-                lengths = source_lengths(SequenceGenerator._generate, generator, sample["net_input"])
+                lengths = source_lengths(
+                    SequenceGenerator._generate, generator, sample["net_input"]
+                )
                 begun, over = begin(generator, plan, sample, lengths, pauses=True)
         except Unsupported:
             self._leave_off("calls run on fairseq's own code")
@@ -187,7 +207,9 @@ class Translations:
                 batch.runs = True
                 width = sample["net_input"]["src_tokens"].shape[1]
                 self._running.append(
-                    _Running(begun.search, begun.model, plan.sentences, width, batch=batch, begun=begun)
+                    _Running(
+                        begun.search, begun.model, plan.sentences, width, batch=batch, begun=begun
+                    )
                 )
 
     def _step(self) -> None:
@@ -198,7 +220,9 @@ class Translations:
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-        if over is None:  # out of the handler, so that nothing holds on to what the batches had made
+        if (
+            over is None
+        ):  # out of the handler, so that nothing holds on to what the batches had made
             self._begin_anew()
             return
         if self._replay.refused is not None and self.refused is None:
@@ -229,7 +253,9 @@ class Translations:
 def _reason_not_to_refill(task: Any, generator: Any, prefix_size: int) -> str | None:
     """Why batches must be translated one after the other, as far as it can be told before they are."""
     name, kind = type(generator).__name__, type(generator)
-    if type(task).inference_step is not FairseqTask.inference_step or "inference_step" in vars(task):
+    if type(task).inference_step is not FairseqTask.inference_step or "inference_step" in vars(
+        task
+    ):
         return f"{type(task).__name__} has its own inference_step"
     if not isinstance(generator, SequenceGenerator):
         return f"{name} is no SequenceGenerator"
@@ -244,4 +270,6 @@ def _reason_not_to_refill(task: Any, generator: Any, prefix_size: int) -> str | 
         return "hypotheses begin with a prefix"
     if not engine.is_on_top("fairseq.generate"):
         return "fairseq.generate is not in place"
-    return reason_not_to_refill(p.device.type for model in models_of(generator) for p in model.parameters())
+    return reason_not_to_refill(
+        p.device.type for model in models_of(generator) for p in model.parameters()
+    )

@@ -11,7 +11,11 @@ from fastgen.patches.engine import engine
 from fastgen.patches.fairseq import TOOLKIT
 
 PATCH = "fairseq.generate"
-_METHODS = {"BeamSearch": "beam search", "Sampling": "sampling", "DiverseBeamSearch": "diverse beam search"}
+_METHODS = {
+    "BeamSearch": "beam search",
+    "Sampling": "sampling",
+    "DiverseBeamSearch": "diverse beam search",
+}
 
 
 def of_generator(generator: Any) -> tuple[str, str]:
@@ -20,14 +24,18 @@ def of_generator(generator: Any) -> tuple[str, str]:
     return type(generator.model.models[0]).__name__, _METHODS.get(search, search)
 
 
-def note_served(generator: Any, plan: Plan, left_off: Iterable[str], steps: Iterable[DecoderStep]) -> None:
+def note_served(
+    generator: Any, plan: Plan, left_off: Iterable[str], steps: Iterable[DecoderStep]
+) -> None:
     """Count a call that fastgen's loop has served.
 
     Args:
         left_off: what the call did without. steps: the decode steps of its models that are made from their weights.
     """
     left_off = tuple(dict.fromkeys(left_off))
-    plan = replace(plan, left_off=left_off, not_in_c=next(filter(None, map(why_not_in_c, steps)), ""))
+    plan = replace(
+        plan, left_off=left_off, not_in_c=next(filter(None, map(why_not_in_c, steps)), "")
+    )
     engine.hit(PATCH, left_off)
     outcome = "partly" if plan.missing else "accelerated"
     model, method = of_generator(generator)

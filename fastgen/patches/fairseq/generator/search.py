@@ -17,7 +17,14 @@ from fastgen.decoding.logits.transforms import (
     phases,
     sparse,
 )
-from fastgen.decoding.search.first_finished import Candidates, FirstFinished, Prediction, best, best_of_logits, count_of
+from fastgen.decoding.search.first_finished import (
+    Candidates,
+    FirstFinished,
+    Prediction,
+    best,
+    best_of_logits,
+    count_of,
+)
 from fastgen.ops.selection.kbest import fused
 
 
@@ -32,7 +39,9 @@ class Beam:
 
     plain = True
 
-    def __init__(self, generator: Any, prefix_tokens: Tensor | None, longest: int, device: torch.device) -> None:
+    def __init__(
+        self, generator: Any, prefix_tokens: Tensor | None, longest: int, device: torch.device
+    ) -> None:
         self.generator, self.prefix_tokens, self.longest = generator, prefix_tokens, longest
         blocker = generator.repeat_ngram_blocker
         self.ngram = 0 if blocker is None else int(blocker.no_repeat_ngram_size)
@@ -42,7 +51,9 @@ class Beam:
         ]
         if generator.unk_penalty:
             offset = torch.tensor([-generator.unk_penalty], dtype=torch.float32, device=device)
-            self.first.append(TokenBias(torch.tensor([generator.unk], device=device, dtype=torch.int64), offset))
+            self.first.append(
+                TokenBias(torch.tensor([generator.unk], device=device, dtype=torch.int64), offset)
+            )
         self.first.append(Only(generator.eos, lambda length: length > longest))
         self.free: list[LogitsTransform] = [
             Ban(
@@ -53,7 +64,10 @@ class Beam:
         if generator.token_indices_to_suppress is not None:
             self.free.append(
                 Ban(
-                    _in_vocabulary(generator.token_indices_to_suppress, generator.vocab_size).to(device), lambda _: True
+                    _in_vocabulary(generator.token_indices_to_suppress, generator.vocab_size).to(
+                        device
+                    ),
+                    lambda _: True,
                 )
             )
         self.last: list[LogitsTransform] = (
@@ -134,13 +148,18 @@ class Toolkits(Beam):
     plain = False
 
     def __init__(
-        self, generator: Any, prefix_tokens: Tensor | None, longest: int, ids: Any, source_lengths: Tensor
+        self,
+        generator: Any,
+        prefix_tokens: Tensor | None,
+        longest: int,
+        ids: Any,
+        source_lengths: Tensor,
     ) -> None:
         super().__init__(generator, prefix_tokens, longest, source_lengths.device)
         self.source_lengths = source_lengths
-        count = torch.arange(source_lengths.shape[0], dtype=torch.int64, device=source_lengths.device).type_as(
-            source_lengths
-        )
+        count = torch.arange(
+            source_lengths.shape[0], dtype=torch.int64, device=source_lengths.device
+        ).type_as(source_lengths)
         self.sentences = ids if isinstance(ids, Tensor) else count
 
     def __call__(self, prediction: Prediction, state: FirstFinished) -> Candidates:
@@ -164,7 +183,10 @@ class Toolkits(Beam):
 
     def kept(self, sentences: Tensor) -> None:
         super().kept(sentences)
-        self.source_lengths, self.sentences = self.source_lengths[sentences], self.sentences[sentences]
+        self.source_lengths, self.sentences = (
+            self.source_lengths[sentences],
+            self.sentences[sentences],
+        )
         self.generator.search.prune_sentences(sentences)
 
     def continued(self, order: Tensor) -> None:
@@ -179,7 +201,9 @@ def _text(state: FirstFinished, rows: Tensor) -> Text:
 
 def without_nan(log_probs: Tensor) -> None:
     """Replace NaN by -inf, as fairseq does."""
-    if log_probs.device.type == "cpu":  # a NaN among the logits makes a whole row of log-probabilities NaN
+    if (
+        log_probs.device.type == "cpu"
+    ):  # a NaN among the logits makes a whole row of log-probabilities NaN
         bad = log_probs[:, 0].isnan()
         if bool(bad.any()):
             log_probs[bad] = torch.where(log_probs[bad].isnan(), -torch.inf, log_probs[bad])
@@ -190,5 +214,7 @@ def without_nan(log_probs: Tensor) -> None:
 def _in_vocabulary(tokens: Tensor, count: int) -> Tensor:
     """Indices into a vocabulary as indexing takes them: negative ones from its end, none beyond it."""
     if len(tokens) and not -count <= int(tokens.min()) <= int(tokens.max()) < count:
-        raise IndexError(f"token_indices_to_suppress {tokens.tolist()}: the vocabulary has {count} tokens")
+        raise IndexError(
+            f"token_indices_to_suppress {tokens.tolist()}: the vocabulary has {count} tokens"
+        )
     return tokens % count

@@ -32,7 +32,13 @@ class Member:
     """A model with a decoder of fairseq's transformer, its cache and the encoder's output at B rows, if any."""
 
     def __init__(
-        self, model: Any, encoder_out: Any, sentences: int, beams: int, longest: int, temperature: float = 1.0
+        self,
+        model: Any,
+        encoder_out: Any,
+        sentences: int,
+        beams: int,
+        longest: int,
+        temperature: float = 1.0,
     ) -> None:
         self.model, self.encoder_out, self.temperature = model, encoder_out, temperature
         self.memory: Memory = memory_of(model)
@@ -82,7 +88,9 @@ class Member:
         """Logits (R, 1, V), attention over the source and what else the decoder returns, by its own forward."""
         token = current_step.set(self.layers)
         try:
-            logits, extra = self.model.decoder.forward(tokens, encoder_out=self.encoder_out, incremental_state={})
+            logits, extra = self.model.decoder.forward(
+                tokens, encoder_out=self.encoder_out, incremental_state={}
+            )
         finally:
             current_step.reset(token)
         attention = extra["attn"][0] if extra is not None and extra.get("attn") else None
@@ -124,7 +132,9 @@ class Member:
             logits = logits.div_(self.temperature)
         if not self.plain:
             return Prediction(
-                lambda: self.model.get_normalized_probs((logits, extra), log_probs=True, sample=None)[:, -1]
+                lambda: self.model.get_normalized_probs(
+                    (logits, extra), log_probs=True, sample=None
+                )[:, -1]
             )
         rows = logits.flatten(0, -2)
         return Prediction(lambda: self._log_softmax(rows), rows)
@@ -140,7 +150,9 @@ class Member:
         return None if replay is None else replay.refused
 
     def keep(self, sentences: Tensor, in_order: bool) -> None:
-        self.layers.keep(sentences, in_order)  # the encoder's output stays: only the first step reads it
+        self.layers.keep(
+            sentences, in_order
+        )  # the encoder's output stays: only the first step reads it
 
 
 class Stepper:
@@ -176,7 +188,12 @@ class Stepper:
     def supports_multistep(self) -> bool:
         """Whether C may make several steps in a row, choices and all: of one model, as it is."""
         (member, *others), fused = self._all, self.members[0].fused
-        return not others and member.temperature == 1.0 and fused is not None and fused.supports_multistep
+        return (
+            not others
+            and member.temperature == 1.0
+            and fused is not None
+            and fused.supports_multistep
+        )
 
     def begin_steps(self, most: int, weights: Tensor | None = None) -> Prepared | None:
         """Have at most so many of them ready; None where they have to be made one at a time.
@@ -186,7 +203,9 @@ class Stepper:
         fused = self.members[0].fused
         assert fused is not None
         self._compact()
-        return fused.prepared(room_for_steps(fused.text, self.ancestry, most), self.ancestry, weights)
+        return fused.prepared(
+            room_for_steps(fused.text, self.ancestry, most), self.ancestry, weights
+        )
 
     def end_steps(self, run: int, began: Sequence[float], is_open: bool) -> None:
         """So many have been made, which began then; is_open: whether slots of the next tokens are open."""
@@ -231,7 +250,9 @@ class Stepper:
 
     def end_step(self, results: Sequence[Result]) -> StepOutput:
         """Return what `step` does of what each model has made."""
-        return self._mixed([member.end_step(*made) for member, made in zip(self._all, results, strict=True)])
+        return self._mixed(
+            [member.end_step(*made) for member, made in zip(self._all, results, strict=True)]
+        )
 
     def _opened(self) -> Ancestry:
         self._compact()
@@ -270,7 +291,9 @@ class Stepper:
         """Run texts (B, P + 1), as `Member.prefill`."""
         self._first = False
         found = [member.prefill(tokens) for member in self.members]
-        log_probs, of_tokens = (torch.logsumexp(torch.stack(part), 0) for part in zip(*found, strict=True))
+        log_probs, of_tokens = (
+            torch.logsumexp(torch.stack(part), 0) for part in zip(*found, strict=True)
+        )
         return log_probs - math.log(len(found)), of_tokens - math.log(len(found))
 
     def reorder(self, parents: Tensor) -> None:
@@ -280,7 +303,9 @@ class Stepper:
     @property
     def left_off(self) -> tuple[str, ...]:
         """What does not run, each with its reason."""
-        reasons = (reason for member in self._all for reason in (member.left_off, member.not_captured))
+        reasons = (
+            reason for member in self._all for reason in (member.left_off, member.not_captured)
+        )
         return tuple(dict.fromkeys(reason for reason in reasons if reason is not None))
 
     def keep(self, sentences: Tensor, in_order: bool) -> None:

@@ -18,7 +18,9 @@ Found = list[list[dict[str, Tensor]]]
 """What `_generate` returns: the hypotheses of each sentence, best first."""
 
 
-def in_halves(call: Callable[[Any, Tensor | None], Found], generator: Any, sample: Any, prefix: Tensor | None) -> Found:
+def in_halves(
+    call: Callable[[Any, Tensor | None], Found], generator: Any, sample: Any, prefix: Tensor | None
+) -> Found:
     """Return what `call` does of a sample and its prefix (B, P); where memory runs out, of one half and the other.
 
     The halves are padded as the whole is, so that nobody can tell.
@@ -33,13 +35,21 @@ def in_halves(call: Callable[[Any, Tensor | None], Found], generator: Any, sampl
             give_up(sample["net_input"]["src_tokens"].device)
             raise
     # Out of the handler, so that nothing holds on to what the call had made.
-    _logger.warning("not enough memory for a batch of %d sentences: it is generated in halves", sentences)
+    _logger.warning(
+        "not enough memory for a batch of %d sentences: it is generated in halves", sentences
+    )
     engine.hit("fairseq.generate", [f"a batch at once: {NO_MEMORY}"])
     make_room()
     found: Found = []
     for at in (slice(0, sentences // 2), slice(sentences // 2, sentences)):
-        part = {name: value[at] if _by_sentence(value, sentences) else value for name, value in sample.items()}
-        part["net_input"] = {name: None if value is None else value[at] for name, value in sample["net_input"].items()}
+        part = {
+            name: value[at] if _by_sentence(value, sentences) else value
+            for name, value in sample.items()
+        }
+        part["net_input"] = {
+            name: None if value is None else value[at]
+            for name, value in sample["net_input"].items()
+        }
         found += in_halves(call, generator, part, None if prefix is None else prefix[at])
     return found
 
@@ -49,7 +59,10 @@ def _separable(generator: Any, sample: Any, sentences: int) -> bool:
     return (
         sentences > 1
         and type(generator.search) is BeamSearch
-        and all(value is None or _by_sentence(value, sentences) for value in sample["net_input"].values())
+        and all(
+            value is None or _by_sentence(value, sentences)
+            for value in sample["net_input"].values()
+        )
     )
 
 

@@ -34,7 +34,13 @@ from fastgen.patches.transformers.cache.user_cache import IS_GIVEN
 from fastgen.patches.transformers.generate.decide import check_model, decide
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
 from fastgen.patches.transformers.generate.generation_call import requesting
-from fastgen.patches.transformers.generate.logits_processors import kind_of, known, rowwise, stop_of, transforms_of
+from fastgen.patches.transformers.generate.logits_processors import (
+    kind_of,
+    known,
+    rowwise,
+    stop_of,
+    transforms_of,
+)
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.report import note_served
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
@@ -68,7 +74,10 @@ class DraftingRequest:
 
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             call = signature.bind(model, *args, **kwargs).arguments
-            self.note_inputs({"inputs": call.get("inputs")} | call.get("kwargs", {}), call.get("generation_config"))
+            self.note_inputs(
+                {"inputs": call.get("inputs")} | call.get("kwargs", {}),
+                call.get("generation_config"),
+            )
             return original(model, *args, **kwargs)
 
         return generate
@@ -108,7 +117,11 @@ def decode(call: Call, asked: DraftingRequest) -> Any:
     asked.decoded = True
     check(call, asked)
     large = _Whole(call)
-    small = _FirstLayers(large, options.layers) if options.layers is not None else _Later(lambda: _small(call, asked))
+    small = (
+        _FirstLayers(large, options.layers)
+        if options.layers is not None
+        else _Later(lambda: _small(call, asked))
+    )
     policy: Policy = Likeliest(0.0 if options.lossless else options.rollback)
     if config.do_sample:
         policy = Rejection() if options.lossless else Drawn(options.rollback)
@@ -119,12 +132,15 @@ def decode(call: Call, asked: DraftingRequest) -> Any:
         prompt=call.input_ids,
         stop=stop_of(call.stopping_criteria),
         transforms=transforms_of(
-            call.logits_processor, lambda: call.model.config.get_text_config(decoder=True).vocab_size
+            call.logits_processor,
+            lambda: call.model.config.get_text_config(decoder=True).vocab_size,
         ),
         policy=policy,
         pad=0 if pad is None else int(pad),
         fallback=options.fallback,
-        vocabulary=None if options.small is None else call.model.get_output_embeddings().weight.shape[0],
+        vocabulary=None
+        if options.small is None
+        else call.model.get_output_embeddings().weight.shape[0],
         max_draft=options.max_draft,
         shared=options.small is None,
         paper_compat=options.paper_compat,
@@ -152,16 +168,24 @@ def pace_for(call: Call, options: Options) -> Pace | None:
     """The costs by which a call drafts; None where it always does."""
     by_default = options.lossless and not call.config.do_sample
     adaptive = by_default if options.adaptive is None else options.adaptive
-    return pace_of(call.model, options.small, options.layers, len(call.input_ids)) if adaptive else None
+    return (
+        pace_of(call.model, options.small, options.layers, len(call.input_ids))
+        if adaptive
+        else None
+    )
 
 
 def returned(call: Call, as_dict: bool, sequences: Tensor, counts: dict[str, Tensor]) -> Any:
     """What `generate` returns; the counts are summed up for `status()`."""
     sums = torch.stack(list(counts.values())).sum(1)
-    engine.decoded_together(dict(zip(counts, cast("list[int]", cast(Any, sums).tolist()), strict=True)))
+    engine.decoded_together(
+        dict(zip(counts, cast("list[int]", cast(Any, sums).tolist()), strict=True))
+    )
     if not as_dict:
         return sequences
-    kind = BildEncoderDecoderOutput if call.model.config.is_encoder_decoder else BildDecoderOnlyOutput
+    kind = (
+        BildEncoderDecoderOutput if call.model.config.is_encoder_decoder else BildDecoderOnlyOutput
+    )
     return kind(sequences=cast(Any, sequences), bild=counts)
 
 
@@ -196,7 +220,11 @@ def by_name(counts: Sequence[Counts]) -> dict[str, Tensor]:
     return dict(
         zip(
             names,
-            torch.tensor([[getattr(each, name) for each in counts] for name in names], dtype=torch.int64, device="cpu"),
+            torch.tensor(
+                [[getattr(each, name) for each in counts] for name in names],
+                dtype=torch.int64,
+                device="cpu",
+            ),
             strict=True,
         )
     )
@@ -206,9 +234,13 @@ def _check_call(call: Call) -> None:
     config = call.config
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
-            raise ValueError(f"big-little decoding returns tokens and counts: {name}=True is not possible")
+            raise ValueError(
+                f"big-little decoding returns tokens and counts: {name}=True is not possible"
+            )
     if (name := known(call.stopping_criteria)) is not None:
-        raise ValueError(f"big-little decoding cannot tell for single tokens where a {name} ends a text")
+        raise ValueError(
+            f"big-little decoding cannot tell for single tokens where a {name} ends a text"
+        )
     several = call.input_ids.shape[0] > 1
     allowed = _OF_A_TEXT if several else (*_OF_A_TEXT, *_OF_ONE_TEXT)
     others = [processor for processor in call.logits_processor if kind_of(processor) not in allowed]
@@ -219,7 +251,9 @@ def _check_call(call: Call) -> None:
             f"stay, but {name} {why}"
         )
     if several and call.streamer is not None:
-        raise ValueError(f"a streamer follows one text, and the batch has {call.input_ids.shape[0]}")
+        raise ValueError(
+            f"a streamer follows one text, and the batch has {call.input_ids.shape[0]}"
+        )
 
 
 def planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Plan, DecoderStep]:
@@ -237,12 +271,16 @@ def planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Pla
             drafts=True,
         )  # fmt: skip
     except Unsupported as unsupported:
-        raise ValueError(f"big-little decoding of {type(call.model).__name__}: {unsupported.reason}") from None
+        raise ValueError(
+            f"big-little decoding of {type(call.model).__name__}: {unsupported.reason}"
+        ) from None
     if step is None:
         raise _not_fused(call.model, "; ".join(plan.left_off))
     if step.tokens > 1:
         raise _not_fused(call.model, f"each step runs {step.tokens} tokens of a text")
-    return replace(plan, graphs=False), step  # drafts are of all lengths, and no pass over them is captured
+    return replace(
+        plan, graphs=False
+    ), step  # drafts are of all lengths, and no pass over them is captured
 
 
 def _not_fused(model: Any, reason: object) -> ValueError:
@@ -326,7 +364,9 @@ def _small(call: Call, asked: DraftingRequest) -> _Whole:
     with requesting(model, captures_call_only=True):
         handed_over = model.generate(generation_config=settings_of_small(config), **inputs)
     if not isinstance(handed_over, Call):
-        raise ValueError(f"{type(model).__name__} has a generate of its own, which does not come to the decoding loop")
+        raise ValueError(
+            f"{type(model).__name__} has a generate of its own, which does not come to the decoding loop"
+        )
     if handed_over.config.max_length != config.max_length:
         raise ValueError(
             f"the generation config of the small {type(model).__name__} has a length of its own, "
@@ -334,7 +374,9 @@ def _small(call: Call, asked: DraftingRequest) -> _Whole:
         )
     texts = call.input_ids[:: config.num_beams]
     if not torch.equal(handed_over.input_ids.to(texts.device), texts):
-        raise ValueError(f"the small {type(model).__name__} begins its texts with other tokens than the large model")
+        raise ValueError(
+            f"the small {type(model).__name__} begins its texts with other tokens than the large model"
+        )
     return _Whole(handed_over)
 
 
@@ -355,7 +397,12 @@ def inputs_of_small(asked: DraftingRequest) -> Mapping[str, Any]:
     """
     assert asked.inputs is not None
     inputs = {k: v for k, v in asked.inputs.items() if v is not None and k != "encoder_outputs"}
-    if "inputs_embeds" in inputs or not inputs.keys() & {"inputs", "input_ids", "input_features", "pixel_values"}:
+    if "inputs_embeds" in inputs or not inputs.keys() & {
+        "inputs",
+        "input_ids",
+        "input_features",
+        "pixel_values",
+    }:
         raise ValueError(
             f"the small model needs inputs that are not the large one's alone, and got {', '.join(inputs) or 'none'}"
         )
@@ -365,8 +412,12 @@ def inputs_of_small(asked: DraftingRequest) -> Mapping[str, Any]:
 def _check_small(model: Any) -> None:
     family = family_of(model.config.model_type)
     if family is not None and family.segments:
-        raise ValueError(f"{type(model).__name__} has a generate of its own, which does not come to the decoding loop")
+        raise ValueError(
+            f"{type(model).__name__} has a generate of its own, which does not come to the decoding loop"
+        )
     try:
         check_model(model)
     except Unsupported as unsupported:
-        raise ValueError(f"big-little decoding of {type(model).__name__}: {unsupported.reason}") from None
+        raise ValueError(
+            f"big-little decoding of {type(model).__name__}: {unsupported.reason}"
+        ) from None

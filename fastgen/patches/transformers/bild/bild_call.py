@@ -39,14 +39,22 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
             "decoding: set it to None there, and give it in the call"
         )
     tokenizers = arguments.get("tokenizer"), arguments.pop("assistant_tokenizer", None)
-    options = bild_options.options(small, layers, asked, stored, ("assistant_model", "assistant_early_exit"))
+    options = bild_options.options(
+        small, layers, asked, stored, ("assistant_model", "assistant_early_exit")
+    )
     if of_sentences(said(model, arguments, "forced_bos_token_id")) is not None:
-        raise ValueError("big-little decoding has one forced_bos_token_id for all sentences, not a list of them")
-    beams, texts = (said(model, arguments, name) or 1 for name in ("num_beams", "num_return_sequences"))
+        raise ValueError(
+            "big-little decoding has one forced_bos_token_id for all sentences, not a list of them"
+        )
+    beams, texts = (
+        said(model, arguments, name) or 1 for name in ("num_beams", "num_return_sequences")
+    )
     if options.beams:
         _check_beams(asked, beams)
     if options.beams and not (options.lossless and small is not None):
-        raise ValueError("speculative_beams=True gives what the beam search gives: it needs lossless=True and a model")
+        raise ValueError(
+            "speculative_beams=True gives what the beam search gives: it needs lossless=True and a model"
+        )
     if beams != 1 and not options.beams:
         raise ValueError(
             f"{bild_options.one_text('num_beams', beams)}; with speculative_beams=True and lossless=True the steps of "
@@ -65,13 +73,17 @@ def _check_beams(asked: Mapping[str, Any], beams: int) -> None:
         raise ValueError("speculative_beams drafts the steps of a beam search, and num_beams is 1")
     others = ", ".join(sorted(set(asked) - {"speculative_beams", "lossless"}))
     if others:
-        raise ValueError(f"speculative_beams drafts the best continuations of a step: {others} says nothing of it")
+        raise ValueError(
+            f"speculative_beams drafts the best continuations of a step: {others} says nothing of it"
+        )
 
 
 def _check_pair(large: Any, small: Any, tokenizers: tuple[Any, Any]) -> None:
     """Raise ValueError where two models do not read and write the same tokens, as far as it can be told."""
     if bool(large.config.is_encoder_decoder) != bool(small.config.is_encoder_decoder):
-        raise ValueError(f"a {type(small).__name__} cannot draft for a {type(large).__name__}: one has an encoder")
+        raise ValueError(
+            f"a {type(small).__name__} cannot draft for a {type(large).__name__}: one has an encoder"
+        )
     if None not in tokenizers and tokenizers[0] is not tokenizers[1]:
         ours, theirs = (tokenizer.get_vocab() for tokenizer in tokenizers)
         if ours != theirs:
@@ -90,4 +102,6 @@ def _check_pair(large: Any, small: Any, tokenizers: tuple[Any, Any]) -> None:
         ids = [getattr(model.generation_config, name, None) for model in (large, small)]
         sets = [set(cast("list[int]", i) if isinstance(i, list) else [i]) - {None} for i in ids]
         if all(sets) and not sets[0] & sets[1]:
-            raise ValueError(f"big-little decoding needs two models of one tokenizer: {name} is {ids[0]} and {ids[1]}")
+            raise ValueError(
+                f"big-little decoding needs two models of one tokenizer: {name} is {ids[0]} and {ids[1]}"
+            )

@@ -23,9 +23,19 @@ class DraftedStepper(SharedStepper):
         width, depth: drafts of a step, and steps that are drafted.
     """
 
-    def __init__(self, call: Call, plan: Plan, step: DecoderStep, small: SharedStepper, width: int, depth: int) -> None:
+    def __init__(
+        self,
+        call: Call,
+        plan: Plan,
+        step: DecoderStep,
+        small: SharedStepper,
+        width: int,
+        depth: int,
+    ) -> None:
         plan = replace(plan, drop=False)
-        super().__init__(call.model, plan, call.input_ids, call.config, dict(call.model_kwargs), step)
+        super().__init__(
+            call.model, plan, call.input_ids, call.config, dict(call.model_kwargs), step
+        )
         eos = compat.eos_tokens(call.config)
         self.ends: list[int] = [] if eos is None else [int(token) for token in eos]
         self.small, self.width, self.depth = small, width, depth
@@ -55,7 +65,10 @@ class DraftedStepper(SharedStepper):
         small = self.small.prefill()
         self.prove(logits)
         self.small.prove(small)
-        trees = self._tree(self.fused, m + self.width * self.depth), self._tree(self.small.fused, m + self.width)
+        trees = (
+            self._tree(self.fused, m + self.width * self.depth),
+            self._tree(self.small.fused, m + self.width),
+        )
         first, longest = (logits[::m], small), self.config.max_length
         self.drafts = DraftedBeams(*trees, first, m, self.width, self.depth, self.ends, longest)
         return logits
@@ -67,7 +80,13 @@ class DraftedStepper(SharedStepper):
         for layer in cache.text:
             layer.longest = cache.longest * nodes
         return Tree(
-            fused.step, cache.sentences, fused.first, cache.text, cache.source, fused.prefix_mask, fused.source_mask
+            fused.step,
+            cache.sentences,
+            fused.first,
+            cache.text,
+            cache.source,
+            fused.prefix_mask,
+            fused.source_mask,
         )
 
     def step(self, ids: Tensor) -> Tensor:

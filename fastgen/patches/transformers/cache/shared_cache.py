@@ -61,8 +61,14 @@ class Room:
 
     def __init__(self, cache: "SharedCache") -> None:
         tables = [] if cache.ancestry is None else [cache.ancestry.room]
-        slots = [layer.room[0].shape[2] - layer.prefix for layer in cache.text] + [table.shape[2] for table in tables]
-        steps, self._beams, self._prefix = min(slots) // cache.beams, cache.beams, cache.text[0].prefix
+        slots = [layer.room[0].shape[2] - layer.prefix for layer in cache.text] + [
+            table.shape[2] for table in tables
+        ]
+        steps, self._beams, self._prefix = (
+            min(slots) // cache.beams,
+            cache.beams,
+            cache.text[0].prefix,
+        )
         self._held = [*(layer.room[0] for layer in cache.text), *tables]
         self._layers: dict[LayerKV, Any] = {layer: layer for layer in cache.source}
         for layer in cache.text:
@@ -70,7 +76,8 @@ class Room:
             keys, values = (buffer[:, :, :end] for buffer in layer.room)
             self._layers[layer] = _Whole(keys, values, layer.prefix, steps)
         self._tickets = {
-            layer: ticket(whole, cache.rows, whole.prefix + whole.steps) for layer, whole in self._layers.items()
+            layer: ticket(whole, cache.rows, whole.prefix + whole.steps)
+            for layer, whole in self._layers.items()
         }
         self.tokens = self._prefix + steps
         self.visible = tables[0][:, :, : steps * cache.beams] if tables else None
@@ -81,7 +88,9 @@ class Room:
         """Whether the cache lies where it did."""
         tables = [] if cache.ancestry is None else [cache.ancestry.room]
         now = [*(layer.room[0] for layer in cache.text), *tables]
-        return len(now) == len(self._held) and all(new is old for new, old in zip(now, self._held, strict=True))
+        return len(now) == len(self._held) and all(
+            new is old for new, old in zip(now, self._held, strict=True)
+        )
 
     def count(self) -> None:
         """Make `length` of `start`, on the device."""
@@ -110,7 +119,13 @@ class SharedCache:
     """
 
     def __init__(
-        self, sentences: int, beams: int, longest: int, device: torch.device, stock: Cache, memory: Memory
+        self,
+        sentences: int,
+        beams: int,
+        longest: int,
+        device: torch.device,
+        stock: Cache,
+        memory: Memory,
     ) -> None:
         self.sentences, self.beams, self.longest = sentences, beams, longest
         self.device, self.stock = device, stock
@@ -121,14 +136,21 @@ class SharedCache:
         self.text: list[LayerKV] = []
         self.source: list[LayerKV] = []
         layer = partial(LayerKV, longest, memory=memory)
-        owner = weakref.proxy(self)  # no cycle, so that the memory is free as soon as the call has ended
+        owner = weakref.proxy(
+            self
+        )  # no cycle, so that the memory is free as soon as the call has ended
         own = Cache(
-            layer_class_to_replicate=cast(Any, partial(_Layer, owner, self.text, partial(layer, expected=beams)))
+            layer_class_to_replicate=cast(
+                Any, partial(_Layer, owner, self.text, partial(layer, expected=beams))
+            )
         )
         self.as_seen: Cache = own  # what the model gets
         if isinstance(stock, EncoderDecoderCache):
             self.as_seen = EncoderDecoderCache(
-                own, Cache(layer_class_to_replicate=cast(Any, partial(_Layer, owner, self.source, layer)))
+                own,
+                Cache(
+                    layer_class_to_replicate=cast(Any, partial(_Layer, owner, self.source, layer))
+                ),
             )
         for index, held_layer in enumerate(parts_of(stock)[0].layers):
             if held_layer.get_seq_length():
@@ -219,7 +241,10 @@ class SharedCache:
         places: list[int] = cast(Any, sentences).tolist()
         moved = [place for place, sentence in enumerate(places) if place != sentence]
         to = torch.tensor(moved, dtype=torch.int64, device=self.device)
-        moves = to, torch.tensor([places[place] for place in moved], dtype=torch.int64, device=self.device)
+        moves = (
+            to,
+            torch.tensor([places[place] for place in moved], dtype=torch.int64, device=self.device),
+        )
         sentences = sentences.to(self.device)
         self.sentences = sentences.shape[0]
         if self.ancestry is not None:
@@ -263,7 +288,9 @@ class SharedCache:
                 else:
                     part.update(keys, values, index)
         if isinstance(self.stock, EncoderDecoderCache):
-            self.stock.is_updated = {index: layer.length > 0 for index, layer in enumerate(self.source)}
+            self.stock.is_updated = {
+                index: layer.length > 0 for index, layer in enumerate(self.source)
+            }
         return self.stock
 
     @property
@@ -273,26 +300,34 @@ class SharedCache:
     def _slots(self, steps: int) -> Tensor:
         """(B, M, T): the slots of each beam's tokens."""
         if self.ancestry is None or steps == 0:
-            return torch.arange(steps, device=self.device, dtype=torch.int64).expand(self.sentences, self.beams, -1)
+            return torch.arange(steps, device=self.device, dtype=torch.int64).expand(
+                self.sentences, self.beams, -1
+            )
         return self.ancestry.slots
 
 
 class _Layer(DynamicLayer):
     """One layer of the cache, as transformers' modules see it."""
 
-    def __init__(self, owner: SharedCache, layers: list[LayerKV], make: Callable[[], LayerKV]) -> None:
+    def __init__(
+        self, owner: SharedCache, layers: list[LayerKV], make: Callable[[], LayerKV]
+    ) -> None:
         self._owner, self._kv = owner, make()
         layers.append(self._kv)
         self.is_initialized = True
         self._ticket: Tensor | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if not self._owner.decoding:
             fresh = self._kv.length == 0
             self._kv.extend(key_states, value_states)
             return (key_states, value_states) if fresh else (self._kv.keys, self._kv.values)
         if self._owner.looked_at:
-            return torch.cat([self._kv.keys, key_states], 2), torch.cat([self._kv.values, value_states], 2)
+            return torch.cat([self._kv.keys, key_states], 2), torch.cat(
+                [self._kv.values, value_states], 2
+            )
         if (room := self._owner.room) is None:
             self._kv.append(key_states, value_states)
         else:

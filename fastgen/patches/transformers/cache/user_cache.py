@@ -40,7 +40,10 @@ def reason_not_to_share(model: Any, cache: Any, rows: int, beams: int) -> str | 
     if len(lengths) > 1:
         return f"{IS_GIVEN}, with layers of different lengths"
     states = [state for layer in text.layers for state in (layer.keys, layer.values)]
-    if any((len(state), state.dtype, state.device) != (rows, model.dtype, model.device) for state in states):
+    if any(
+        (len(state), state.dtype, state.device) != (rows, model.dtype, model.device)
+        for state in states
+    ):
         return f"{IS_GIVEN}, of other rows, another type or device"
     if beams > 1 and bool(torch.stack([_differs(state, beams) for state in states]).any()):
         return f"{IS_GIVEN}, and differs between rows of a sentence"

@@ -21,7 +21,16 @@ from fastgen.models.build.equivalence_check import Tried, outcome, verdict
 from fastgen.models.build.introspection import NotFused, is_toolkits
 from fastgen.models.build.patched_torch import replaced
 from fastgen.models.layers import linear
-from fastgen.models.runtime.encoder import Encoder, Padding, Sentences, arranged, may_pay, pays, weights_of, whole
+from fastgen.models.runtime.encoder import (
+    Encoder,
+    Padding,
+    Sentences,
+    arranged,
+    may_pay,
+    pays,
+    weights_of,
+    whole,
+)
 from fastgen.models.specs.encoder_layouts import ENCODERS
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
@@ -59,7 +68,12 @@ def is_transformed() -> bool:
 
 
 def encode(
-    original: _Original, self: Any, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
+    original: _Original,
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """The layers of BERT's encoder and of those like it."""
     if self.training or is_transformed():  # which is not fastgen's business, and no fallback
@@ -82,7 +96,9 @@ def encode(
     engine.hit(f"transformers.encoder.{family}")
     if asked is not None and padding != "run":
         engine.hit(asked.name)
-    return _OUTPUTS.get(family, BaseModelOutputWithPastAndCrossAttentions)(last_hidden_state=cast(Any, found))
+    return _OUTPUTS.get(family, BaseModelOutputWithPastAndCrossAttentions)(
+        last_hidden_state=cast(Any, found)
+    )
 
 
 def check(encoder: Any, given: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -107,7 +123,9 @@ def check(encoder: Any, given: Tensor, args: tuple[Any, ...], kwargs: Mapping[st
             raise NotFused(f"the encoder gets {name}")
 
 
-def _encode(original: _Original, encoder: Any, family: str, hidden: Tensor, mask: Any, padding: Padding) -> Tensor:
+def _encode(
+    original: _Original, encoder: Any, family: str, hidden: Tensor, mask: Any, padding: Padding
+) -> Tensor:
     """Return (B, S, C) for hidden (B, S, C); (B, 1, C) where the first position alone is read.
 
     Raises:
@@ -115,7 +133,11 @@ def _encode(original: _Original, encoder: Any, family: str, hidden: Tensor, mask
         Slower: it would not be faster.
     """
     shape = hidden.shape[0], hidden.shape[1]
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool and compat.attention_of(_config(encoder)) == "eager":
+    if (
+        isinstance(mask, Tensor)
+        and mask.dtype == torch.bool
+        and compat.attention_of(_config(encoder)) == "eager"
+    ):
         raise NotFused("an attention mask of its own")  # it would be added
     visible = visible_of(mask, *shape)
     if padding == "run" and visible is not None and _alike(hidden, visible):
@@ -125,7 +147,11 @@ def _encode(original: _Original, encoder: Any, family: str, hidden: Tensor, mask
     if outcome(layers) is None:
         one = slice(0, 1)
         own = original(encoder, hidden[one], mask if mask is None else mask[one]).last_hidden_state
-        found = run(layers, hidden[one], sentences_of(None if visible is None else visible[one], (1, shape[1]), "run"))
+        found = run(
+            layers,
+            hidden[one],
+            sentences_of(None if visible is None else visible[one], (1, shape[1]), "run"),
+        )
         prove(layers, found[0], own[0])
         if len(hidden) == 1:
             return own
@@ -141,15 +167,21 @@ class NotForUs(NotFused):
 
 
 def _config(encoder: nn.Module) -> Any:
-    return next(cast(Any, module).config for module in encoder.modules() if hasattr(module, "config"))
+    return next(
+        cast(Any, module).config for module in encoder.modules() if hasattr(module, "config")
+    )
 
 
 def is_small(hidden: Tensor, padded: bool) -> bool:
     """Whether a call is over before anything else can be looked at."""
-    return hidden.dim() == 3 and not may_pay(hidden.shape[0] * hidden.shape[1], hidden.shape[2], padded)
+    return hidden.dim() == 3 and not may_pay(
+        hidden.shape[0] * hidden.shape[1], hidden.shape[2], padded
+    )
 
 
-def check_gain(layers: nn.ModuleList, visible: Tensor | None, shape: Sequence[int], padding: Padding) -> None:
+def check_gain(
+    layers: nn.ModuleList, visible: Tensor | None, shape: Sequence[int], padding: Padding
+) -> None:
     """Raise Slower where an encoder's own forward is the faster way for a batch (B, S, C)."""
     lengths = [shape[1]] * shape[0] if visible is None else lengths_of(visible)
     routed = linear.reason_off(layers) is None
@@ -179,7 +211,11 @@ def run(encoder: Encoder, hidden: Tensor, sentences: Sentences) -> Tensor:
 
 
 def sentences_of(visible: Tensor | None, shape: tuple[int, int], padding: Padding) -> Sentences:
-    return whole(shape, padding, torch.device("cpu")) if visible is None else arranged(visible, padding)
+    return (
+        whole(shape, padding, torch.device("cpu"))
+        if visible is None
+        else arranged(visible, padding)
+    )
 
 
 def visible_of(mask: Any, sentences: int, length: int) -> Tensor | None:
@@ -193,7 +229,11 @@ def visible_of(mask: Any, sentences: int, length: int) -> Tensor | None:
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] != 1:
         raise NotFused("an attention mask of its own")
     seen = mask[:, 0, 0]
-    if mask.shape[2] > 1 and mask.stride(2) and not torch.equal(mask[:, 0], seen[:, None].expand_as(mask[:, 0])):
+    if (
+        mask.shape[2] > 1
+        and mask.stride(2)
+        and not torch.equal(mask[:, 0], seen[:, None].expand_as(mask[:, 0]))
+    ):
         raise NotFused("an attention mask that differs between positions")
     if not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise NotFused("an attention mask of its own")
@@ -215,7 +255,9 @@ def _alike(hidden: Tensor, visible: Tensor) -> bool:
     padding = ~visible
     places = padding.nonzero()
     first = padding.int().argmax(1)[places[:, 0]]
-    few = slice(None, None, max(1, len(places) // 4))  # in most families a look at a few shows that it does not
+    few = slice(
+        None, None, max(1, len(places) // 4)
+    )  # in most families a look at a few shows that it does not
     return all(
         torch.equal(hidden[places[part, 0], places[part, 1]], hidden[places[part, 0], first[part]])
         for part in (few, slice(None))

@@ -35,7 +35,9 @@ def classify(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
         return original(self, *args, **kwargs)
 
 
-def _first(model: Any, forward: Callable[..., Any], family: str, name: str, encoder: nn.Module) -> Padding:
+def _first(
+    model: Any, forward: Callable[..., Any], family: str, name: str, encoder: nn.Module
+) -> Padding:
     try:
         if not is_toolkits(forward):
             raise NotFused(f"a forward of its own of a {type(model).__name__}")
@@ -57,7 +59,9 @@ def _tokens(pipeline: Any, encoder: nn.Module) -> Padding:
     model = pipeline.model
     try:
         kind = cast(Any, type(pipeline))
-        if any(getattr(kind, name) is not getattr(TokenClassificationPipeline, name) for name in own):
+        if any(
+            getattr(kind, name) is not getattr(TokenClassificationPipeline, name) for name in own
+        ):
             raise NotFused(f"a {kind.__name__} may look at padding")
         if not type(model).__name__.endswith("ForTokenClassification"):
             raise NotFused(f"a {type(model).__name__} may look at padding")

@@ -13,7 +13,14 @@ from fastgen.models.build.introspection import NotFused, is_toolkits, part_or_no
 from fastgen.models.runtime.encoder import Encoder, Sentences, pays, weights_of
 from fastgen.models.specs.encoder_layouts import ENCODERS
 from fastgen.patches.engine import engine
-from fastgen.patches.transformers.encoders.encoder import LITTLE, Slower, check, lengths_of, prove, sentences_of
+from fastgen.patches.transformers.encoders.encoder import (
+    LITTLE,
+    Slower,
+    check,
+    lengths_of,
+    prove,
+    sentences_of,
+)
 from fastgen.patches.transformers.generate.generation_call import call_of
 from fastgen.patches.transformers.generate.resolve_setting import said
 
@@ -36,13 +43,19 @@ def skips_padding(model: Any, arguments: Mapping[str, Any], tokens_alone: bool =
 def get_encoder(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`PreTrainedModel.get_encoder`, by which `generate` asks for the encoder that it then runs."""
     encoder = original(self, *args, **kwargs)
-    if not call_of(self).skips_padding or not isinstance(encoder, nn.Module) or hasattr(self, "hf_device_map"):
+    if (
+        not call_of(self).skips_padding
+        or not isinstance(encoder, nn.Module)
+        or hasattr(self, "hf_device_map")
+    ):
         return encoder
     if not is_toolkits(cast(Any, type(self)).forward):  # which may read more of it
         return encoder
     if self.device.type != "cpu":  # where a look at the mask would be waited for
         return encoder
-    layout = ENCODERS.get(getattr(getattr(encoder, "config", None), "model_type", None) or "")  # FSMT's has no config
+    layout = ENCODERS.get(
+        getattr(getattr(encoder, "config", None), "model_type", None) or ""
+    )  # FSMT's has no config
     parts = (layout.layers, layout.tokens) if layout is not None else ()
     found = [part_or_none(encoder, path) for path in parts if path]
     return _Source(encoder) if len(found) == 2 and None not in found else encoder
@@ -67,7 +80,12 @@ class _Source:
         if not (padded or may_run_in_c(self.encoder)):
             return self.encoder(**given)
         try:
-            check(self.encoder, ids, (), {name: value for name, value in kwargs.items() if name not in _WITHOUT_EFFECT})
+            check(
+                self.encoder,
+                ids,
+                (),
+                {name: value for name, value in kwargs.items() if name not in _WITHOUT_EFFECT},
+            )
             found = _encode(self.encoder, ids, visible if padded else None)
         except (NotFused, Slower) as reason:
             if padded:
@@ -89,7 +107,9 @@ def _encode(module: Any, ids: Tensor, visible: Tensor | None) -> Tensor:
     if not all(lengths):
         raise NotFused("a sentence of padding alone")
     layers = getattr(module, layout.layers)
-    weights = weights_of(getattr(module, layout.tokens).weight.shape[1]) // 2  # products are the fast ones already
+    weights = (
+        weights_of(getattr(module, layout.tokens).weight.shape[1]) // 2
+    )  # products are the fast ones already
     saves = pays(lengths, length, "none", weights, len(layers), routed=False)
     if not (saves or may_run_in_c(module)):
         raise Slower(LITTLE)
@@ -116,6 +136,8 @@ def _rows(encoder: Encoder, ids: Tensor, sentences: Sentences) -> Tensor:
     """What the layers make of the tokens among ids (B, S), (R, C)."""
     embedding = encoder.embedding
     assert embedding is not None
-    counted = torch.ones_like(ids) if embedding.padding is None else (ids != embedding.padding).long()
+    counted = (
+        torch.ones_like(ids) if embedding.padding is None else (ids != embedding.padding).long()
+    )
     positions = (counted.cumsum(1) - 1).clamp_(min=0)
     return encoder(embedding(sentences.chosen(ids), sentences.chosen(positions)), sentences)

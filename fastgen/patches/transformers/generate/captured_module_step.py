@@ -78,7 +78,9 @@ class _Setting:
         if mask is not None and mask.shape[1] != before + 1:
             raise ValueError(f"a mask of {mask.shape[1]} tokens for a text of {before + 1}")
         if mask is not None:
-            self.kwargs[name] = nn.functional.pad(mask, (0, self.room.tokens - mask.shape[1]), value=1)
+            self.kwargs[name] = nn.functional.pad(
+                mask, (0, self.room.tokens - mask.shape[1]), value=1
+            )
         elif _prepares_as_all(model):
             self.kwargs[name] = self.tokens.new_ones(cache.rows, self.room.tokens)
 
@@ -101,7 +103,9 @@ class CapturedModules:
     def able(self, rows: int) -> bool:
         """Whether the next step, of so many rows, is to be run here."""
         known = self._setting is not None and len(self._setting.tokens) == rows
-        return self.refused is None and (known or self.cache.longest - self.cache.text[0].steps >= WORTH)
+        return self.refused is None and (
+            known or self.cache.longest - self.cache.text[0].steps >= WORTH
+        )
 
     @property
     def doubted(self) -> bool:
@@ -131,10 +135,13 @@ class CapturedModules:
             setting.room.start.fill_(cache.text[0].slots)
             setting.runs += 1
             with self._unchanged(setting):
-                return self._repeated(functools.partial(self._run_modules, setting), cache.device, setting)
+                return self._repeated(
+                    functools.partial(self._run_modules, setting), cache.device, setting
+                )
         except graph.NotCaptured as reason:
             self._refuse(
-                str(reason), lasting=reason.__cause__ is None or not scratch.is_out_of_memory(reason.__cause__)
+                str(reason),
+                lasting=reason.__cause__ is None or not scratch.is_out_of_memory(reason.__cause__),
             )
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if scratch.is_out_of_memory(error):
@@ -168,12 +175,18 @@ class CapturedModules:
         Raises:
             ValueError: it did.
         """
-        held = [] if self._proven or setting.runs > 1 else [each for m in of_steps(self.model) for each in _held(m)]
+        held = (
+            []
+            if self._proven or setting.runs > 1
+            else [each for m in of_steps(self.model) for each in _held(m)]
+        )
         before = [dict(each) for each in held]
         try:
             yield
         finally:
-            changed = [(new, old) for new, old in zip(held, before, strict=True) if not _same(new, old)]
+            changed = [
+                (new, old) for new, old in zip(held, before, strict=True) if not _same(new, old)
+            ]
             for new, old in changed:
                 new.clear()
                 new.update(old)
@@ -182,7 +195,9 @@ class CapturedModules:
 
     def _run_modules(self, setting: _Setting) -> Tensor:
         cache, model, room = self.cache, self.model, setting.room
-        attention = BeamAttention(cache.sentences, cache.beams, room.visible, seen=room.start + cache.beams)
+        attention = BeamAttention(
+            cache.sentences, cache.beams, room.visible, seen=room.start + cache.beams
+        )
         token = current_step.set(attention)
         try:
             with cache.as_room(room):
@@ -195,7 +210,9 @@ class CapturedModules:
         finally:
             current_step.reset(token)
         if attention.attended != cache.layers:
-            raise RuntimeError(f"{attention.attended} of {cache.layers} layers take their keys from there")
+            raise RuntimeError(
+                f"{attention.attended} of {cache.layers} layers take their keys from there"
+            )
         if cache.source and setting.kwargs.get("attention_mask") is not None:
             # Made once: to see that nothing is padded, transformers would wait for the device in every step.
             setting.kwargs["attention_mask"] = attention.source_mask
@@ -229,5 +246,7 @@ def _kinds(model: Any) -> tuple[object, ...]:
     return (compat.attention_of(model.config), *map(type, of_steps(model)))
 
 
-_outcomes: "WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], str | None]]" = WeakKeyDictionary()
+_outcomes: "WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], str | None]]" = (
+    WeakKeyDictionary()
+)
 """Models whose steps have been captured: what they were made of, and why not to capture them; None where all agreed."""

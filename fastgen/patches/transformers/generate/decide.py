@@ -55,7 +55,9 @@ def decide(
     _check_source(model, input_ids, kwargs)
     _check_canary(model, loop, config, kwargs)
     left_off: list[str] = []
-    reason = _reason_not_to_know(model, method) or _reason_not_to_share(model, input_ids, config, kwargs, beams)
+    reason = _reason_not_to_know(model, method) or _reason_not_to_share(
+        model, input_ids, config, kwargs, beams
+    )
     if reason is None and beams == 1 and method is None and not drafts:
         reason = _reason_too_few(model, input_ids, config.max_length - input_ids.shape[1])
     if reason is not None:
@@ -64,7 +66,9 @@ def decide(
     step, new_tokens = None, config.max_length - input_ids.shape[1]
     if shared and (new_tokens > 1 or drafts or method is not None or has_own_attention(model)):
         try:
-            step = fused_decoder.step(model, config, kwargs, _longest(model, input_ids, config, kwargs))
+            step = fused_decoder.step(
+                model, config, kwargs, _longest(model, input_ids, config, kwargs)
+            )
         except NotFused as reason_not:
             shared = beams == 1 or not has_own_attention(model)
             left_off += [] if shared else [not_shared(MODULES_CANNOT)]
@@ -87,7 +91,10 @@ def decide(
         and graph.wanted(input_ids)
         and new_tokens > (captured_module_step.WORTH if step is None else replay.WORTH)
     )
-    if graphs and (reason_not := reason_not_to_capture(model, method, config, kwargs, step)) is not None:
+    if (
+        graphs
+        and (reason_not := reason_not_to_capture(model, method, config, kwargs, step)) is not None
+    ):
         graphs = False
         left_off.append(replay.not_captured(reason_not))
     plan = Plan(
@@ -115,9 +122,13 @@ _OF_LOOP = {
 }  # fmt: skip
 
 
-def _check_canary(model: Any, loop: Literal["beam", "sample"], config: Any, kwargs: dict[str, Any]) -> None:
+def _check_canary(
+    model: Any, loop: Literal["beam", "sample"], config: Any, kwargs: dict[str, Any]
+) -> None:
     """Raise Unsupported where the installed transformers was found to do otherwise in a part that a call needs."""
-    needed = [part_of(_OF_LOOP[loop, bool(config.do_sample)], bool(model.config.is_encoder_decoder))]
+    needed = [
+        part_of(_OF_LOOP[loop, bool(config.do_sample)], bool(model.config.is_encoder_decoder))
+    ]
     if config.return_dict_in_generate or compat.is_user_provided(compat.cache_of(kwargs)):
         needed.append(CACHES)
     for part in needed:
@@ -167,7 +178,9 @@ MODULES_CANNOT = "the model's own modules compute attention by themselves"
 
 def has_own_attention(model: Any) -> bool:
     """Whether a model's modules cannot redeem what a shared cache hands out for several rows of a sentence."""
-    return any(family is not None and family.own_attention for family in map(_family, _configs(model)))
+    return any(
+        family is not None and family.own_attention for family in map(_family, _configs(model))
+    )
 
 
 def _family(config: Any) -> Family | None:
@@ -189,7 +202,11 @@ def not_shared(reason: str) -> str:
 
 
 def check_call(
-    model: Any, loop: Literal["beam", "sample"], method: Method | None, config: Any, kwargs: dict[str, Any]
+    model: Any,
+    loop: Literal["beam", "sample"],
+    method: Method | None,
+    config: Any,
+    kwargs: dict[str, Any],
 ) -> None:
     """Raise Unsupported where a call is left to transformers' loop, as far as can be told from its arguments."""
     for name in compat.CALLED_BY_LOOP[loop]:
@@ -247,7 +264,11 @@ def check_model(model: Any) -> None:
 
 def _configs(model: Any) -> tuple[Any, ...]:
     """The model's config and, where it is one of several, that of its text: transformers makes a copy to find it."""
-    return (model.config, model.config.get_text_config(decoder=True)) if model.config.sub_configs else (model.config,)
+    return (
+        (model.config, model.config.get_text_config(decoder=True))
+        if model.config.sub_configs
+        else (model.config,)
+    )
 
 
 FEW, SHORT = 2, 64
@@ -263,7 +284,9 @@ def _reason_too_few(model: Any, input_ids: Tensor, new_tokens: int) -> str | Non
     return f"no more than {new_tokens} new, for which it does not pay"
 
 
-def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any], beams: int) -> str | None:
+def _reason_not_to_share(
+    model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any], beams: int
+) -> str | None:
     if not config.use_cache:
         return "use_cache=False"
     if kwargs.get("encoder_outputs") is not None and not model.config.is_encoder_decoder:
@@ -278,11 +301,18 @@ def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dic
     if compat.is_user_provided(cache):
         if has_own_attention(model):
             return user_cache.IS_GIVEN
-        if (reason := user_cache.reason_not_to_share(model, cache, len(input_ids), beams)) is not None:
+        if (
+            reason := user_cache.reason_not_to_share(model, cache, len(input_ids), beams)
+        ) is not None:
             return reason
         if (
             beams == 1
-            and (reason := user_cache.reason_not_to_copy(cache, config.max_length - input_ids.shape[1])) is not None
+            and (
+                reason := user_cache.reason_not_to_copy(
+                    cache, config.max_length - input_ids.shape[1]
+                )
+            )
+            is not None
         ):
             return reason
     if (found := _reads_rows(model)) is not None:
@@ -290,7 +320,10 @@ def _reason_not_to_share(model: Any, input_ids: Tensor, config: Any, kwargs: dic
     longest = _longest(model, input_ids, config, kwargs)
     for part in _configs(model):
         rope: dict[str, Any] = getattr(part, "rope_parameters", None) or {}
-        short = rope.get("original_max_position_embeddings", getattr(part, "original_max_position_embeddings", None))
+        short = rope.get(
+            "original_max_position_embeddings",
+            getattr(part, "original_max_position_embeddings", None),
+        )
         if rope.get("rope_type") == "longrope" and short is not None and longest > short:
             return "a text that outgrows its short positions is computed anew"
     attentions = config.return_dict_in_generate and config.output_attentions
@@ -334,7 +367,9 @@ def held_before(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, An
     cache = compat.cache_of(kwargs)
     if cache is None or kwargs.get("inputs_embeds") is not None:
         return 0
-    mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    mask = kwargs.get(
+        "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+    )
     length = compat.length_of_mask(config) if mask is None else mask.shape[1]
     return 0 if length == input_ids.shape[1] else int(cache.get_seq_length())
 
@@ -359,7 +394,12 @@ def _reason_not_to_redeem(model: Any, kwargs: dict[str, Any]) -> str | None:
 
 
 def _reason_not_to_drop(
-    input_ids: Tensor, processors: Any, criteria: Any, config: Any, kwargs: dict[str, Any], samples: int
+    input_ids: Tensor,
+    processors: Any,
+    criteria: Any,
+    config: Any,
+    kwargs: dict[str, Any],
+    samples: int,
 ) -> str | None:
     if config.do_sample:
         return "sampling draws for the whole batch"
@@ -384,7 +424,9 @@ def draws(model: Any) -> str | None:
     """Why what a row draws depends on how many there are: dropout, in training mode."""
     for module in captured_module_step.of_steps(model):
         if module.training and _has_dropout(module):
-            return f"dropout of a {type(module).__name__} in training mode draws for the whole batch"
+            return (
+                f"dropout of a {type(module).__name__} in training mode draws for the whole batch"
+            )
     return None
 
 
@@ -395,7 +437,9 @@ def _has_dropout(module: nn.Module) -> bool:
 
 def _reads_rows(model: Any) -> str | None:
     """What somebody has put on a module of the decode steps: it finds a row for each beam, and transformers' cache."""
-    found = {module: what for module in touched_of(model) if (what := reads_rows(module)) is not None}
+    found = {
+        module: what for module in touched_of(model) if (what := reads_rows(module)) is not None
+    }
     if not found:
         return None
     of_steps = set(captured_module_step.of_steps(model))
@@ -424,7 +468,9 @@ def _is_by_rows(kind: type[nn.Module]) -> bool:
 def _not_by_rows(kwargs: dict[str, Any], rows: int) -> str | None:
     """The name of an argument of the model from which no rows can be taken away."""
     for name, value in kwargs.items():
-        if isinstance(value, Tensor) and (value.shape[:1] != (rows,) or (name == "position_ids" and value.dim() > 2)):
+        if isinstance(value, Tensor) and (
+            value.shape[:1] != (rows,) or (name == "position_ids" and value.dim() > 2)
+        ):
             return name
     # Without a cache the model reads the images again at every step.
     images = not kwargs["use_cache"] and kwargs.get("mm_encoder_outputs")

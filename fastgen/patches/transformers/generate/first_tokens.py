@@ -24,7 +24,9 @@ def of_sentences(forced: Any) -> Tensor | None:
         return None
     tokens = torch.as_tensor(forced, device=forced.device if isinstance(forced, Tensor) else "cpu")
     if tokens.is_floating_point() or tokens.dim() > 1:
-        raise TypeError(f"forced_bos_token_id={forced!r} is no token, nor a list of one for each sentence")
+        raise TypeError(
+            f"forced_bos_token_id={forced!r} is no token, nor a list of one for each sentence"
+        )
     return tokens.long() if tokens.numel() > 1 else None
 
 
@@ -34,7 +36,9 @@ def check(forced: Any, sentences: int, vocabulary: Callable[[], int]) -> None:
     if tokens is None:
         return
     if len(tokens) != sentences:
-        raise ValueError(f"forced_bos_token_id has {len(tokens)} tokens, and the batch {sentences} sentences")
+        raise ValueError(
+            f"forced_bos_token_id has {len(tokens)} tokens, and the batch {sentences} sentences"
+        )
     size = vocabulary()
     for extreme in (int(tokens.min()), int(tokens.max())):
         if not 0 <= extreme < size:
@@ -51,7 +55,9 @@ def force(original: Callable[..., Tensor], self: Any, input_ids: Tensor, scores:
     if tokens is None or input_ids.shape[-1] != 1:
         return original(self, input_ids, scores)
     if len(scores) % len(tokens):
-        raise ValueError(f"forced_bos_token_id has {len(tokens)} tokens, which do not divide {len(scores)} rows")
+        raise ValueError(
+            f"forced_bos_token_id has {len(tokens)} tokens, which do not divide {len(scores)} rows"
+        )
     return Force(tokens, lambda _: True, by_sentence=True)(scores, Text(input_ids, prompt_length=1))
 
 
@@ -74,12 +80,16 @@ class Beside:
         for token in self._tokens:
             self._taken += 1
             return self._checked(token)
-        raise ValueError(f"forced_bos_token_id has {self._taken} tokens, and there are more sentences")
+        raise ValueError(
+            f"forced_bos_token_id has {self._taken} tokens, and there are more sentences"
+        )
 
     def end(self) -> None:
         """Raise ValueError where a token is left, behind the last sentence."""
         for _ in self._tokens:
-            raise ValueError(f"forced_bos_token_id has more tokens than the {self._taken} sentences")
+            raise ValueError(
+                f"forced_bos_token_id has more tokens than the {self._taken} sentences"
+            )
 
     def _checked(self, token: Any) -> int:
         try:
@@ -87,7 +97,9 @@ class Beside:
         except TypeError:
             raise TypeError(f"forced_bos_token_id has {token!r}, which is no token") from None
         if not 0 <= found < self._vocabulary:
-            raise ValueError(f"forced_bos_token_id has {found}, and the vocabulary {self._vocabulary} tokens")
+            raise ValueError(
+                f"forced_bos_token_id has {found}, and the vocabulary {self._vocabulary} tokens"
+            )
         return found
 
 
@@ -99,7 +111,11 @@ def beside(forced: Any, vocabulary: int) -> Beside | None:
     """
     if isinstance(forced, Tensor):
         forced = cast(Any, forced).tolist()
-    if forced is None or isinstance(forced, int) or (isinstance(forced, list | tuple) and len(cast(Any, forced)) == 1):
+    if (
+        forced is None
+        or isinstance(forced, int)
+        or (isinstance(forced, list | tuple) and len(cast(Any, forced)) == 1)
+    ):
         return None
     if not isinstance(forced, Iterable) or isinstance(forced, str):
         raise TypeError(f"forced_bos_token_id={forced!r} is no token, nor one for each sentence")

@@ -35,10 +35,19 @@ _ARGUMENTS = {
         CACHE,
         "use_cache",
     },
-    False: {"attention_mask", "inputs_embeds", "logits_to_keep", CACHE, "position_ids", "use_cache"},
+    False: {
+        "attention_mask",
+        "inputs_embeds",
+        "logits_to_keep",
+        CACHE,
+        "position_ids",
+        "use_cache",
+    },
 }  # by whether it is an encoder-decoder
 _OF_LOOP = {"streamer", "synced_gpus", "tokenizer"}
-_NOT_FORWARDED = {"labels"}  # trainers hand `generate` whole batches; it keeps these from the forward
+_NOT_FORWARDED = {
+    "labels"
+}  # trainers hand `generate` whole batches; it keeps these from the forward
 _ATTENTION = ("eager", "sdpa")
 
 
@@ -49,7 +58,11 @@ def not_known(model: Any, config: Any) -> str | None:
     function = cast(Any, ALL_ATTENTION_FUNCTIONS).get(name, eager if name == "eager" else None)
     if name not in _ATTENTION:
         return f"attention implementation {name!r}"
-    return None if function is None or is_toolkits(function) else f"an attention function {name!r} of its own"
+    return (
+        None
+        if function is None or is_toolkits(function)
+        else f"an attention function {name!r} of its own"
+    )
 
 
 def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: int) -> DecoderStep:
@@ -64,13 +77,17 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     if config.settings().step == "module":
         raise NotFused("FASTGEN_STEP=module")
     check_arguments(model, generation_config, kwargs)
-    windows = [layer.sliding_window for layer in parts_of(kwargs[CACHE])[0].layers if layer.is_sliding]
+    windows = [
+        layer.sliding_window for layer in parts_of(kwargs[CACHE])[0].layers if layer.is_sliding
+    ]
     if windows and longest > min(windows):
         raise NotFused("the text may outgrow the sliding window")
     layout = layout_of(model.config)
     if layout is None:
         raise NotFused(f"there is no record of model type {model.config.model_type!r}")
-    if (layout.source is not None or layout.source_in_text) != bool(model.config.is_encoder_decoder):
+    if (layout.source is not None or layout.source_in_text) != bool(
+        model.config.is_encoder_decoder
+    ):
         raise NotFused("a decoder without its encoder")
     check_preparation(model)
     if (reason := not_known(model, model.config)) is not None:
@@ -89,7 +106,9 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
 def check_arguments(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
     """Raise NotFused where more is asked of a step than logits, or more given to it than a text."""
     returned = generation_config.output_hidden_states or generation_config.output_attentions
-    noted = any(getattr(model.config, name, False) for name in ("output_hidden_states", "output_attentions"))
+    noted = any(
+        getattr(model.config, name, False) for name in ("output_hidden_states", "output_attentions")
+    )
     if noted or (returned and generation_config.return_dict_in_generate):
         raise NotFused("hidden states or attentions are returned")
     arguments = _ARGUMENTS[bool(model.config.is_encoder_decoder)] | _OF_LOOP
@@ -98,7 +117,9 @@ def check_arguments(model: Any, generation_config: Any, kwargs: dict[str, Any]) 
             continue
         if value is not None and name not in arguments:
             raise NotFused(f"the model gets {name}")
-        if isinstance(value, Tensor) and value.dim() != 2 and name != "inputs_embeds":  # which are the prompt alone
+        if (
+            isinstance(value, Tensor) and value.dim() != 2 and name != "inputs_embeds"
+        ):  # which are the prompt alone
             raise NotFused(f"{name} has {value.dim()} dimensions")
 
 
@@ -124,7 +145,9 @@ class FusedDecoder:
         NotFused: the model has run other layers than the step has, or its mask is not that of the whole text.
     """
 
-    def __init__(self, step: DecoderStep, model: Any, cache: SharedCache, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, step: DecoderStep, model: Any, cache: SharedCache, kwargs: dict[str, Any]
+    ) -> None:
         if (len(cache.text), len(cache.source)) != step.layers:
             raise NotFused(f"its cache has {len(cache.text)} layers")
         self.step, self.cache, self.prefix = step, cache, cache.text[0].prefix
@@ -133,7 +156,11 @@ class FusedDecoder:
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         layout = layout_of(model.config)
         assert layout is not None  # or there is no step
-        names = ("decoder_attention_mask", "attention_mask") if self.encoder_decoder else ("attention_mask", "")
+        names = (
+            ("decoder_attention_mask", "attention_mask")
+            if self.encoder_decoder
+            else ("attention_mask", "")
+        )
         text, source = (kwargs.get(name) for name in names)
         text = text if layout.masks_text else None
         source = source if layout.masks_source else None
@@ -141,16 +168,22 @@ class FusedDecoder:
         if source is not None and layout.source_in_text:  # which may be padded at any side
             text = torch.nn.functional.pad(source, (0, self.prefix - source.shape[1]), value=1)
             source, positions = None, text.sum(1, keepdim=True)
-        elif text is not None and text.shape[1] != self.prefix + 1:  # which may also mask generated tokens
+        elif (
+            text is not None and text.shape[1] != self.prefix + 1
+        ):  # which may also mask generated tokens
             raise NotFused(f"a mask of {text.shape[1] - 1} tokens for a text of {self.prefix}")
-        self.prefix_mask = None if text is None else _additive(text[:: cache.beams, : self.prefix], step.dtype)
+        self.prefix_mask = (
+            None if text is None else _additive(text[:: cache.beams, : self.prefix], step.dtype)
+        )
         self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)
         counted = None if text is None else text[:, : self.prefix].sum(1, keepdim=True)
         self.first = self._first(counted if layout.counted or step.counts_padding else positions)
         self.seeing = bool(kwargs.get("output_hidden_states"))  # whether `hidden` is looked at
         self.hidden: Tensor | None = None  # (R, C), what the head has read last
         replayed = graph.wanted(cache.text[0].keys) and not self.seeing
-        self._written = not self.seeing and not replayed and is_written(step)  # from ids to logits in C
+        self._written = (
+            not self.seeing and not replayed and is_written(step)
+        )  # from ids to logits in C
         self.replay = Replay(step, cache.text, cache.longest) if replayed else None
 
     def __call__(self, ids: Tensor) -> Tensor:
@@ -174,7 +207,13 @@ class FusedDecoder:
     def _reads(self) -> Reads:
         cache = self.cache
         return Reads(
-            cache.sentences, cache.text, cache.source, cache.ancestry, self.first, self.prefix_mask, self.source_mask
+            cache.sentences,
+            cache.text,
+            cache.source,
+            cache.ancestry,
+            self.first,
+            self.prefix_mask,
+            self.source_mask,
         )
 
     def context(self) -> Context:
@@ -222,13 +261,18 @@ class FusedDecoder:
             cache.sentences, spans, self.first, cache.text[:text], cache.source[:source], self.prefix_mask,
             self.source_mask,
         )  # fmt: skip
-        ids = torch.tensor([token for span in spans for token in span.tokens], device=around.device, dtype=torch.int64)
+        ids = torch.tensor(
+            [token for span in spans for token in span.tokens],
+            device=around.device,
+            dtype=torch.int64,
+        )
         return step(ids, around).float()
 
     def keep(self, sentences: Tensor) -> None:
         """Keep these sentences, int64 indices."""
         self.prefix_mask, self.source_mask = (
-            None if mask is None else mask[sentences] for mask in (self.prefix_mask, self.source_mask)
+            None if mask is None else mask[sentences]
+            for mask in (self.prefix_mask, self.source_mask)
         )
         if isinstance(self.first, Tensor):
             self.first = self.first[sentences]
@@ -262,4 +306,6 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor | None:
     hidden = ~mask.to(torch.bool)
     if not bool(hidden.any()):
         return None
-    return torch.zeros(hidden.shape, dtype=dtype, device=mask.device).masked_fill_(hidden, -torch.inf)[:, None, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=mask.device).masked_fill_(
+        hidden, -torch.inf
+    )[:, None, None]

@@ -37,8 +37,17 @@ from fastgen.patches.transformers.cache.user_cache import IS_GIVEN
 from fastgen.patches.transformers.encoders import unpadded_encoder
 from fastgen.patches.transformers.generate import legacy_loops, legacy_search, sequence_scores
 from fastgen.patches.transformers.generate.decide import decide, method_named
-from fastgen.patches.transformers.generate.generation_call import GenerationCall, call_of, requesting
-from fastgen.patches.transformers.generate.logits_processors import bounded, fill_of, stop_of, transforms_of
+from fastgen.patches.transformers.generate.generation_call import (
+    GenerationCall,
+    call_of,
+    requesting,
+)
+from fastgen.patches.transformers.generate.logits_processors import (
+    bounded,
+    fill_of,
+    stop_of,
+    transforms_of,
+)
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.module_stepper import Stepper
 from fastgen.patches.transformers.generate.outputs import Decoding, fields, vocabulary
@@ -74,11 +83,15 @@ def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if parity.wanted():
         if options is None or (options.lossless and not said(self, kwargs, "do_sample")):
             return parity.both_ways(run, original, self, *args, **kwargs)
-        engine.compared("run once: big-little decoding changes the output, without lossless=True or with sampling")
+        engine.compared(
+            "run once: big-little decoding changes the output, without lossless=True or with sampling"
+        )
     return run(original, self, *args, **kwargs)
 
 
-def _as_asked(options: Options | None, original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _as_asked(
+    options: Options | None, original: _Original, self: Any, *args: Any, **kwargs: Any
+) -> Any:
     if options is None:
         with requesting(self, drafting=None):  # another call, be it of the same model
             return _accelerated(original, self, *args, **kwargs)
@@ -98,9 +111,14 @@ def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> A
     rows = rows_at_most(self, args, kwargs)
     resolves = kwargs.get("custom_generate") is None  # which looks at the options itself
     if asked is None and _is_too_small(self, rows, kwargs):
-        with engine.running("generate"), requesting(self, resolves_legacy_modes=resolves, skips_padding=False):
+        with (
+            engine.running("generate"),
+            requesting(self, resolves_legacy_modes=resolves, skips_padding=False),
+        ):
             return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
-    skips = unpadded_encoder.skips_padding(self, kwargs, tokens_alone=asked is not None and not asked.options.beams)
+    skips = unpadded_encoder.skips_padding(
+        self, kwargs, tokens_alone=asked is not None and not asked.options.beams
+    )
     with (
         engine.running("generate"),
         requesting(self, resolves_legacy_modes=resolves, skips_padding=skips),
@@ -122,7 +140,12 @@ def _is_too_small(model: Any, rows: int | None, kwargs: Mapping[str, Any]) -> bo
     """Whether a call has so little to compute that its layers are left as they are."""
     width: Any = getattr(model.config, "hidden_size", None)
     narrow = isinstance(width, int) and width <= TOO_NARROW
-    return narrow and rows is not None and rows <= TOO_FEW and said(model, kwargs, "max_new_tokens") == 1
+    return (
+        narrow
+        and rows is not None
+        and rows <= TOO_FEW
+        and said(model, kwargs, "max_new_tokens") == 1
+    )
 
 
 def beam_search(
@@ -145,7 +168,13 @@ def beam_search(
         request.scored, request.wanted, request.on_tokens,
     )  # fmt: skip
     stock = lambda: original(  # noqa: E731
-        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus,
+        **model_kwargs,
     )
     with _nothing_else(self):
         return _run("beam", call, stock)
@@ -174,7 +203,14 @@ def sample(
         request.scored, request.wanted, request.on_tokens,
     )  # fmt: skip
     stock = lambda: original(  # noqa: E731
-        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus,
+        streamer,
+        **model_kwargs,
     )
     with _nothing_else(self):
         return _run("sample", call, stock)
@@ -196,7 +232,10 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
         raise ValueError(f"{method} does not go with big-little decoding")
     if asked is not None and loop == "beam":
         return _drafted_beams(call, asked)
-    rests, returned = asked is not None and bild_resting.rests(call, asked), call.config.return_dict_in_generate
+    rests, returned = (
+        asked is not None and bild_resting.rests(call, asked),
+        call.config.return_dict_in_generate,
+    )
     if asked is not None and not rests:
         return bild.decode(call, asked)
     began = time.perf_counter()
@@ -218,13 +257,17 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
         if asked is not None:
             return bild.decode(call, asked)  # which says what it needs
         if method is not None:  # transformers would run another one
-            raise ValueError(f"{method} of {type(call.model).__name__}: {unsupported.reason}") from None
+            raise ValueError(
+                f"{method} of {type(call.model).__name__}: {unsupported.reason}"
+            ) from None
         of = type(call.model).__name__, method_named(loop, call.config)
         engine.fallback(name, unsupported.reason, of)
         return stock()
     if asked is not None and step is None:
         return bild.decode(call, asked)
-    pauses, reason = (False, None) if rests else suspend.decide(call.model, plan, step, call.stopping_criteria)
+    pauses, reason = (
+        (False, None) if rests else suspend.decide(call.model, plan, step, call.stopping_criteria)
+    )
     with engine.running(plan):
         if method is not None:
             model = legacy_loops.stepper(wide, plan, step)
@@ -233,8 +276,12 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
             model = call.stepper(plan, step)
             decoding = (_beam_search if loop == "beam" else _sample)(call, model)
         with decoding.around():
-            over = decode(decoding.search, model, model.prefill(), lambda: pauses and model.joinable)
-    begun = SuspendedDecode(name, model, decoding.search, decoding.output, () if reason is None else (reason,))
+            over = decode(
+                decoding.search, model, model.prefill(), lambda: pauses and model.joinable
+            )
+    begun = SuspendedDecode(
+        name, model, decoding.search, decoding.output, () if reason is None else (reason,)
+    )
     if asked is not None:
         found, seconds = begun.finish(), time.perf_counter() - began
         return bild_resting.of_large_alone(call, asked, returned, found, model.report(), seconds)
@@ -254,9 +301,15 @@ def _drafted_beams(call: Call, asked: bild.DraftingRequest) -> Any:
         decode(decoding.search, model, first)
     passes = model.passes
     engine.decoded_together(
-        {"beam_steps": passes.steps, "large_calls": passes.large_calls, "small_calls": passes.small_calls}
+        {
+            "beam_steps": passes.steps,
+            "large_calls": passes.large_calls,
+            "small_calls": passes.small_calls,
+        }
     )
-    return SuspendedDecode("transformers.beam_search", model, decoding.search, decoding.output).finish()
+    return SuspendedDecode(
+        "transformers.beam_search", model, decoding.search, decoding.output
+    ).finish()
 
 
 def _beam_search(call: Call, model: Stepper) -> Decoding:
@@ -291,7 +344,9 @@ def _beam_search(call: Call, model: Stepper) -> Decoding:
     return Decoding(search, lambda: _of_beams(call, model, search, certain))
 
 
-def _replayed(call: Call, model: Stepper, transforms: Sequence[LogitsTransform], stop: Stop) -> bool:
+def _replayed(
+    call: Call, model: Stepper, transforms: Sequence[LogitsTransform], stop: Stop
+) -> bool:
     """Whether the choices of a search are captured as its steps are; if not, the plan says why."""
     if not model.plan.graphs:
         return False
@@ -356,7 +411,9 @@ def _sample(call: Call, model: Stepper) -> Decoding:
     stop = stop_of(call.stopping_criteria)
     transforms = transforms_of(call.logits_processor, lambda: vocabulary(call.model))
     replayed = _replayed(call, model, transforms, stop)
-    sampling = (functools.partial(CapturedSampling, longest=config.max_length) if replayed else Sampling)(
+    sampling = (
+        functools.partial(CapturedSampling, longest=config.max_length) if replayed else Sampling
+    )(
         ids=call.input_ids,
         stop=stop,
         transforms=transforms,
@@ -369,7 +426,11 @@ def _sample(call: Call, model: Stepper) -> Decoding:
         on_tokens=call.on_tokens,
         wanted=None if wanted is None else lambda row: wanted(row // model.plan.beams),
     )
-    return Decoding(sampling, lambda: _of_samples(call, model, sampling), lambda: compat.decode_context(call.model))
+    return Decoding(
+        sampling,
+        lambda: _of_samples(call, model, sampling),
+        lambda: compat.decode_context(call.model),
+    )
 
 
 def _of_samples(call: Call, model: Stepper, sampling: Sampling) -> Any:
@@ -382,5 +443,9 @@ def _of_samples(call: Call, model: Stepper, sampling: Sampling) -> Any:
     if not call.config.return_dict_in_generate:
         return sampling.outcome
     found = fields(call, model, sampling.trace) | {"sequences": sampling.outcome}
-    kind = gu.GenerateEncoderDecoderOutput if call.model.config.is_encoder_decoder else gu.GenerateDecoderOnlyOutput
+    kind = (
+        gu.GenerateEncoderDecoderOutput
+        if call.model.config.is_encoder_decoder
+        else gu.GenerateDecoderOnlyOutput
+    )
     return cast(Any, kind)(**found)

@@ -43,7 +43,9 @@ def widened(call: Call) -> Call:
     if layout is not None and layout.source_in_text:
         raise ValueError(f"contrastive search looks at hidden states, and a {kind} returns none")
     if cache is None or CACHE not in inspect.signature(call.model.forward).parameters:
-        raise ValueError(f"contrastive search runs one token at a time, and a {kind} has no cache of keys and values")
+        raise ValueError(
+            f"contrastive search runs one token at a time, and a {kind} has no cache of keys and values"
+        )
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
             f"contrastive search runs one token more than cache_implementation={config.cache_implementation!r} holds"
@@ -55,7 +57,9 @@ def widened(call: Call) -> Call:
             f"contrastive search looks at all of the prompt, and prefill_chunk_size is {config.prefill_chunk_size}"
         )
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
-        raise ValueError("contrastive search returns no attentions and no hidden states of its steps")
+        raise ValueError(
+            "contrastive search returns no attentions and no hidden states of its steps"
+        )
     return call.widened(config.top_k)
 
 
@@ -139,7 +143,9 @@ def _common(call: Call, model: Stepper) -> dict[str, Any]:
         "ends": frozenset[int]() if eos is None else frozenset(cast("list[int]", eos.tolist())),
         "pad": 0 if pad is None else int(pad),
         "max_length": config.max_length,
-        "ranking": Ranking(config.length_penalty, config.early_stopping, config.max_length - prompt.shape[1]),
+        "ranking": Ranking(
+            config.length_penalty, config.early_stopping, config.max_length - prompt.shape[1]
+        ),
         "stop": stop_of(call.stopping_criteria),
         "may_drop": model.plan.drop,
         "captured": model.plan.graphs,
@@ -151,7 +157,9 @@ def _of_pools(call: Call, model: Stepper, search: PooledBeams) -> Any:
     config = call.config
     found = search.best(config.num_return_sequences)
     sequences = _sequences(found, config).to(call.input_ids.device)
-    scores = torch.tensor([one.score for one in found], dtype=torch.float32, device=sequences.device)
+    scores = torch.tensor(
+        [one.score for one in found], dtype=torch.float32, device=sequences.device
+    )
     if call.scored:
         return Scored(sequences, scores)
     if not config.return_dict_in_generate:
@@ -166,7 +174,9 @@ def _of_pools(call: Call, model: Stepper, search: PooledBeams) -> Any:
         **fields(call, model, search.trace),
         sequences=cast(Any, sequences),
         sequences_scores=cast(Any, scores if wanted else None),
-        beam_indices=cast(Any, torch.nn.utils.rnn.pad_sequence([one.beams for one in found], True, -1.0)),
+        beam_indices=cast(
+            Any, torch.nn.utils.rnn.pad_sequence([one.beams for one in found], True, -1.0)
+        ),
     )
 
 
@@ -181,14 +191,20 @@ def _of_contrastive(call: Call, model: Stepper, search: ContrastiveSearch) -> An
     cache = found[CACHE]
     rows = len(search.ids) * search.candidates
     layers = [layer for part in parts_of(cache) for layer in part.layers]
-    if not layers or any(type(layer) is not DynamicLayer for layer in layers):  # such as one that has slid
+    if not layers or any(
+        type(layer) is not DynamicLayer for layer in layers
+    ):  # such as one that has slid
         found[CACHE] = None
     else:
         cache.batch_select_indices(
             torch.arange(0, rows, search.candidates, device=call.model.device, dtype=torch.int64)
         )
         cache.crop(-1)  # elsewhere the last token of a text has not been run
-    kind = gu.GenerateEncoderDecoderOutput if call.model.config.is_encoder_decoder else gu.GenerateDecoderOnlyOutput
+    kind = (
+        gu.GenerateEncoderDecoderOutput
+        if call.model.config.is_encoder_decoder
+        else gu.GenerateDecoderOnlyOutput
+    )
     return kind(**found, sequences=cast(Any, search.outcome))
 
 
@@ -197,7 +213,9 @@ def _sequences(found: Sequence[Hypothesis], config: Any) -> Tensor:
     eos, pad = compat.eos_tokens(config), compat.pad_token(config)
     longest = max(len(one.ids) for one in found)
     width = longest if eos is None else min(longest + 1, config.max_length)
-    sequences = torch.full((len(found), width), -1 if pad is None else int(pad), dtype=torch.int64, device="cpu")
+    sequences = torch.full(
+        (len(found), width), -1 if pad is None else int(pad), dtype=torch.int64, device="cpu"
+    )
     for row, one in zip(sequences, found, strict=True):
         row[: len(one.ids)] = one.ids
         if len(one.ids) < width and eos is not None:

@@ -34,7 +34,9 @@ MODES = {mode: _LOOPS[method][0] for mode, method in _METHODS.items()}
 """The modes of these methods, and those that take their places on the way to a loop."""
 
 
-def generation_mode(original: Callable[..., GenerationMode], self: Any, *args: Any, **kwargs: Any) -> GenerationMode:
+def generation_mode(
+    original: Callable[..., GenerationMode], self: Any, *args: Any, **kwargs: Any
+) -> GenerationMode:
     """`GenerationConfig.get_generation_mode` inside of `generate`: one of a loop where fastgen's runs.
 
     Raises:
@@ -59,7 +61,9 @@ def method_of(config: Any) -> Method | None:
         return "constrained beam search"
     if (config.num_beams or 1) > 1:
         return "diverse beam search" if (config.num_beam_groups or 1) > 1 else None
-    contrastive = not config.do_sample and (config.top_k or 0) > 1 and (config.penalty_alpha or 0) > 0
+    contrastive = (
+        not config.do_sample and (config.top_k or 0) > 1 and (config.penalty_alpha or 0) > 0
+    )
     return "contrastive search" if contrastive else None
 
 
@@ -68,22 +72,35 @@ def check(config: Any) -> None:
 
     The message has their values.
     """
-    beams, groups, penalty = config.num_beams or 1, config.num_beam_groups or 1, config.diversity_penalty or 0.0
+    beams, groups, penalty = (
+        config.num_beams or 1,
+        config.num_beam_groups or 1,
+        config.diversity_penalty or 0.0,
+    )
     method = method_of(config)
     if method == "constrained beam search":
         constraints_of(config.constraints, config.force_words_ids)
         if beams == 1:
-            raise ValueError(f"constraints and force_words_ids need several beams, and num_beams is {beams}")
-        for name, value, wanted in (("do_sample", config.do_sample, False), ("num_beam_groups", groups, 1)):
+            raise ValueError(
+                f"constraints and force_words_ids need several beams, and num_beams is {beams}"
+            )
+        for name, value, wanted in (
+            ("do_sample", config.do_sample, False),
+            ("num_beam_groups", groups, 1),
+        ):
             if (value or wanted) != wanted:
                 raise ValueError(f"constraints and force_words_ids do not go with {name}={value}")
     elif beams > 1 and groups > 1:
         if config.do_sample:
-            raise ValueError(f"num_beam_groups={groups}: diverse beam search does not go with do_sample=True")
+            raise ValueError(
+                f"num_beam_groups={groups}: diverse beam search does not go with do_sample=True"
+            )
         if beams % groups:
             raise ValueError(f"num_beams={beams} cannot be divided by num_beam_groups={groups}")
         if not penalty > 0.0:
-            raise ValueError(f"diversity_penalty={penalty} must be greater than 0, or groups would be the same")
+            raise ValueError(
+                f"diversity_penalty={penalty} must be greater than 0, or groups would be the same"
+            )
     elif method == "contrastive search" and config.use_cache is False:
         raise ValueError("contrastive search needs use_cache=True, and it is False")
 

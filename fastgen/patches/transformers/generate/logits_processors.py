@@ -53,7 +53,9 @@ def kind_of(thing: Any) -> Any:
     return kind if is_toolkits(kind.__call__) else None
 
 
-def transforms_of(processors: Sequence[Any], vocabulary: Callable[[], int]) -> list[LogitsTransform]:
+def transforms_of(
+    processors: Sequence[Any], vocabulary: Callable[[], int]
+) -> list[LogitsTransform]:
     """Translate the processors, in order; those without an edit of their own are called as they are.
 
     vocabulary: says how many tokens there are, if one asks.
@@ -89,12 +91,17 @@ def _edit(processor: Any, kind: Any, vocabulary: Callable[[], int]) -> LogitsTra
         return Ban(processor.eos_token_id, lambda length: length < processor.min_length)
     if kind is lp.MinNewTokensLengthLogitsProcessor:
         return Ban(
-            processor.eos_token_id, lambda length: length - processor.prompt_length_to_skip < processor.min_new_tokens
+            processor.eos_token_id,
+            lambda length: length - processor.prompt_length_to_skip < processor.min_new_tokens,
         )
     if kind is lp.SuppressTokensLogitsProcessor:
         return Ban(processor.suppress_tokens, lambda _: True)
     if kind is lp.SuppressTokensAtBeginLogitsProcessor:
-        return Ban(processor.begin_suppress_tokens, lambda length: length == processor.begin_index, passes=True)
+        return Ban(
+            processor.begin_suppress_tokens,
+            lambda length: length == processor.begin_index,
+            passes=True,
+        )
     if kind is lp.ForcedBOSTokenLogitsProcessor:
         first: Any = processor.bos_token_id
         tokens = of_sentences(first)
@@ -121,12 +128,18 @@ def _biases(processor: Any, vocabulary: int) -> list[LogitsTransform]:
     """A bias of sequences of tokens; bans where it is -inf."""
     biases: dict[tuple[int, ...], float] = processor.sequence_bias
     if any(not sequence or max(sequence) >= vocabulary for sequence in biases):
-        return [Call(_called(processor))]  # it raises, but in newer versions passes over what is empty
+        return [
+            Call(_called(processor))
+        ]  # it raises, but in newer versions passes over what is empty
     if type(processor) is lp.SequenceBiasLogitsProcessor:
         if any(len(sequence) > 1 for sequence in biases):
             return [SequenceShift(biases, 0 if INSTALLED.bias_reaches_start else 1)]
         tokens = torch.tensor([sequence[0] for sequence in biases], dtype=torch.int64, device="cpu")
-        return [TokenBias(tokens, torch.tensor(list(biases.values()), dtype=torch.float32, device="cpu"))]
+        return [
+            TokenBias(
+                tokens, torch.tensor(list(biases.values()), dtype=torch.float32, device="cpu")
+            )
+        ]
     by_length: dict[int, list[tuple[int, ...]]] = {}
     for sequence in biases:
         by_length.setdefault(len(sequence), []).append(sequence)
@@ -137,7 +150,11 @@ def _biases(processor: Any, vocabulary: int) -> list[LogitsTransform]:
             transforms.append(Ban(words[:, 0], lambda _: True))
         else:
             shortest = n - 1 if INSTALLED.bias_reaches_start else n
-            transforms.append(NGramBlock(n, torch.nn.functional.pad(words, (0, 1), value=-1).view(1, -1), shortest))
+            transforms.append(
+                NGramBlock(
+                    n, torch.nn.functional.pad(words, (0, 1), value=-1).view(1, -1), shortest
+                )
+            )
     return transforms
 
 
@@ -148,11 +165,20 @@ def _source_of(processor: Any, vocabulary: int) -> Tensor | None:
     """
     texts: list[list[int]] = []
     for ngrams in cast("list[dict[tuple[int, ...], list[int]]]", processor.generated_ngrams):
-        texts.append([token for before, after in ngrams.items() for last in after for token in (*before, last, -1)])
+        texts.append(
+            [
+                token
+                for before, after in ngrams.items()
+                for last in after
+                for token in (*before, last, -1)
+            ]
+        )
         if any(not 0 <= last < vocabulary for after in ngrams.values() for last in after):
             return None
     longest = max((len(text) for text in texts), default=0)
-    return torch.tensor([text + [-1] * (longest - len(text)) for text in texts], dtype=torch.int64, device="cpu")
+    return torch.tensor(
+        [text + [-1] * (longest - len(text)) for text in texts], dtype=torch.int64, device="cpu"
+    )
 
 
 def fill_of(loop: Literal["beam", "sample"], config: Any) -> int:
@@ -160,7 +186,9 @@ def fill_of(loop: Literal["beam", "sample"], config: Any) -> int:
     eos, pad = compat.eos_tokens(config), compat.pad_token(config)
     if loop == "sample":
         return -1 if pad is None else int(pad)
-    return -1 if eos is None else int(pad or eos[0])  # as stock has it, a padding id of 0 counts as none
+    return (
+        -1 if eos is None else int(pad or eos[0])
+    )  # as stock has it, a padding id of 0 counts as none
 
 
 def stop_of(criteria: Sequence[Any]) -> Stop:
@@ -201,12 +229,22 @@ def bounded(loop: Literal["beam", "sample"], config: Any, criteria: Sequence[Any
     if loop == "beam":
         longest = operator.index(config.max_length)
     else:
-        lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, sc.MaxLengthCriteria)]
+        lengths = [
+            criterion.max_length
+            for criterion in criteria
+            if isinstance(criterion, sc.MaxLengthCriteria)
+        ]
         longest = math.ceil(min([*(lengths or [config.max_length]), _NO_END]))
     counts = {name: getattr(config, name, None) for name in _COUNTS}
-    plain = {name: operator.index(cast(Any, count)) for name, count in counts.items() if hasattr(count, "__index__")}
+    plain = {
+        name: operator.index(cast(Any, count))
+        for name, count in counts.items()
+        if hasattr(count, "__index__")
+    }
     plain["max_length"] = longest
-    others = {name: count for name, count in plain.items() if type(getattr(config, name)) is not int}
+    others = {
+        name: count for name, count in plain.items() if type(getattr(config, name)) is not int
+    }
     if not others and longest == config.max_length:
         return config
     config = copy.copy(config)

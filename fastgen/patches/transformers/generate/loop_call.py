@@ -55,7 +55,9 @@ class Call:
         if on_tokens is None:
             return None
         return Certain(
-            lambda number, place, tokens: on_tokens(number, place - prompt, cast(Any, tokens).tolist()),
+            lambda number, place, tokens: on_tokens(
+                number, place - prompt, cast(Any, tokens).tolist()
+            ),
             rows // beams,
             prompt,
         )
@@ -64,13 +66,17 @@ class Call:
         """The same call with so many rows in the place of each."""
         given = dict(self.model_kwargs)
         if given.get("encoder_outputs") is not None:
-            given["encoder_outputs"] = copy.copy(given["encoder_outputs"])  # which is changed in place
+            given["encoder_outputs"] = copy.copy(
+                given["encoder_outputs"]
+            )  # which is changed in place
         ids, given = compat.expand(self.model, rows, self.input_ids, given)
         return replace(self, input_ids=ids, model_kwargs=given)
 
     def stepper(self, plan: Plan, step: DecoderStep | None) -> Stepper:
         given = self.model, plan, self.input_ids, self.config, dict(self.model_kwargs)
         stepper = SharedStepper(*given, step) if plan.shared else Stepper(*given)
-        if self.config.return_dict_in_generate and (self.config.output_hidden_states or self.config.output_attentions):
+        if self.config.return_dict_in_generate and (
+            self.config.output_hidden_states or self.config.output_attentions
+        ):
             stepper.outputs = []
         return stepper

@@ -23,12 +23,19 @@ class Stepper:
     """
 
     def __init__(
-        self, model: Any, plan: Plan, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+        self,
+        model: Any,
+        plan: Plan,
+        input_ids: Tensor,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
     ) -> None:
         self.model, self.plan, self.config = model, plan, generation_config
         self.input_ids, self.kwargs = input_ids, model_kwargs
         self.outputs: list[Any] | None = None
-        self.last_hidden: Tensor | None = None  # (R or B, P or 1, C), where the forward is asked for it
+        self.last_hidden: Tensor | None = (
+            None  # (R or B, P or 1, C), where the forward is asked for it
+        )
         self._began: list[tuple[int, float]] = []  # rows and time at the start of each step
         self._joined = 0  # of them, those made together with steps of other calls
         self._rows, self._peak = plan.rows, 0  # present rows; bytes of the cache before rows left
@@ -71,11 +78,16 @@ class Stepper:
         cache = compat.cache_of(self.kwargs)
         if cache is not None:
             cache.reorder_cache(
-                self._rows_of(torch.arange(parents.shape[0], device=parents.device, dtype=torch.int64), parents)
+                self._rows_of(
+                    torch.arange(parents.shape[0], device=parents.device, dtype=torch.int64),
+                    parents,
+                )
             )
 
     def keep(self, sentences: Tensor) -> None:
-        rows = self._rows_of(sentences, torch.arange(self.plan.beams, device=sentences.device, dtype=torch.int64))
+        rows = self._rows_of(
+            sentences, torch.arange(self.plan.beams, device=sentences.device, dtype=torch.int64)
+        )
         self._rows = rows.shape[0]
         self.keep_arguments(rows)
         self.keep_cache(sentences, rows)
@@ -94,7 +106,9 @@ class Stepper:
 
     def _forward(self, ids: Tensor) -> Any:
         newest = 1 if self.kwargs["use_cache"] else None
-        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=newest, **self.kwargs)
+        inputs = self.model.prepare_inputs_for_generation(
+            ids, next_sequence_length=newest, **self.kwargs
+        )
         return self.model(**inputs, return_dict=True)
 
     def keep_arguments(self, rows: Tensor) -> None:
@@ -124,17 +138,27 @@ class Stepper:
         """
         self.kwargs = compat.arguments_of_next(self.model, outputs, self.kwargs)
         if self.kwargs.get("output_hidden_states"):
-            name = "decoder_hidden_states" if self.model.config.is_encoder_decoder else "hidden_states"
+            name = (
+                "decoder_hidden_states" if self.model.config.is_encoder_decoder else "hidden_states"
+            )
             self.last_hidden = outputs[name][-1]
         if self.outputs is not None:
             self.outputs.append({name: _repeat(repeat, outputs.get(name)) for name in _OBSERVED})
         # A copy of the last token's where there are more, as a view would keep those of the whole text.
         several = outputs.logits.shape[1] > 1
-        logits = outputs.logits[:, -1].to(dtype=torch.float32, device=self.input_ids.device, copy=several)
+        logits = outputs.logits[:, -1].to(
+            dtype=torch.float32, device=self.input_ids.device, copy=several
+        )
         return logits.repeat_interleave(repeat, 0) if repeat > 1 else logits
 
 
-_OBSERVED = ("hidden_states", "decoder_hidden_states", "attentions", "decoder_attentions", "cross_attentions")
+_OBSERVED = (
+    "hidden_states",
+    "decoder_hidden_states",
+    "attentions",
+    "decoder_attentions",
+    "cross_attentions",
+)
 
 
 def _select(rows: Tensor, value: Any) -> Any:

@@ -43,7 +43,9 @@ def fields(call: Call, model: Stepper, trace: Trace) -> dict[str, Any]:
     encoder = call.model_kwargs["encoder_outputs"]
     return found | {
         "encoder_attentions": encoder.get("attentions") if config.output_attentions else None,
-        "encoder_hidden_states": encoder.get("hidden_states") if config.output_hidden_states else None,
+        "encoder_hidden_states": encoder.get("hidden_states")
+        if config.output_hidden_states
+        else None,
         "decoder_attentions": of_steps("decoder_attentions", config.output_attentions),
         "cross_attentions": of_steps("cross_attentions", config.output_attentions),
         "decoder_hidden_states": of_steps("decoder_hidden_states", config.output_hidden_states),

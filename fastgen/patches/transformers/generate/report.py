@@ -33,7 +33,9 @@ def last_call() -> CallReport | None:
     return _last
 
 
-def note_served(patch: str, model: object, report: CallReport, left_off: tuple[str, ...] = ()) -> None:
+def note_served(
+    patch: str, model: object, report: CallReport, left_off: tuple[str, ...] = ()
+) -> None:
     """Count a call that fastgen's loop has served.
 
     Args:

@@ -25,7 +25,9 @@ def summed(chosen: list[Tensor]) -> Tensor:
     return torch.stack(chosen, 1).double().sum(1)
 
 
-def by_transformers(model: Any, inputs: dict[str, Tensor], kwargs: dict[str, Any], ends: Tensor) -> Scored:
+def by_transformers(
+    model: Any, inputs: dict[str, Tensor], kwargs: dict[str, Any], ends: Tensor
+) -> Scored:
     """The same from what `generate` returns to anybody, with the scores of all steps.
 
     Args:
@@ -38,4 +40,7 @@ def by_transformers(model: Any, inputs: dict[str, Tensor], kwargs: dict[str, Any
     ended = torch.isin(generated, ends.to(generated.device)).long()
     behind = (ended.cumsum(1) - ended) > 0
     chosen = map(chosen_of, found.scores, generated.unbind(1))
-    return Scored(found.sequences, summed([c.masked_fill(b, 0.0) for c, b in zip(chosen, behind.T, strict=True)]))
+    return Scored(
+        found.sequences,
+        summed([c.masked_fill(b, 0.0) for c, b in zip(chosen, behind.T, strict=True)]),
+    )

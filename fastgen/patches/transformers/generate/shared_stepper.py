@@ -68,7 +68,12 @@ class SharedStepper(Stepper):
         step: DecoderStep | None,
     ) -> None:
         super().__init__(model, plan, input_ids, generation_config, model_kwargs)
-        longest = generation_config.max_length - input_ids.shape[1] + (1 if step is None else step.tokens) - 1
+        longest = (
+            generation_config.max_length
+            - input_ids.shape[1]
+            + (1 if step is None else step.tokens)
+            - 1
+        )
         stock = model_kwargs[CACHE]
         self.cache: SharedCache | None = SharedCache(
             plan.sentences, plan.beams, longest, model.device, stock, memory_of(model)
@@ -77,9 +82,13 @@ class SharedStepper(Stepper):
         self.of_weights = step
         self.fused: FusedDecoder | None = None
         self.captured: CapturedModules | None = None
-        self._behind = 0  # replayed steps of modules, which the arguments of the next one do not know of yet
+        self._behind = (
+            0  # replayed steps of modules, which the arguments of the next one do not know of yet
+        )
         self.alone = plan.beams > 1 and has_own_attention(model)
-        self.first_proven = None if step is None else first_outcome(step)  # of the text's first token
+        self.first_proven = (
+            None if step is None else first_outcome(step)
+        )  # of the text's first token
 
     @property
     def returned_cache(self) -> Any:
@@ -116,7 +125,9 @@ class SharedStepper(Stepper):
         self.cache.begin_decoding()
         logits = self._taken(outputs, repeat=m)
         if self.cache.has_gaps:
-            self._leave_shared(self.cache, self.kwargs, "a layer that its modules number is not there")
+            self._leave_shared(
+                self.cache, self.kwargs, "a layer that its modules number is not there"
+            )
         elif self.of_weights is not None:
             try:
                 self.fused = FusedDecoder(self.of_weights, self.model, self.cache, self.kwargs)
@@ -134,17 +145,27 @@ class SharedStepper(Stepper):
         states, mask = kwargs["encoder_outputs"][0], source_mask(self.model, kwargs, step.dtype)
         if self.first_proven:
             _make_room(cache, step, states)
-            text, source = ([(layer.keys, layer.values) for layer in of] for of in (cache.text, cache.source))
+            text, source = (
+                [(layer.keys, layer.values) for layer in of] for of in (cache.text, cache.source)
+            )
             logits = step(ids[:, 0], first_token.first_token(text, source, mask))
-            return Seq2SeqLMOutput(logits=cast(Any, logits[:, None]), **{CACHE: cast(Any, cache.as_seen)})
+            return Seq2SeqLMOutput(
+                logits=cast(Any, logits[:, None]), **{CACHE: cast(Any, cache.as_seen)}
+            )
         outputs: Any = compat.prefill(self.model, ids, self.config, kwargs)
         if self.first_proven is None:
             found = tried(lambda: first_token.all_made(step, ids[:, 0], states, mask), step.dtype)
-            own = [each for layer in (*cache.text, *cache.source) for each in (layer.keys, layer.values)]
+            own = [
+                each
+                for layer in (*cache.text, *cache.source)
+                for each in (layer.keys, layer.values)
+            ]
             first_verdict(step, found, [outputs.logits[:, -1], *own])
         return outputs
 
-    def _is_first_token(self, cache: SharedCache, step: DecoderStep, kwargs: Mapping[str, Any]) -> bool:
+    def _is_first_token(
+        self, cache: SharedCache, step: DecoderStep, kwargs: Mapping[str, Any]
+    ) -> bool:
         """Whether the prompt is a token behind nothing but a source, of which logits alone are wanted."""
         states, mask = kwargs.get("encoder_outputs"), kwargs.get("decoder_attention_mask")
         return (
@@ -173,7 +194,12 @@ class SharedStepper(Stepper):
         if self.cache is None or self.fused is None or not self.fused.ready:
             if self.alone and self.cache is not None:
                 return self._first_alone(self.cache, ids)
-            if self.cache is not None and self.captured is not None and self._began and self.captured.able(len(ids)):
+            if (
+                self.cache is not None
+                and self.captured is not None
+                and self._began
+                and self.captured.able(len(ids))
+            ):
                 return self._of_captured(self.cache, self.captured, ids)
             return super().step(ids)
         self._note_step(ids)
@@ -206,7 +232,9 @@ class SharedStepper(Stepper):
     def report(self) -> CallReport:
         replay = self.captured if self.fused is None else self.fused.replay
         if replay is not None and replay.refused is not None:
-            self.plan = replace(self.plan, graphs=False, left_off=(*self.plan.left_off, replay.refused))
+            self.plan = replace(
+                self.plan, graphs=False, left_off=(*self.plan.left_off, replay.refused)
+            )
         return super().report()
 
     @property
@@ -288,7 +316,9 @@ class SharedStepper(Stepper):
             m, fused = self.plan.beams, self.fused
             given = {name: _every(m, value) for name, value in self.kwargs.items()}
             with cache.as_of_prompt():
-                inputs = self.model.prepare_inputs_for_generation(ids[::m], next_sequence_length=1, **given)
+                inputs = self.model.prepare_inputs_for_generation(
+                    ids[::m], next_sequence_length=1, **given
+                )
                 own = self.model(**inputs, return_dict=True).logits[:, -1]
             cache.begin_step()
             found = trial(lambda: fused(ids)[::m], cache.text, fused.step.dtype)
@@ -303,7 +333,9 @@ class SharedStepper(Stepper):
     def _leave_fused(self, reason: str) -> None:
         self.fused, left_off = None, (*self.plan.left_off, by_modules(reason))
         graphs = self.plan.graphs and self.cache is not None
-        if graphs and (reason_not := reason_not_to_capture(self.model, None, self.config, self.kwargs, None)):
+        if graphs and (
+            reason_not := reason_not_to_capture(self.model, None, self.config, self.kwargs, None)
+        ):
             graphs, left_off = False, (*left_off, not_captured(reason_not))
         self.plan = replace(self.plan, fused=False, graphs=graphs, left_off=left_off)
         if graphs and self.cache is not None:
@@ -330,7 +362,9 @@ class SharedStepper(Stepper):
         self._behind = 0
         return self.kwargs
 
-    def _of_module(self, cache: SharedCache, ids: Tensor, given: dict[str, Any], first: bool) -> Any:
+    def _of_module(
+        self, cache: SharedCache, ids: Tensor, given: dict[str, Any], first: bool
+    ) -> Any:
         """The outputs of the model's own forward."""
         ancestry = cache.ancestry
         if ancestry is None:
@@ -395,8 +429,12 @@ def _every(m: int, value: Any) -> Any:
     if m == 1:
         return value
     if isinstance(value, Tensor):
-        return value[::m].contiguous()  # once, and not in every layer that reads the encoder's output
+        return value[
+            ::m
+        ].contiguous()  # once, and not in every layer that reads the encoder's output
     if isinstance(value, Mapping):
         mapping = cast("Mapping[str, Any]", value)
-        return cast(Any, type(mapping))({k: _every(m, v) if isinstance(v, Tensor) else v for k, v in mapping.items()})
+        return cast(Any, type(mapping))(
+            {k: _every(m, v) if isinstance(v, Tensor) else v for k, v in mapping.items()}
+        )
     return value

@@ -17,7 +17,12 @@ _METHODS: dict[str, dict[str, Any]] = {
     "sampling": {"do_sample": True, "top_k": 0, "num_return_sequences": 2},
     "beam search": {"num_beams": 3, "no_repeat_ngram_size": 1},
     # Many tokens end a text, as the order of drawn candidates shows in which of them finish.
-    "beam sampling": {"num_beams": 3, "do_sample": True, "top_k": 0, "eos_token_id": list(range(2, 20))},
+    "beam sampling": {
+        "num_beams": 3,
+        "do_sample": True,
+        "top_k": 0,
+        "eos_token_id": list(range(2, 20)),
+    },
 }
 _SEED = 2
 
@@ -57,11 +62,23 @@ def _caches_differ() -> str | None:
 
             def call(model: Any = model, beams: int = beams) -> Any:
                 text = DynamicCache()
-                given = EncoderDecoderCache(text, DynamicCache()) if model.config.is_encoder_decoder else text
-                output = model.generate(
-                    **_inputs(), **{CACHE: given}, num_beams=beams, return_dict_in_generate=True, output_scores=True
+                given = (
+                    EncoderDecoderCache(text, DynamicCache())
+                    if model.config.is_encoder_decoder
+                    else text
                 )
-                return output, [state for layer in parts_of(given)[0].layers for state in (layer.keys, layer.values)]
+                output = model.generate(
+                    **_inputs(),
+                    **{CACHE: given},
+                    num_beams=beams,
+                    return_dict_in_generate=True,
+                    output_scores=True,
+                )
+                return output, [
+                    state
+                    for layer in parts_of(given)[0].layers
+                    for state in (layer.keys, layer.values)
+                ]
 
             (ours, kept), (stock, kept_by_stock) = _both(call)
             name = f"{type(model).__name__} with {beams} beams"
@@ -114,7 +131,14 @@ def _model(encoder_decoder: bool) -> Any:
 
 def _inputs() -> dict[str, Any]:
     """Two sentences, of which one is padded."""
-    ids = torch.randint(4, 64, (2, 7), generator=torch.Generator().manual_seed(_SEED), dtype=torch.int64, device="cpu")
+    ids = torch.randint(
+        4,
+        64,
+        (2, 7),
+        generator=torch.Generator().manual_seed(_SEED),
+        dtype=torch.int64,
+        device="cpu",
+    )
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     return {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 8, "pad_token_id": 1}

@@ -26,7 +26,12 @@ from fastgen.patches.transformers.generate import legacy_search
 from fastgen.patches.transformers.generate.decide import decide, held_before
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.resolve_setting import rows_at_most
-from fastgen.patches.transformers.introspection.prepared import Prepared, generates_segments, prepare, without_wrappers
+from fastgen.patches.transformers.introspection.prepared import (
+    Prepared,
+    generates_segments,
+    prepare,
+    without_wrappers,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,11 @@ class Linears:
     def __str__(self) -> str:
         if self.reason is not None:
             return f"torch's own: {self.reason}"
-        copies = f"packed copies of at most {readable(self.packed_bytes)}" if self.packed else "no copies of weights"
+        copies = (
+            f"packed copies of at most {readable(self.packed_bytes)}"
+            if self.packed
+            else "no copies of weights"
+        )
         return f"{self.routed} {self.by}, {copies}" + (
             f"; not all are packed: {self.shortage}" if self.shortage else ""
         )
@@ -91,20 +100,28 @@ class Explanation:
         else:
             rows = f"{plan.sentences} sentences x {plan.beams} rows"
             lines.append(("loop", f"fastgen's {plan.method}, {rows}"))
-            shared = "fastgen's, one per sentence" + (", shared by its rows" if plan.beams > 1 else "")
+            shared = "fastgen's, one per sentence" + (
+                ", shared by its rows" if plan.beams > 1 else ""
+            )
             lines.append(("cache", shared if plan.shared else "transformers' own, if any"))
             steps = "from the weights" if plan.fused else "through the model's own modules"
             lines.append(("decode steps", steps + (", as CUDA graphs" if plan.graphs else "")))
             if plan.not_in_c:
                 lines.append(("", f"as torch operations, not in C: {plan.not_in_c}"))
             if plan.sentences > 1:
-                lines.append(("finished sentences", "leave the batch" if plan.drop else "stay in the batch"))
+                lines.append(
+                    ("finished sentences", "leave the batch" if plan.drop else "stay in the batch")
+                )
         if self.kv_bytes is not None and self.stock_kv_bytes is not None:
             ours, stock = readable(self.kv_bytes), readable(self.stock_kv_bytes)
-            lines.append(("keys and values", f"at most {ours}, with transformers' own cache {stock}"))
+            lines.append(
+                ("keys and values", f"at most {ours}, with transformers' own cache {stock}")
+            )
         lines.append(("linear layers", str(self.linears)))
         lines += [("note", note) for note in self.notes]
-        return "\n".join([f"{self.call}.generate", *(f"  {name:<19} {text}" for name, text in lines)])
+        return "\n".join(
+            [f"{self.call}.generate", *(f"  {name:<19} {text}" for name, text in lines)]
+        )
 
 
 def explain(model: Any, **generate_kwargs: Any) -> Explanation:
@@ -138,13 +155,18 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
             )
         if legacy_search.method_of(prepared.config) is not None:
             _check_patch("transformers.generation_mode")
-        note = _check_patch({"beam": "transformers.beam_search", "sample": "transformers.sample"}[prepared.loop])
+        note = _check_patch(
+            {"beam": "transformers.beam_search", "sample": "transformers.sample"}[prepared.loop]
+        )
     except Unsupported as unsupported:
         return Explanation(type(bare).__name__, None, unsupported.reason, None, None, linears)
     ours, stock = _kv_bytes(bare, prepared, plan)
     notes = (*plan.left_off, note) if note else plan.left_off
     if generates_segments(bare):
-        notes = ("this is the first segment's first attempt: each of them comes to a loop by itself", *notes)
+        notes = (
+            "this is the first segment's first attempt: each of them comes to a loop by itself",
+            *notes,
+        )
     return Explanation(type(bare).__name__, plan, None, ours, stock, linears, notes)
 
 
@@ -157,12 +179,16 @@ def _asked(bare: Any, kwargs: dict[str, Any]) -> bild.DraftingRequest | None:
     return asked
 
 
-def _of_two_models(bare: Any, asked: bild.DraftingRequest, linears: Linears, kwargs: dict[str, Any]) -> Explanation:
+def _of_two_models(
+    bare: Any, asked: bild.DraftingRequest, linears: Linears, kwargs: dict[str, Any]
+) -> Explanation:
     """What big-little decoding would run; it raises what the call would."""
     try:
         prepared, small = prepare(bare, bare, kwargs), asked.options.small
     except Unsupported as unsupported:
-        raise ValueError(f"big-little decoding of {type(bare).__name__}: {unsupported.reason}") from None
+        raise ValueError(
+            f"big-little decoding of {type(bare).__name__}: {unsupported.reason}"
+        ) from None
     call = _call(bare, prepared)
     bild.check(call, asked)
     with torch.no_grad():
@@ -171,17 +197,26 @@ def _of_two_models(bare: Any, asked: bild.DraftingRequest, linears: Linears, kwa
             early_exit(step, asked.options.layers)  # which raises where there is no such layer
         models = [(bare, prepared, plan)]
         if small is not None:
-            given = {"generation_config": bild.settings_of_small(prepared.config), **bild.inputs_of_small(asked)}
+            given = {
+                "generation_config": bild.settings_of_small(prepared.config),
+                **bild.inputs_of_small(asked),
+            }
             of_small = prepare(small, small, given)
             models.append((small, of_small, bild.planned(_call(small, of_small))[0]))
     found = [_kv_bytes(*each) for each in models]
     ours, stock = (None if None in each else sum(each) for each in zip(*found, strict=True))
-    drafts = f"{type(small).__name__} drafts" if small is not None else f"the first {asked.options.layers} layers draft"
+    drafts = (
+        f"{type(small).__name__} drafts"
+        if small is not None
+        else f"the first {asked.options.layers} layers draft"
+    )
     if prepared.loop == "beam":
         plan = replace(plan, drop=False)  # all that has been drafted stays until the end
     else:
         plan = replace(plan, method="big-little decoding")
-    return Explanation(type(bare).__name__, plan, None, ours, stock, linears, (drafts, *plan.left_off))
+    return Explanation(
+        type(bare).__name__, plan, None, ours, stock, linears, (drafts, *plan.left_off)
+    )
 
 
 def _call(model: Any, prepared: Prepared) -> Call:
@@ -189,7 +224,14 @@ def _call(model: Any, prepared: Prepared) -> Call:
     synced, streamer = kwargs.pop("synced_gpus"), kwargs.pop("streamer")
     criteria = prepared.stopping_criteria
     return Call(
-        model, prepared.input_ids, prepared.logits_processor, criteria, prepared.config, synced, kwargs, streamer
+        model,
+        prepared.input_ids,
+        prepared.logits_processor,
+        criteria,
+        prepared.config,
+        synced,
+        kwargs,
+        streamer,
     )
 
 
@@ -218,7 +260,9 @@ def _linears(model: Any, rows: int | None) -> Linears:
         return Linears(reason=f"faster for the {rows} rows that there are at most")
     by, lacking = linear_ops.described(packed=config.settings().packs)
     is_asked = config.settings().linear == "packed" and config.settings().memory is None
-    shortage = budget.shortage_now(survey.missing_bytes) if survey.missing_bytes and not is_asked else None
+    shortage = (
+        budget.shortage_now(survey.missing_bytes) if survey.missing_bytes and not is_asked else None
+    )
     by = f"{by} ({lacking})" if lacking else by
     return Linears(survey.layers, survey.packed, survey.packed_bytes, by=by, shortage=shortage)
 
@@ -227,10 +271,16 @@ def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | t
     """What keys and values take at the maximal length, with the cache of the plan and with transformers' own."""
     text = model.config.get_text_config(decoder=True)
     layers: int = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
-    one = getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False)  # Falcon's names
-    heads: int = 1 if one else getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    one = getattr(text, "multi_query", False) and not getattr(
+        text, "new_decoder_architecture", False
+    )  # Falcon's names
+    heads: int = (
+        1 if one else getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    )
     dim: int = (
-        getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or text.hidden_size // text.num_attention_heads
+        getattr(text, "head_dim", None)
+        or getattr(text, "d_kv", None)
+        or text.hidden_size // text.num_attention_heads
     )
     entry = 2 * heads * dim * _dtype(model).itemsize
     prompt, source = prepared.input_ids, 0
@@ -242,7 +292,9 @@ def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | t
         prompt = prepared.kwargs["inputs_embeds"]
     cache = compat.cache_of(prepared.kwargs)
     # The last token is chosen but never run.
-    prefix = prompt.shape[1] + held_before(model, prepared.input_ids, prepared.config, prepared.kwargs)
+    prefix = prompt.shape[1] + held_before(
+        model, prepared.input_ids, prepared.config, prepared.kwargs
+    )
     steps = prepared.config.max_length - prepared.input_ids.shape[1] - 1
     parts = parts_of(cache)
     if not all(isinstance(part, (DynamicCache, StaticCache)) for part in parts):
@@ -259,7 +311,9 @@ def _held(cache: Any, layers: int, length: int) -> int:
     present: list[Any] = cache.layers
     if isinstance(cache, StaticCache):
         return sum(layer.max_cache_len for layer in present)
-    return sum(held(layer, length) for layer in present) if len(present) == layers else layers * length
+    return (
+        sum(held(layer, length) for layer in present) if len(present) == layers else layers * length
+    )
 
 
 def _dtype(model: Any) -> torch.dtype:

@@ -48,7 +48,11 @@ def wanted() -> bool:
 
 
 def both_ways(
-    accelerated: Callable[..., Any], original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    accelerated: Callable[..., Any],
+    original: Callable[..., Any],
+    model: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Run ``accelerated(original, model, ...)``, then ``original(model, ...)``; report what differs.
 
@@ -130,7 +134,10 @@ def _by_name(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 
 def _copied(call: dict[str, Any]) -> dict[str, Any]:
     """The arguments with mappings of their own, as `generate` expands the encoder's outputs in place."""
-    return {name: copy.copy(value) if issubclass(type(value), dict) else value for name, value in call.items()}
+    return {
+        name: copy.copy(value) if issubclass(type(value), dict) else value
+        for name, value in call.items()
+    }
 
 
 def _reason_not_to_repeat(model: Any, call: dict[str, Any]) -> str | None:
@@ -139,13 +146,18 @@ def _reason_not_to_repeat(model: Any, call: dict[str, Any]) -> str | None:
     for name in (*sorted(CACHE_ARGUMENTS), "assistant_model", "custom_generate"):
         if call.get(name) is not None:
             return f"{name} is given"
-    stateful = rowwise(call.get("logits_processor") or ()) or known(call.get("stopping_criteria") or ())
+    stateful = rowwise(call.get("logits_processor") or ()) or known(
+        call.get("stopping_criteria") or ()
+    )
     if stateful is not None:
         return f"{stateful} may keep a state"
     if (method := legacy_search.method_of(Settings(model, call))) is not None:
         return f"transformers has no {method}"
     configs = (call.get("generation_config") or model.generation_config, model.generation_config)
-    if any(limit is not None for limit in (call.get("max_time"), *(getattr(c, "max_time", None) for c in configs))):
+    if any(
+        limit is not None
+        for limit in (call.get("max_time"), *(getattr(c, "max_time", None) for c in configs))
+    ):
         return "max_time ends it by the clock"
     return None
 
@@ -176,7 +188,9 @@ def _restored(model: Any) -> Generator[None]:
 def _comparable(ours: _Outcome, stock: _Outcome) -> bool:
     """Whether there are tokens, or an exception, to compare."""
     return any(
-        outcome.error is not None or isinstance(outcome.output, Tensor) or hasattr(outcome.output, "sequences")
+        outcome.error is not None
+        or isinstance(outcome.output, Tensor)
+        or hasattr(outcome.output, "sequences")
         for outcome in (ours, stock)
     )
 
@@ -185,7 +199,11 @@ def _compare(model: Any, ours: _Outcome, stock: _Outcome) -> Divergence | _Part 
     if ours.error is not None or stock.error is not None:
         raised = [type(outcome.error).__name__ for outcome in (ours, stock)]
         same = raised[0] == raised[1]
-        return None if same else Divergence(f"fastgen raised {ours.error!r}, transformers {stock.error!r}")
+        return (
+            None
+            if same
+            else Divergence(f"fastgen raised {ours.error!r}, transformers {stock.error!r}")
+        )
     if type(ours.output) is not type(stock.output):
         kinds = [type(outcome.output).__name__ for outcome in (ours, stock)]
         return Divergence(f"fastgen returned {kinds[0]}, transformers {kinds[1]}")
@@ -199,7 +217,9 @@ def _first_difference(ours: Any, stock: Any) -> _Part | Divergence | None:
     if torch.equal(ours, stock):
         return None
     if ours.shape[0] != stock.shape[0]:
-        return Divergence(f"fastgen returned {ours.shape[0]} sequences, transformers {stock.shape[0]}")
+        return Divergence(
+            f"fastgen returned {ours.shape[0]} sequences, transformers {stock.shape[0]}"
+        )
     rows: list[tuple[list[int], list[int]]] = list(zip(ours.tolist(), stock.tolist(), strict=True))
     for row, (mine, theirs) in enumerate(rows):
         for place in range(max(len(mine), len(theirs))):
@@ -212,22 +232,34 @@ def _first_difference(ours: Any, stock: Any) -> _Part | Divergence | None:
 def _scores_apart(model: Any, ours: Any, stock: Any) -> Divergence | None:
     """The first score that is another. In low precision beams may swap places, which no token shows."""
     tolerance = 1e-9 if model.dtype == torch.float64 else NEAR_TIE.get(model.dtype, 1e-4)
-    per_step = ("scores", "logits") if model.dtype == torch.float64 or "beam_indices" not in stock else ()
+    per_step = (
+        ("scores", "logits") if model.dtype == torch.float64 or "beam_indices" not in stock else ()
+    )
     for name in ("sequences_scores", *per_step):
         pairs = [output.get(name) for output in (ours, stock)]
-        mine, theirs = ([value] if isinstance(value, Tensor) else list(value or ()) for value in pairs)
+        mine, theirs = (
+            [value] if isinstance(value, Tensor) else list(value or ()) for value in pairs
+        )
         if len(mine) != len(theirs):
-            return Divergence(f"fastgen returned {len(mine)} steps of {name}, transformers {len(theirs)}")
+            return Divergence(
+                f"fastgen returned {len(mine)} steps of {name}, transformers {len(theirs)}"
+            )
         for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             if a.shape != b.shape:
-                return Divergence(f"{name}: shape {tuple(a.shape)} from fastgen, {tuple(b.shape)} from transformers")
+                return Divergence(
+                    f"{name}: shape {tuple(a.shape)} from fastgen, {tuple(b.shape)} from transformers"
+                )
             if not torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True):
                 gap = float((a.double() - b.double()).nan_to_num(0.0, math.inf).abs().max())
-                return Divergence(f"equal tokens, but {name} of step {step} differ by up to {gap:.1e}")
+                return Divergence(
+                    f"equal tokens, but {name} of step {step} differ by up to {gap:.1e}"
+                )
     return None
 
 
-def _described(model: Any, original: Callable[..., Any], call: dict[str, Any], part: _Part) -> Divergence:
+def _described(
+    model: Any, original: Callable[..., Any], call: dict[str, Any], part: _Part
+) -> Divergence:
     """Say where the outputs part, and by how little, from the scores of another run of the toolkit's own code."""
     config: Any = compat.prepare_config(model, call.get("generation_config"), _options(call))
     beams, per_sentence = config.num_beams, config.num_return_sequences
@@ -237,7 +269,9 @@ def _described(model: Any, original: Callable[..., Any], call: dict[str, Any], p
     try:
         run = original(model, **_copied(call) | tells)
     except Exception as error:  # the scores of all steps may not fit into memory
-        return Divergence(f"{_place(part, per_sentence)}; no scores, as {type(error).__name__} was raised")
+        return Divergence(
+            f"{_place(part, per_sentence)}; no scores, as {type(error).__name__} was raised"
+        )
     sentence, rank = divmod(part.row, per_sentence)
     row = sentence * max(beams, per_sentence) + rank
     text = f"{_place(part, per_sentence)}; in transformers' own scores they are {_gap(run, part, row):.1e} apart"
@@ -251,7 +285,13 @@ def _described(model: Any, original: Callable[..., Any], call: dict[str, Any], p
 
 def _options(call: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call that may belong to its GenerationConfig."""
-    named = ("inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+    named = (
+        "inputs",
+        "generation_config",
+        "logits_processor",
+        "stopping_criteria",
+        "prefix_allowed_tokens_fn",
+    )
     return {name: value for name, value in call.items() if name not in named}
 
 

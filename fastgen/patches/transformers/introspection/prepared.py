@@ -60,7 +60,9 @@ def prepare(bare: Any, model: Any, kwargs: dict[str, Any]) -> Prepared:
     Raises:
         Unsupported: it would not come to a loop that is patched.
     """
-    if legacy_search.method_of(Settings(model, kwargs)) is None:  # these methods decode for any model, or say why not
+    if (
+        legacy_search.method_of(Settings(model, kwargs)) is None
+    ):  # these methods decode for any model, or say why not
         check_model(bare)
     generate = cast(Any, type(bare)).generate
     if generate is not _MIXIN.generate and not generates_segments(bare):
@@ -85,13 +87,20 @@ def generates_segments(bare: Any) -> bool:
     """Whether a model's own `generate`, which is transformers', calls that of all models for each segment."""
     family = family_of(bare.config.model_type)
     generate = cast(Any, type(bare)).generate
-    return family is not None and family.segments and generate is not _MIXIN.generate and is_toolkits(generate)
+    return (
+        family is not None
+        and family.segments
+        and generate is not _MIXIN.generate
+        and is_toolkits(generate)
+    )
 
 
 def _arguments_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `generate`, of which it may change what it likes."""
     kwargs = {
-        name: value for name, value in kwargs.items() if name not in getattr(model, "special_peft_forward_args", ())
+        name: value
+        for name, value in kwargs.items()
+        if name not in getattr(model, "special_peft_forward_args", ())
     }
     for name in ("encoder_outputs", *compat.CACHE_ARGUMENTS):  # which `generate` changes in place
         if kwargs.get(name) is not None:
@@ -115,7 +124,9 @@ def _probe(model: Any, generation_config: Any) -> Any:
 
     kind = cast(Any, type(model))
     methods: dict[str, Any] = {
-        name: _loop(name) for name in GENERATION_MODES_MAPPING.values() if name in _LOOPS or not _is_repository(name)
+        name: _loop(name)
+        for name in GENERATION_MODES_MAPPING.values()
+        if name in _LOOPS or not _is_repository(name)
     }
     methods |= {
         "__module__": kind.__module__,
@@ -168,7 +179,9 @@ def _loop(name: str) -> Callable[..., NoReturn]:
         kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
         loop = _LOOPS[name]
         config = bounded(loop, generation_config, stopping_criteria)
-        raise _Reached(Prepared(loop, input_ids, logits_processor, stopping_criteria, config, kwargs))
+        raise _Reached(
+            Prepared(loop, input_ids, logits_processor, stopping_criteria, config, kwargs)
+        )
 
     return prepared
 
@@ -176,12 +189,19 @@ def _loop(name: str) -> Callable[..., NoReturn]:
 _MIXIN: Any = GenerationMixin  # whose methods are typed for models that no class of transformers is
 
 _LOOPS = dict(compat.LOOPS)
-for _mode, _loop_mode in legacy_search.MODES.items():  # by names of their own, as nothing is patched here
+for (
+    _mode,
+    _loop_mode,
+) in legacy_search.MODES.items():  # by names of their own, as nothing is patched here
     _LOOPS[GENERATION_MODES_MAPPING[_mode]] = _LOOPS[GENERATION_MODES_MAPPING[_loop_mode]]
 
 
 def _repository(self: Any, mode: Any, *args: Any) -> str | None:
-    return None if mode in legacy_search.MODES else getattr(_MIXIN, compat.REPOSITORY)(self, mode, *args)
+    return (
+        None
+        if mode in legacy_search.MODES
+        else getattr(_MIXIN, compat.REPOSITORY)(self, mode, *args)
+    )
 
 
 def _load_custom_generate(self: Any, repository: str, *args: Any, **kwargs: Any) -> Any:
@@ -200,9 +220,13 @@ def _without_images(self: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _any_language(self: Any, generation_config: Any, **inputs: Any) -> Tensor:
     """A language for each text, without looking at it."""
-    given: Any = next(value for value in inputs.values() if value is not None and not isinstance(value, int))
+    given: Any = next(
+        value for value in inputs.values() if value is not None and not isinstance(value, int)
+    )
     rows = len(given if isinstance(given, Tensor) else given[0])
-    return torch.full((rows,), next(iter(generation_config.lang_to_id.values())), dtype=torch.int64, device="cpu")
+    return torch.full(
+        (rows,), next(iter(generation_config.lang_to_id.values())), dtype=torch.int64, device="cpu"
+    )
 
 
 def _as_they_are(self: Any, input_ids: Tensor, *args: Any) -> Tensor:

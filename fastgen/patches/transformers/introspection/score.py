@@ -62,12 +62,22 @@ def score(
     ids = list(_rows("texts", texts, tokenizer, "text" if sources is None else "text_target"))
     given = None if sources is None else list(_rows("sources", sources, tokenizer, "text"))
     _check(model, ids, given, max_length, stride, max_tokens)
-    longest = max_length or getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = max_length or getattr(
+        model.config.get_text_config(decoder=True), "max_position_embeddings", None
+    )
     if stride is not None and longest is not None and stride >= longest:
-        raise ValueError(f"stride={stride}: from 1 to below {longest}, as many as there can be, or tokens are left out")
-    windows = [window for number, text in enumerate(ids) for window in _windows(number, len(text), longest, stride)]
+        raise ValueError(
+            f"stride={stride}: from 1 to below {longest}, as many as there can be, or tokens are left out"
+        )
+    windows = [
+        window
+        for number, text in enumerate(ids)
+        for window in _windows(number, len(text), longest, stride)
+    ]
     if given is not None and len(windows) > len(ids):
-        raise ValueError(f"a target of {max(map(len, ids))} tokens, where {longest} is the most there can be")
+        raise ValueError(
+            f"a target of {max(map(len, ids))} tokens, where {longest} is the most there can be"
+        )
     wide = torch.promote_types(model.dtype, torch.float32)
     scores = [torch.full((len(text),), torch.nan, dtype=wide, device="cpu") for text in ids]
 
@@ -113,7 +123,9 @@ def _rows(name: str, texts: Iterable[Any], tokenizer: Any, argument: str) -> Ite
 def _ids(text: Any) -> Tensor:
     found = torch.as_tensor(text, dtype=torch.int64, device="cpu")
     if found.dim() != 1 or not len(found):
-        raise ValueError(f"a text is a row of at least one token id; one has the shape {tuple(found.shape)}")
+        raise ValueError(
+            f"a text is a row of at least one token id; one has the shape {tuple(found.shape)}"
+        )
     return found
 
 
@@ -131,7 +143,9 @@ def _check(
     if max_length is not None and max_length < 2:
         raise ValueError(f"max_length={max_length}: a token and one before it are the least")
     if stride is not None and (stride < 1 or (max_length is not None and stride >= max_length)):
-        raise ValueError(f"stride={stride}: from 1 to below max_length={max_length}, or tokens have none before them")
+        raise ValueError(
+            f"stride={stride}: from 1 to below max_length={max_length}, or tokens have none before them"
+        )
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens}: 1 is the least")
 
@@ -159,7 +173,11 @@ def _batches(windows: Sequence[_Window], max_tokens: int) -> Iterator[list[_Wind
 
 
 def _of_batch(
-    model: Any, head: "_Head", batch: Sequence[_Window], ids: Sequence[Tensor], sources: Sequence[Tensor] | None
+    model: Any,
+    head: "_Head",
+    batch: Sequence[_Window],
+    ids: Sequence[Tensor],
+    sources: Sequence[Tensor] | None,
 ) -> Iterator[Tensor]:
     """Yield the log-probabilities of each window's scored tokens; NaN for a token that nothing precedes."""
     device = model.device
@@ -170,10 +188,15 @@ def _of_batch(
     else:
         from_ids, from_mask = _padded([sources[window.text] for window in batch], device)
         shifted = _behind_start(model, padded.where(mask.bool(), -100))
-        hidden, before = head.hidden(input_ids=from_ids, attention_mask=from_mask, decoder_input_ids=shifted), 0
+        hidden, before = (
+            head.hidden(input_ids=from_ids, attention_mask=from_mask, decoder_input_ids=shifted),
+            0,
+        )
     for row, (window, text) in enumerate(zip(batch, texts, strict=True)):
         first = max(before, window.scored - window.start)
-        found = head.scores(hidden[row, first - before : len(text) - before], text[first:].to(device))
+        found = head.scores(
+            hidden[row, first - before : len(text) - before], text[first:].to(device)
+        )
         missing = window.end - window.scored - len(found)
         yield torch.cat([found.new_full((missing,), torch.nan), found])
 
@@ -208,10 +231,14 @@ class _Head:
             self._prove({name: value[:1, :8] for name, value in inputs.items()})
         return self._states(**inputs)
 
-    def _states(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor | None = None) -> Tensor:
+    def _states(
+        self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor | None = None
+    ) -> Tensor:
         model = self.model
         if decoder_input_ids is None:
-            return model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)[0]
+            return model.base_model(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+            )[0]
         source = model.get_encoder()(input_ids=input_ids, attention_mask=attention_mask)[0]
         return model.get_decoder()(
             input_ids=decoder_input_ids, encoder_hidden_states=source, encoder_attention_mask=attention_mask,
@@ -241,8 +268,12 @@ class _Head:
         model = self.model
         if self.layout is None or self.layout.mask is not None:
             known = sorted(name for name, layout in LAYOUTS.items() if layout.mask is None)
-            raise ValueError(f"model type {model.config.model_type!r} is none of {', '.join(known)}")
+            raise ValueError(
+                f"model type {model.config.model_type!r} is none of {', '.join(known)}"
+            )
         own = model(**inputs, use_cache=False).logits[0]
         if agree(self._logits(self._states(**inputs)[0]), own) is not True:
-            raise ValueError(f"{type(model).__name__} makes its logits otherwise than others of its family")
+            raise ValueError(
+                f"{type(model).__name__} makes its logits otherwise than others of its family"
+            )
         self.proven = True

@@ -41,7 +41,9 @@ class BeamStreamer(BaseStreamer):
         """
         if self.beams and value.dim() > 1:
             if value.shape[0] > self.beams:
-                raise ValueError(f"a streamer follows one text, and the batch has {value.shape[0] // self.beams}")
+                raise ValueError(
+                    f"a streamer follows one text, and the batch has {value.shape[0] // self.beams}"
+                )
             value = value[:1]
         self.streamer.put(value)
 
@@ -86,7 +88,9 @@ def _note_other(model: Any, mode: Any, config: Any) -> None:
     if GENERATION_MODES_MAPPING.get(mode) in compat.LOOPS:
         return
     name = (
-        "prompt lookup decoding" if config.prompt_lookup_num_tokens is not None else _NAMES.get(mode) or str(mode.value)
+        "prompt lookup decoding"
+        if config.prompt_lookup_num_tokens is not None
+        else _NAMES.get(mode) or str(mode.value)
     )
     reason = f"{name} runs transformers' own loop"
     engine.fallback("transformers.generate", reason, (type(model).__name__, name))
@@ -115,6 +119,8 @@ def accepted(model: Any, mode: Any, config: Any, mode_kwargs: dict[str, Any]) ->
     check_model(model)
     check_call(model, "beam", None, config, mode_kwargs)
     if config.num_return_sequences > 1:
-        raise ValueError(f"a streamer follows one text, and num_return_sequences is {config.num_return_sequences}")
+        raise ValueError(
+            f"a streamer follows one text, and num_return_sequences is {config.num_return_sequences}"
+        )
     streamer.beams = config.num_beams
     return {name: value for name, value in mode_kwargs.items() if name != "streamer"}

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.decoding.batching.continuous_batching import Cohort, Occupancy, advance, reason_not_to_refill
+from fastgen.decoding.batching.continuous_batching import (
+    Cohort,
+    Occupancy,
+    advance,
+    reason_not_to_refill,
+)
 from fastgen.models.cuda_graphs.replay import JointReplay
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.models.routing.routes import routed
@@ -58,10 +63,23 @@ class Refill:
     """
 
     def __init__(
-        self, model: Any, tokens: int, generate: Callable[[Batch], Any], config: Any, kwargs: dict[str, Any]
+        self,
+        model: Any,
+        tokens: int,
+        generate: Callable[[Batch], Any],
+        config: Any,
+        kwargs: dict[str, Any],
     ) -> None:
-        self.model, self.tokens, self.generate, self.config, self.kwargs = model, tokens, generate, config, kwargs
-        self.refused: str | None = None  # why batches run one after the other, as far as it is known
+        self.model, self.tokens, self.generate, self.config, self.kwargs = (
+            model,
+            tokens,
+            generate,
+            config,
+            kwargs,
+        )
+        self.refused: str | None = (
+            None  # why batches run one after the other, as far as it is known
+        )
         self.occupancy = Occupancy()
 
     def run(self, take: Callable[[int], Batch | None]) -> list[tuple[Batch, Any]]:
@@ -88,10 +106,14 @@ class Refill:
                 self.refused = NO_MEMORY
         if begun:  # out of the handler, so that nothing holds on to what the batches had made
             count = sum(len(batch.places) for batch in begun)
-            _logger.warning("not enough memory for batches side by side: %d sentences begin anew", count)
+            _logger.warning(
+                "not enough memory for batches side by side: %d sentences begin anew", count
+            )
             make_room()
         while (batch := begun.pop(0) if begun else take(self.tokens)) is not None:
-            done.append((batch, self._call(batch, self.refused or "batches run one after the other")))
+            done.append(
+                (batch, self._call(batch, self.refused or "batches run one after the other"))
+            )
         return done
 
     def _side_by_side(
@@ -125,7 +147,9 @@ class Refill:
         else:
             done.append((batch, found))
 
-    def _advance(self, running: list[_Running], replay: JointReplay, done: list[tuple[Batch, Any]]) -> None:
+    def _advance(
+        self, running: list[_Running], replay: JointReplay, done: list[tuple[Batch, Any]]
+    ) -> None:
         """Make a step of all that run."""
         for cohort in advance(running, replay):
             self.occupancy.note(cohort)

@@ -20,7 +20,12 @@ from fastgen.patches.transformers.generate.generation_call import in_part
 from fastgen.patches.transformers.generate.legacy_search import method_of
 from fastgen.patches.transformers.generate.logits_processors import fill_of, has_rows
 from fastgen.patches.transformers.generate.sequence_scores import Scored
-from fastgen.patches.transformers.introspection.prepared import Prepared, generates_segments, prepare, without_wrappers
+from fastgen.patches.transformers.introspection.prepared import (
+    Prepared,
+    generates_segments,
+    prepare,
+    without_wrappers,
+)
 from fastgen.patches.transformers.streaming import suspend
 
 _Generate = Callable[..., Any]
@@ -29,7 +34,9 @@ _Generate = Callable[..., Any]
 def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `generate`; where memory runs out, run it on halves of the batch if nobody can tell."""
     given = kwargs.get("encoder_outputs")
-    untouched = {} if given is None else {"encoder_outputs": copy.copy(given)}  # `generate` repeats its rows in place
+    untouched = (
+        {} if given is None else {"encoder_outputs": copy.copy(given)}
+    )  # `generate` repeats its rows in place
     try:
         return original(model, *args, **kwargs)
     except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -44,7 +51,9 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
             raise
     # Out of the handler, so that nothing holds on to what the call had made.
     sentences = prepared.sentences
-    _logger.warning("not enough memory for a batch of %d sentences: it is generated in halves", sentences)
+    _logger.warning(
+        "not enough memory for a batch of %d sentences: it is generated in halves", sentences
+    )
     engine.hit("transformers.generate", [f"a batch at once: {NO_MEMORY}"])
     fill = fill_of("sample" if method_of(prepared.config) else prepared.loop, prepared.config)
     del prepared
@@ -54,7 +63,13 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
     parts: list[Any] = []
     for at in (slice(0, half), slice(half, sentences)):
         with in_part(at.start):
-            parts.append(generate(original, model, **{name: _part(name, value, at) for name, value in kwargs.items()}))
+            parts.append(
+                generate(
+                    original,
+                    model,
+                    **{name: _part(name, value, at) for name, value in kwargs.items()},
+                )
+            )
     return _joined(parts, fill)
 
 
@@ -80,14 +95,23 @@ def _separable(model: Any, kwargs: dict[str, Any]) -> Prepared | None:
         or any(map(has_rows, kwargs.get("logits_processor") or ()))
         or not plan.drop
         or (isinstance(start, list | tuple | Tensor) and len(cast(Any, start)) > 1)
-        or (of_sentences(prepared.config.forced_bos_token_id) is not None and kwargs.get(_FIRST) is None)
+        or (
+            of_sentences(prepared.config.forced_bos_token_id) is not None
+            and kwargs.get(_FIRST) is None
+        )
     )
     timed = any(isinstance(criterion, MaxTimeCriteria) for criterion in prepared.stopping_criteria)
-    divisible = all(_is_divisible(name, value, prepared.sentences) for name, value in kwargs.items())
+    divisible = all(
+        _is_divisible(name, value, prepared.sentences) for name, value in kwargs.items()
+    )
     return None if whole or timed or not divisible else prepared
 
 
-_SETTINGS = frozenset(GenerationConfig().to_dict()) | {"generation_config", "logits_processor", "stopping_criteria"}
+_SETTINGS = frozenset(GenerationConfig().to_dict()) | {
+    "generation_config",
+    "logits_processor",
+    "stopping_criteria",
+}
 _FIRST = "forced_bos_token_id"
 _BY_SENTENCE = {
     "inputs", "input_ids", "attention_mask", "inputs_embeds", "encoder_outputs", "decoder_input_ids",
@@ -99,14 +123,20 @@ def _is_divisible(name: str, value: Any, sentences: int) -> bool:
     """Whether an argument is one for all sentences, or has an entry for each."""
     if value is None or name in _SETTINGS:
         return True
-    parts = list(cast("Mapping[str, Any]", value).values()) if isinstance(value, Mapping) else [value]
-    rows = [isinstance(part, Tensor) and part.dim() > 0 and part.shape[0] == sentences for part in parts]
+    parts = (
+        list(cast("Mapping[str, Any]", value).values()) if isinstance(value, Mapping) else [value]
+    )
+    rows = [
+        isinstance(part, Tensor) and part.dim() > 0 and part.shape[0] == sentences for part in parts
+    ]
     return name in _BY_SENTENCE and all(rows)
 
 
 def _part(name: str, value: Any, at: slice) -> Any:
     """Some sentences of an argument, if it is one that has an entry for each."""
-    if value is None or (name not in _BY_SENTENCE and (name != _FIRST or of_sentences(value) is None)):
+    if value is None or (
+        name not in _BY_SENTENCE and (name != _FIRST or of_sentences(value) is None)
+    ):
         return value
     if isinstance(value, Mapping):
         parts = cast("Mapping[str, Tensor]", value)
@@ -117,7 +147,12 @@ def _part(name: str, value: Any, at: slice) -> Any:
 def _joined(parts: list[Any], fill: int) -> Any:
     """Sequences (N, L) below each other, the shorter ones filled up; with their scores, where all have them."""
     if all(isinstance(part, Scored) for part in parts):
-        return Scored(_joined([part.sequences for part in parts], fill), torch.cat([part.scores for part in parts]))
+        return Scored(
+            _joined([part.sequences for part in parts], fill),
+            torch.cat([part.scores for part in parts]),
+        )
     parts = [part.sequences if isinstance(part, Scored) else part for part in parts]
     longest = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1]), value=fill) for part in parts])
+    return torch.cat(
+        [torch.nn.functional.pad(part, (0, longest - part.shape[1]), value=fill) for part in parts]
+    )

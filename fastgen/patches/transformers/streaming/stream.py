@@ -100,31 +100,43 @@ class _Stream:
         self.drafts = False
         if self.first is not None:
             kwargs[_FIRST] = 0  # each batch says its own
-            self.drafts = bild_call.options_of(model, dict(kwargs)) is not None  # which has one for all of a batch
+            self.drafts = (
+                bild_call.options_of(model, dict(kwargs)) is not None
+            )  # which has one for all of a batch
         config = compat.prepare_config(model, kwargs.get("generation_config"), _settings(kwargs))
         if config.return_dict_in_generate:
             raise TypeError("return_dict_in_generate=True: a stream yields sequences alone")
         for name in _REFUSED & set(kwargs):
             raise TypeError(f"{name}: a stream cannot have it")
         if not self.encoder_decoder and config.max_new_tokens is None:
-            raise TypeError("max_new_tokens is needed: a prompt's padding would count in max_length")
+            raise TypeError(
+                "max_new_tokens is needed: a prompt's padding would count in max_length"
+            )
         if not self.encoder_decoder and config.min_length:
-            raise TypeError(f"min_length = {config.min_length} would count a prompt's padding; say min_new_tokens")
+            raise TypeError(
+                f"min_length = {config.min_length} would count a prompt's padding; say min_new_tokens"
+            )
         # Padding before a prompt is text to whoever looks at single tokens, or is the caller's own.
         sees_padding = (
             config.no_repeat_ngram_size == 1
             or config.forced_bos_token_id is not None
-            or (config.repetition_penalty not in (None, 1.0) and not INSTALLED.penalty_skips_padding)
+            or (
+                config.repetition_penalty not in (None, 1.0) and not INSTALLED.penalty_skips_padding
+            )
             or "logits_processor" in kwargs
         )
         self.alike = sees_padding and not self.encoder_decoder
         ends = config.eos_token_id
-        self.ends = torch.tensor([] if ends is None else ends, dtype=torch.int64, device="cpu").flatten()
+        self.ends = torch.tensor(
+            [] if ends is None else ends, dtype=torch.int64, device="cpu"
+        ).flatten()
         fill = config.pad_token_id
         self.fill = int(self.ends[0] if fill is None and len(self.ends) else fill or 0)
         self.copies = config.num_return_sequences or 1
         if on_tokens is not None and self.copies > 1:
-            raise ValueError(f"on_tokens follows one text of a sentence, and num_return_sequences is {self.copies}")
+            raise ValueError(
+                f"on_tokens follows one text of a sentence, and num_return_sequences is {self.copies}"
+            )
         self.scores, self.config = scores, config
         self.by_transformers = False  # whether scores are known not to come from a loop of ours
 
@@ -151,7 +163,9 @@ class _Stream:
                 sentences.append(_ids(next(read)))
             except StopIteration:
                 break
-            except Exception as of_next:  # comes behind what is yielded for those that have been read
+            except (
+                Exception
+            ) as of_next:  # comes behind what is yielded for those that have been read
                 if not sentences:
                     raise
                 error = of_next
@@ -160,11 +174,19 @@ class _Stream:
                     first.append(self.first.take())
         if self.first is not None and error is None and len(sentences) < self.window:
             self.first.end()
-        apart = self.first is not None and (self.drafts or not engine.is_applied("transformers.first_tokens"))
-        return _Waiting(sentences, first, self.max_tokens, self.alike, apart, error) if sentences else None
+        apart = self.first is not None and (
+            self.drafts or not engine.is_applied("transformers.first_tokens")
+        )
+        return (
+            _Waiting(sentences, first, self.max_tokens, self.alike, apart, error)
+            if sentences
+            else None
+        )
 
     def _generate(self, batch: Batch) -> Any:
-        ids = torch.full((len(batch.sentences), batch.width), self.fill, dtype=torch.int64, device="cpu")
+        ids = torch.full(
+            (len(batch.sentences), batch.width), self.fill, dtype=torch.int64, device="cpu"
+        )
         mask = torch.zeros_like(ids)
         for row, sentence in enumerate(batch.sentences):
             padding = batch.width - len(sentence)
@@ -193,7 +215,9 @@ class _Stream:
         def tell(row: int, place: int, ids: Sequence[int]) -> None:
             self._tell(begun + batch.places[row], place, ids)
 
-        return requesting(self.model, wanted=wanted and is_wanted, on_tokens=self.on_tokens and tell)
+        return requesting(
+            self.model, wanted=wanted and is_wanted, on_tokens=self.on_tokens and tell
+        )
 
     def _tell(self, number: int, place: int, tokens: Sequence[int]) -> None:
         """Tell tokens of a sentence from a place on, but those that are known: a batch may have begun anew."""
@@ -260,9 +284,16 @@ class _Waiting:
         self, sentences: list[Tensor], first: list[int], max_tokens: int, alike: bool, apart: bool,
         error: Exception | None,
     ) -> None:  # fmt: skip
-        self.sentences, self.first, self.max_tokens, self.error = sentences, first, max_tokens, error
+        self.sentences, self.first, self.max_tokens, self.error = (
+            sentences,
+            first,
+            max_tokens,
+            error,
+        )
         lengths = [len(sentence) for sentence in sentences]
-        self.kinds = [(first[i] if apart else 0, length if alike else 0) for i, length in enumerate(lengths)]
+        self.kinds = [
+            (first[i] if apart else 0, length if alike else 0) for i, length in enumerate(lengths)
+        ]
         self.order = sorted(range(len(sentences)), key=lambda i: (self.kinds[i][0], -lengths[i]))
 
     def take(self, room: int) -> Batch | None:
@@ -280,7 +311,11 @@ class _Waiting:
         self.order = self.order[len(places) :]
         if not places:
             return None
-        return Batch(places, [self.sentences[i] for i in places], [self.first[i] for i in places] if self.first else [])
+        return Batch(
+            places,
+            [self.sentences[i] for i in places],
+            [self.first[i] for i in places] if self.first else [],
+        )
 
 
 _FIRST = "forced_bos_token_id"
@@ -305,5 +340,7 @@ def _ids(sentence: Sequence[int] | Tensor) -> Tensor:
         raise TypeError(f"token ids must be integers, not {ids.dtype}")
     ids = ids.to(torch.int64)
     if ids.dim() != 1 or len(ids) == 0:
-        raise ValueError(f"a sentence must be one row of at least one token id, not of shape {tuple(ids.shape)}")
+        raise ValueError(
+            f"a sentence must be one row of at least one token id, not of shape {tuple(ids.shape)}"
+        )
     return ids

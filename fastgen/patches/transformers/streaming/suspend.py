@@ -67,7 +67,9 @@ def refuse(model: Any, reason: str) -> None:
         request.refused = request.refused or reason
 
 
-def decide(model: Any, plan: Plan, step: DecoderStep | None, criteria: Sequence[Any]) -> tuple[bool, str | None]:
+def decide(
+    model: Any, plan: Plan, step: DecoderStep | None, criteria: Sequence[Any]
+) -> tuple[bool, str | None]:
     """Whether a loop pauses; if it was asked to and does not, what to count."""
     request = call_of(model).suspension
     if request is None:
@@ -76,7 +78,9 @@ def decide(model: Any, plan: Plan, step: DecoderStep | None, criteria: Sequence[
     return reason is None, None if reason is None else left_empty(reason)
 
 
-def _reason_not_to_pause(request: Request, plan: Plan, step: DecoderStep | None, criteria: Sequence[Any]) -> str | None:
+def _reason_not_to_pause(
+    request: Request, plan: Plan, step: DecoderStep | None, criteria: Sequence[Any]
+) -> str | None:
     if step is None or not plan.fused:
         return "decode steps are not made from the weights"
     if step.tokens > 1:

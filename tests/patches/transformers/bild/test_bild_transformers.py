@@ -49,7 +49,9 @@ def pair(family: str, seed: int = 0, apart: float = 0.1) -> tuple[Any, Any]:
     return large, small
 
 
-def scores_of(model: Any, inputs: dict[str, Tensor], row: int, edit: Callable[[Tensor, Tensor], Tensor]) -> Scores:
+def scores_of(
+    model: Any, inputs: dict[str, Tensor], row: int, edit: Callable[[Tensor, Tensor], Tensor]
+) -> Scores:
     """What a model says of the token behind a text of one row: uncached, unpadded, by its own forward."""
     source = inputs["input_ids"][row][inputs["attention_mask"][row].bool()][None]
     prompt = zoo.START if model.config.is_encoder_decoder else None
@@ -88,9 +90,16 @@ def expected(
     return found
 
 
-def generated(large: Any, inputs: dict[str, Tensor], **options: Any) -> list[tuple[list[int], dict[str, int]]]:
+def generated(
+    large: Any, inputs: dict[str, Tensor], **options: Any
+) -> list[tuple[list[int], dict[str, int]]]:
     """The tokens of each row, and its counts, by `generate`."""
-    settings = {"max_new_tokens": NEW, "eos_token_id": ENDS, "num_beams": 1, "return_dict_in_generate": True}
+    settings = {
+        "max_new_tokens": NEW,
+        "eos_token_id": ENDS,
+        "num_beams": 1,
+        "return_dict_in_generate": True,
+    }
     output = large.generate(**inputs, **settings | options)
     start = 1 if large.config.is_encoder_decoder else inputs["input_ids"].shape[1]
     found: list[tuple[list[int], dict[str, int]]] = []
@@ -98,7 +107,9 @@ def generated(large: Any, inputs: dict[str, Tensor], **options: Any) -> list[tup
         end = next((i + 1 for i, token in enumerate(ids) if token in ENDS), len(ids))
         assert set(ids[end:]) <= {zoo.PAD}
         assert int(output.bild["tokens"][row]) == end
-        counts = {name: int(output.bild[name][row]) for name in ("drafted", "fallbacks", "rollbacks")}
+        counts = {
+            name: int(output.bild[name][row]) for name in ("drafted", "fallbacks", "rollbacks")
+        }
         found.append((ids[:end], counts))
     return found
 
@@ -106,7 +117,9 @@ def generated(large: Any, inputs: dict[str, Tensor], **options: Any) -> list[tup
 def greedy(large: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
     """The untouched toolkit's greedy output."""
     with fastgen.disabled():
-        return large.generate(**inputs, max_new_tokens=NEW, eos_token_id=ENDS, num_beams=1, **options)
+        return large.generate(
+            **inputs, max_new_tokens=NEW, eos_token_id=ENDS, num_beams=1, **options
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -117,11 +130,17 @@ def test_every_text_is_that_of_the_definition(family: str) -> None:
     inputs = zoo.batch(large, 4, 9)
     if family.startswith("gemma"):
         inputs = zoo.batch(large, 4, 9, padding="none")  # whose own forward gives NaN for padding
-    if family == "umt5" and not torch.equal(greedy(large, inputs), greedy(large, inputs, use_cache=False)):
+    if family == "umt5" and not torch.equal(
+        greedy(large, inputs), greedy(large, inputs, use_cache=False)
+    ):
         pytest.skip("of this version, says other things with a cache than without")
     drafted = 0
     for fallback, rollback in ((0.4, 2.0), (rng.uniform(0.1, 0.6), rng.uniform(0.0, 4.0))):
-        options = {"fallback_threshold": fallback, "rollback_threshold": rollback, "max_draft": rng.choice([2, 5, 10])}
+        options = {
+            "fallback_threshold": fallback,
+            "rollback_threshold": rollback,
+            "max_draft": rng.choice([2, 5, 10]),
+        }
         found = generated(large, inputs, assistant_model=small, **options)
         assert found == expected(large, small, inputs, fallback, rollback, options["max_draft"])
         drafted += sum(counts["drafted"] for _, counts in found)
@@ -157,8 +176,13 @@ def test_other_dtypes(family: str, dtype: torch.dtype) -> None:
 
 
 EDITS: dict[str, Callable[[], list[Any]]] = {
-    "n-grams and a penalty": lambda: [lp.RepetitionPenaltyLogitsProcessor(1.4), lp.NoRepeatNGramLogitsProcessor(2)],
-    "bad words": lambda: [lp.NoBadWordsLogitsProcessor([[68], [22, 33], [88], [0]], eos_token_id=zoo.EOS)],
+    "n-grams and a penalty": lambda: [
+        lp.RepetitionPenaltyLogitsProcessor(1.4),
+        lp.NoRepeatNGramLogitsProcessor(2),
+    ],
+    "bad words": lambda: [
+        lp.NoBadWordsLogitsProcessor([[68], [22, 33], [88], [0]], eos_token_id=zoo.EOS)
+    ],
     "a minimal length": lambda: [lp.MinLengthLogitsProcessor(40, ENDS)],
     "a forced end": lambda: [lp.ForcedEOSTokenLogitsProcessor(12, zoo.EOS)],
     "a temperature": lambda: [lp.TemperatureLogitsWarper(0.5)],
@@ -186,10 +210,18 @@ def test_processors_look_at_drafts_and_checks_alike(family: str, name: str) -> N
 def test_a_penalty_passes_over_the_padding_of_each_text(padding: str) -> None:
     """The newest transformers tells its processor where each prompt begins."""
     large, small = pair("llama", seed=4)
-    inputs, options = zoo.batch(large, 5, 9, padding), {"max_new_tokens": 24, "repetition_penalty": 1.5}
+    inputs, options = (
+        zoo.batch(large, 5, 9, padding),
+        {"max_new_tokens": 24, "repetition_penalty": 1.5},
+    )
     alone = large.generate(**inputs, **options)
     for draft in (1, 4):
-        drafted = {"assistant_model": small, "lossless": True, "max_draft": draft, "adaptive_draft": False}
+        drafted = {
+            "assistant_model": small,
+            "lossless": True,
+            "max_draft": draft,
+            "adaptive_draft": False,
+        }
         assert torch.equal(large.generate(**inputs, **options, **drafted), alone)
 
 
@@ -197,25 +229,36 @@ def _exit_of(model: Any, layers: int) -> Any:
     """A model of the first layers, by its own modules."""
     early = copy.deepcopy(model)
     decoder = early.get_decoder() if early.config.is_encoder_decoder else early
-    decoder = getattr(decoder, "transformer", getattr(decoder, "gpt_neox", getattr(decoder, "model", decoder)))
+    decoder = getattr(
+        decoder, "transformer", getattr(decoder, "gpt_neox", getattr(decoder, "model", decoder))
+    )
     for name in ("layers", "h", "block"):
         if isinstance(getattr(decoder, name, None), torch.nn.ModuleList):
             setattr(decoder, name, getattr(decoder, name)[:layers])
     return early
 
 
-@pytest.mark.parametrize("family", ["bart", "mbart", "marian", "t5", "gpt2", "llama", "phi", "gpt_neox", "gemma2"])
+@pytest.mark.parametrize(
+    "family", ["bart", "mbart", "marian", "t5", "gpt2", "llama", "phi", "gpt_neox", "gemma2"]
+)
 def test_the_first_layers_draft(family: str) -> None:
     large, _ = pair(family, seed=3)
     inputs = zoo.batch(large, 3, 7, "none" if family == "gemma2" else "natural")
     early = _exit_of(large, 1)
     found = generated(
-        large, inputs, assistant_early_exit=1, fallback_threshold=0.3, rollback_threshold=3.0, max_draft=4
+        large,
+        inputs,
+        assistant_early_exit=1,
+        fallback_threshold=0.3,
+        rollback_threshold=3.0,
+        max_draft=4,
     )
     assert found == expected(large, early, inputs, 0.3, 3.0, 4)
     assert sum(counts["drafted"] for _, counts in found)
     options = {"max_new_tokens": NEW, "eos_token_id": ENDS, "num_beams": 1}
-    lossless = large.generate(**inputs, assistant_early_exit=1, lossless=True, fallback_threshold=0.2, **options)
+    lossless = large.generate(
+        **inputs, assistant_early_exit=1, lossless=True, fallback_threshold=0.2, **options
+    )
     assert torch.equal(lossless, greedy(large, inputs))
 
 
@@ -225,7 +268,9 @@ def test_rows_are_what_they_are_alone() -> None:
     options = {"assistant_model": small, "fallback_threshold": 0.3, "rollback_threshold": 2.0}
     together = generated(large, inputs, **options)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    assert generated(large, {k: v[order] for k, v in inputs.items()}, **options) == [together[i] for i in order]
+    assert generated(large, {k: v[order] for k, v in inputs.items()}, **options) == [
+        together[i] for i in order
+    ]
     for row in range(12):
         length = int(inputs["attention_mask"][row].sum())
         alone = {name: value[row : row + 1, :length] for name, value in inputs.items()}
@@ -246,11 +291,21 @@ class _Late(Pace):
 
 
 @pytest.mark.parametrize("early_exit", [False, True])
-def test_drafts_that_begin_when_texts_have_left(early_exit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_begin_when_texts_have_left(
+    early_exit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transformers_bild, "pace_of", lambda *_: _Late())
     large, small = pair("marian", seed=6)
-    inputs, drafts = zoo.batch(large, 24, 9), {"assistant_early_exit": 1} if early_exit else {"assistant_model": small}
-    options = {"max_new_tokens": NEW, "eos_token_id": ENDS, "num_beams": 1, "return_dict_in_generate": True}
+    inputs, drafts = (
+        zoo.batch(large, 24, 9),
+        {"assistant_early_exit": 1} if early_exit else {"assistant_model": small},
+    )
+    options = {
+        "max_new_tokens": NEW,
+        "eos_token_id": ENDS,
+        "num_beams": 1,
+        "return_dict_in_generate": True,
+    }
     output = large.generate(**inputs, **drafts, lossless=True, fallback_threshold=0.1, **options)
     assert int((output.bild["tokens"] <= 6).sum()) >= 3, "these have left"
     assert torch.equal(output.sequences, greedy(large, inputs))
@@ -259,7 +314,9 @@ def test_drafts_that_begin_when_texts_have_left(early_exit: bool, monkeypatch: p
 def test_as_the_paper_has_it() -> None:
     large, small = pair("bart", seed=1)
     inputs = zoo.batch(large, 3, 6)
-    found = generated(large, inputs, assistant_model=small, fallback_threshold=0.3, paper_compat=True)
+    found = generated(
+        large, inputs, assistant_model=small, fallback_threshold=0.3, paper_compat=True
+    )
     assert found == expected(large, small, inputs, 0.3, 2.0, 10, paper_compat=True)
 
 
@@ -269,10 +326,20 @@ def test_vocabularies_may_be_padded_differently(more: int) -> None:
     rows = small.config.vocab_size + more
     small.resize_token_embeddings(rows, mean_resizing=False)
     with torch.no_grad():
-        small.transformer.wte.weight[zoo.VOCABULARY :] = 1e3  # were they looked at, they would be chosen
-    inputs = {"input_ids": torch.randint(4, 90, (2, 6)), "attention_mask": torch.ones(2, 6, dtype=torch.int64)}
+        small.transformer.wte.weight[zoo.VOCABULARY :] = (
+            1e3  # were they looked at, they would be chosen
+        )
+    inputs = {
+        "input_ids": torch.randint(4, 90, (2, 6)),
+        "attention_mask": torch.ones(2, 6, dtype=torch.int64),
+    }
     output = large.generate(
-        **inputs, assistant_model=small, lossless=True, fallback_threshold=0.1, max_new_tokens=NEW, eos_token_id=ENDS
+        **inputs,
+        assistant_model=small,
+        lossless=True,
+        fallback_threshold=0.1,
+        max_new_tokens=NEW,
+        eos_token_id=ENDS,
     )
     assert torch.equal(output, greedy(large, inputs))
 
@@ -296,7 +363,12 @@ def test_outputs_and_status() -> None:
 def test_the_generation_config_may_ask() -> None:
     large, small = pair("marian", seed=2)
     inputs = zoo.batch(large, 2, 6)
-    options = {"assistant_model": small, "fallback_threshold": 0.35, "rollback_threshold": 1.0, "max_draft": 3}
+    options = {
+        "assistant_model": small,
+        "fallback_threshold": 0.35,
+        "rollback_threshold": 1.0,
+        "max_draft": 3,
+    }
     found = generated(large, inputs, **options)
     settings = tf.GenerationConfig(
         fallback_threshold=0.35, rollback_threshold=1.0, max_draft=3, decoder_start_token_id=zoo.START,
@@ -304,15 +376,26 @@ def test_the_generation_config_may_ask() -> None:
     )  # fmt: skip
     assert generated(large, inputs, assistant_model=small, generation_config=settings) == found
     assert (
-        generated(large, inputs, assistant_model=small, generation_config=tf.GenerationConfig(**settings.to_dict()))
+        generated(
+            large,
+            inputs,
+            assistant_model=small,
+            generation_config=tf.GenerationConfig(**settings.to_dict()),
+        )
         == found
     )
     large.generation_config = tf.GenerationConfig.from_dict(settings.to_dict())
-    other = tf.GenerationConfig(max_new_tokens=NEW, decoder_start_token_id=zoo.START, pad_token_id=zoo.PAD)
-    assert generated(large, inputs, assistant_model=small, generation_config=other) == found, "the model's own says"
+    other = tf.GenerationConfig(
+        max_new_tokens=NEW, decoder_start_token_id=zoo.START, pad_token_id=zoo.PAD
+    )
+    assert generated(large, inputs, assistant_model=small, generation_config=other) == found, (
+        "the model's own says"
+    )
     assert generated(large, inputs, assistant_model=small) == found
     plain = large.generate(**inputs, max_new_tokens=NEW, eos_token_id=ENDS)
-    assert torch.equal(plain, greedy(large, inputs)), "without an assistant the thresholds ask for nothing"
+    assert torch.equal(plain, greedy(large, inputs)), (
+        "without an assistant the thresholds ask for nothing"
+    )
 
 
 def test_an_assistant_alone_is_transformers_own() -> None:
@@ -355,7 +438,11 @@ def test_a_streamer_hears_what_stands() -> None:
     large, small = pair("gpt2")
     inputs, streamer = zoo.batch(large, 1, 5), _Noting()
     output = large.generate(
-        **inputs, assistant_model=small, fallback_threshold=0.2, max_new_tokens=NEW, streamer=streamer
+        **inputs,
+        assistant_model=small,
+        fallback_threshold=0.2,
+        max_new_tokens=NEW,
+        streamer=streamer,
     )
     assert streamer.put_tokens == output[0].tolist()
     assert streamer.ended
@@ -364,7 +451,12 @@ def test_a_streamer_hears_what_stands() -> None:
 def test_a_change_of_weights_is_seen() -> None:
     large, small = pair("bart")
     inputs = zoo.batch(large, 2, 6)
-    options = {"assistant_model": small, "lossless": True, "fallback_threshold": 0.2, "max_new_tokens": NEW}
+    options = {
+        "assistant_model": small,
+        "lossless": True,
+        "fallback_threshold": 0.2,
+        "max_new_tokens": NEW,
+    }
     before = large.generate(**inputs, **options, eos_token_id=ENDS)
     with torch.no_grad():
         for weight in large.get_decoder().parameters():
@@ -430,9 +522,13 @@ def test_what_cannot_be_is_said(name: str) -> None:
     options, error, message = WRONG[name]
     large, small = pair("marian")
     with pytest.raises(error, match=re.escape(message)):
-        large.generate(**zoo.batch(large, 3, 5), **{"assistant_model": small, "max_new_tokens": 5} | options)
+        large.generate(
+            **zoo.batch(large, 3, 5), **{"assistant_model": small, "max_new_tokens": 5} | options
+        )
     inputs = zoo.batch(large, 3, 5)  # and nothing is left behind
-    assert torch.equal(large.generate(**inputs, max_new_tokens=NEW, eos_token_id=ENDS), greedy(large, inputs))
+    assert torch.equal(
+        large.generate(**inputs, max_new_tokens=NEW, eos_token_id=ENDS), greedy(large, inputs)
+    )
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -440,7 +536,11 @@ def test_explain_says_what_the_call_would(name: str) -> None:
     options, error, message = WRONG[name]
     large, small = pair("marian")
     with pytest.raises(error, match=re.escape(message)):
-        fastgen.explain(large, **zoo.batch(large, 3, 5), **{"assistant_model": small, "max_new_tokens": 5} | options)
+        fastgen.explain(
+            large,
+            **zoo.batch(large, 3, 5),
+            **{"assistant_model": small, "max_new_tokens": 5} | options,
+        )
 
 
 EXPLAINED: dict[str, tuple[dict[str, Any], str]] = {
@@ -459,13 +559,21 @@ EXPLAINED: dict[str, tuple[dict[str, Any], str]] = {
 def test_explain_says_what_then_runs(family: str, name: str) -> None:
     options, method = EXPLAINED[name]
     large, small = pair(family)
-    call = {"assistant_model": small, "max_new_tokens": 6, "min_new_tokens": 6} | options | zoo.batch(large, 2, 5)
+    call = (
+        {"assistant_model": small, "max_new_tokens": 6, "min_new_tokens": 6}
+        | options
+        | zoo.batch(large, 2, 5)
+    )
     before = counts()
     explained = fastgen.explain(large, **call)
     assert counts() == before, "and nothing has run"
     assert explained.plan is not None
     assert explained.plan.method == method
-    first = "the first 1 layers draft" if "assistant_early_exit" in options else f"{type(small).__name__} drafts"
+    first = (
+        "the first 1 layers draft"
+        if "assistant_early_exit" in options
+        else f"{type(small).__name__} drafts"
+    )
     assert first in explained.notes
     large.generate(**call)
     report = last_call()
@@ -519,17 +627,30 @@ def test_parity_mode_compares_what_is_lossless() -> None:
     large.generate(**inputs, lossless=True, **options)
     large.generate(**inputs, **options)
     after = fastgen.status().parity
-    gained = {name: count - before.get(name, 0) for name, count in after.items() if count != before.get(name, 0)}
+    gained = {
+        name: count - before.get(name, 0)
+        for name, count in after.items()
+        if count != before.get(name, 0)
+    }
     assert gained.pop("equal") == 1
     assert [name.partition(":")[0] for name in gained] == ["run once"]
 
 
 def test_in_a_stream() -> None:
     large, small = pair("marian", seed=3, apart=0.03)
-    sentences = [row[mask.bool()].tolist() for row, mask in zip(*zoo.batch(large, 9, 8).values(), strict=True)]
+    sentences = [
+        row[mask.bool()].tolist()
+        for row, mask in zip(*zoo.batch(large, 9, 8).values(), strict=True)
+    ]
     options = {"max_new_tokens": NEW, "eos_token_id": ENDS, "num_beams": 1}
     together = fastgen.generate_stream(
-        large, sentences, max_tokens=24, assistant_model=small, lossless=True, fallback_threshold=0.2, **options
+        large,
+        sentences,
+        max_tokens=24,
+        assistant_model=small,
+        lossless=True,
+        fallback_threshold=0.2,
+        **options,
     )
     with fastgen.disabled():
         alone = [large.generate(torch.tensor([sentence]), **options) for sentence in sentences]
@@ -541,8 +662,12 @@ def test_a_config_may_come_by_position() -> None:
     large, small = pair("gpt2")
     inputs = zoo.batch(large, 1, 5)["input_ids"]
     with pytest.raises(ValueError, match="num_beams is 4"):
-        large.generate(inputs, tf.GenerationConfig(num_beams=4), assistant_model=small, fallback_threshold=0.5)
-    found = large.generate(inputs, tf.GenerationConfig(max_new_tokens=4), assistant_model=small, lossless=True)
+        large.generate(
+            inputs, tf.GenerationConfig(num_beams=4), assistant_model=small, fallback_threshold=0.5
+        )
+    found = large.generate(
+        inputs, tf.GenerationConfig(max_new_tokens=4), assistant_model=small, lossless=True
+    )
     with fastgen.disabled():
         assert torch.equal(found, large.generate(inputs, max_new_tokens=4))
 
@@ -552,15 +677,23 @@ def test_a_call_asks_for_more_than_the_config_says() -> None:
     inputs = zoo.batch(large, 2, 6)
     large.generation_config.lossless = True
     options = {"assistant_model": small, "fallback_threshold": 0.1, "max_draft": 5}
-    assert generated(large, inputs, rollback_threshold=3.0, **options) == expected(large, small, inputs, 0.1, 3.0, 5)
-    assert generated(large, inputs, lossless=False, **options) == expected(large, small, inputs, 0.1, 2.0, 5)
+    assert generated(large, inputs, rollback_threshold=3.0, **options) == expected(
+        large, small, inputs, 0.1, 3.0, 5
+    )
+    assert generated(large, inputs, lossless=False, **options) == expected(
+        large, small, inputs, 0.1, 2.0, 5
+    )
 
 
 def test_what_is_off_asks_for_nothing() -> None:
     large, small = pair("gpt2")
     before = fastgen.status().bild
     inputs = zoo.batch(large, 1, 5)
-    for options in ({"lossless": False}, {"speculative_beams": False}, {"lossless": False, "assistant_model": small}):
+    for options in (
+        {"lossless": False},
+        {"speculative_beams": False},
+        {"lossless": False, "assistant_model": small},
+    ):
         output = large.generate(**inputs, max_new_tokens=NEW, eos_token_id=ENDS, **options)
         assert torch.equal(output, greedy(large, inputs))
     assert fastgen.status().bild == before
@@ -571,7 +704,11 @@ def test_another_way_to_decode_is_not_taken_for_it() -> None:
     inputs = zoo.batch(large, 1, 5)
     with pytest.raises(ValueError, match="generate ran another way to decode"):
         large.generate(
-            **inputs, assistant_model=small, fallback_threshold=0.5, prompt_lookup_num_tokens=3, max_new_tokens=5
+            **inputs,
+            assistant_model=small,
+            fallback_threshold=0.5,
+            prompt_lookup_num_tokens=3,
+            max_new_tokens=5,
         )
     large.generation_config.assistant_early_exit = 1
     with pytest.raises(ValueError, match="assistant_early_exit=1 is in the generation config"):
@@ -591,7 +728,11 @@ def test_a_call_within_a_call_is_its_own() -> None:
 
     before = fastgen.status().bild.get("tokens", 0)
     output = large.generate(
-        **inputs, assistant_model=small, fallback_threshold=0.2, max_new_tokens=NEW, streamer=Calling()
+        **inputs,
+        assistant_model=small,
+        fallback_threshold=0.2,
+        max_new_tokens=NEW,
+        streamer=Calling(),
     )
     with fastgen.disabled():
         assert torch.equal(within[0], large.generate(**other, max_new_tokens=5, eos_token_id=ENDS))
@@ -602,7 +743,12 @@ def test_a_small_model_with_settings_of_its_own() -> None:
     large, small = pair("t5", seed=3)
     inputs = zoo.batch(large, 2, 6)
     small.generation_config.num_return_sequences = 2
-    options = {"assistant_model": small, "fallback_threshold": 0.3, "rollback_threshold": 2.0, "max_draft": 5}
+    options = {
+        "assistant_model": small,
+        "fallback_threshold": 0.3,
+        "rollback_threshold": 2.0,
+        "max_draft": 5,
+    }
     assert generated(large, inputs, **options) == expected(large, small, inputs, 0.3, 2.0, 5)
     small.generation_config.max_new_tokens = 3
     with pytest.raises(ValueError, match="max_new_tokens=3: set it to None"):
@@ -616,11 +762,21 @@ class _Counting(tf.LogitsProcessor):
         return scores
 
 
-def test_a_users_own_call_of_transformers_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_own_call_of_transformers_processor_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     large, small = pair("gpt2")
-    monkeypatch.setattr(tf.RepetitionPenaltyLogitsProcessor, "__call__", lambda _, ids, scores: scores)
+    monkeypatch.setattr(
+        tf.RepetitionPenaltyLogitsProcessor, "__call__", lambda _, ids, scores: scores
+    )
     with pytest.raises(ValueError, match="RepetitionPenaltyLogitsProcessor may look"):
-        generated(large, zoo.batch(large, 2, 6), assistant_model=small, repetition_penalty=1.3, fallback_threshold=0.5)
+        generated(
+            large,
+            zoo.batch(large, 2, 6),
+            assistant_model=small,
+            repetition_penalty=1.3,
+            fallback_threshold=0.5,
+        )
 
 
 def test_a_processor_that_may_remember_is_refused() -> None:
@@ -637,7 +793,13 @@ def test_a_call_that_would_not_draft_is_the_large_models_own(family: str) -> Non
     """It has lost enough by drafts; output, fields and counts are those of a call that might draft."""
     large, small = pair(family, seed=2, apart=0.03)
     inputs = zoo.batch(large, 5, 7, seed=1)
-    call = {"max_new_tokens": NEW, "eos_token_id": ENDS, "num_beams": 1, "assistant_model": small, "lossless": True}
+    call = {
+        "max_new_tokens": NEW,
+        "eos_token_id": ENDS,
+        "num_beams": 1,
+        "assistant_model": small,
+        "lossless": True,
+    }
     first = large.generate(**inputs, **call, return_dict_in_generate=True)
     pace = pace_of(large, small, None, 5)
     assert pace.total > 0, "the first call goes by the clock"
@@ -653,7 +815,9 @@ def test_a_call_that_would_not_draft_is_the_large_models_own(family: str) -> Non
     assert not rested.bild["drafted"].any()
     assert torch.equal(large.generate(**inputs, **call), greedy(large, inputs))
     after = counts()
-    assert after["bild"]["tokens"] - before["bild"]["tokens"] == 2 * int(rested.bild["tokens"].sum())
+    assert after["bild"]["tokens"] - before["bild"]["tokens"] == 2 * int(
+        rested.bild["tokens"].sum()
+    )
     whole, spent = pace._calls.alone, pace.total
     assert whole is not None
     assert whole > 0
@@ -667,24 +831,42 @@ def test_a_call_that_would_not_draft_is_the_large_models_own(family: str) -> Non
 
 
 @pytest.mark.parametrize("by", ["model", "layers"])
-def test_a_proven_model_reads_the_first_token_with_the_first_draft(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proven_model_reads_the_first_token_with_the_first_draft(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     large, small = pair("bart", seed=1, apart=0.03)
     inputs, passes = zoo.batch(large, 1, 7, seed=1), list[tuple[bool, int]]()
     extend = FusedDecoder.extend
 
-    def noted(self: FusedDecoder, spans: Sequence[Span], step: DecoderStep | None = None) -> torch.Tensor:
-        passes.append(((step or self.step) is self.step and self.step.module is large.model.decoder, spans[0].start))
+    def noted(
+        self: FusedDecoder, spans: Sequence[Span], step: DecoderStep | None = None
+    ) -> torch.Tensor:
+        passes.append(
+            (
+                (step or self.step) is self.step and self.step.module is large.model.decoder,
+                spans[0].start,
+            )
+        )
         return extend(self, spans, step)
 
     monkeypatch.setattr(FusedDecoder, "extend", noted)
     drafts = {"assistant_model": small} if by == "model" else {"assistant_early_exit": 1}
-    call = {"max_new_tokens": NEW, "num_beams": 1, "lossless": True, "adaptive_draft": False} | drafts
+    call = {
+        "max_new_tokens": NEW,
+        "num_beams": 1,
+        "lossless": True,
+        "adaptive_draft": False,
+    } | drafts
     outputs = [large.generate(**inputs, **call, return_dict_in_generate=True)]
     passes.clear()
-    monkeypatch.setattr(GenerationMixin, "_prefill", lambda *_, **__: pytest.fail("it has run a prompt by itself"))
+    monkeypatch.setattr(
+        GenerationMixin, "_prefill", lambda *_, **__: pytest.fail("it has run a prompt by itself")
+    )
     outputs.append(large.generate(**inputs, **call, return_dict_in_generate=True))
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
-    assert {name: int(n) for name, n in outputs[1].bild.items()} == {n: int(v) for n, v in outputs[0].bild.items()}
+    assert {name: int(n) for name, n in outputs[1].bild.items()} == {
+        n: int(v) for n, v in outputs[0].bild.items()
+    }
     assert next(start for is_large, start in passes if is_large) == -1
     assert sum(is_large for is_large, _ in passes) == int(outputs[1].bild["large_calls"])
     assert len(passes) == int(outputs[1].bild["large_calls"] + outputs[1].bild["small_calls"])

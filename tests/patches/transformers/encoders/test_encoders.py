@@ -69,7 +69,11 @@ def _both(model: Any, batch: dict[str, Any], tolerance: float = 1e-9) -> Any:
 def test_the_output_is_the_same_at_every_position(family: str, head: str, padding: str) -> None:
     before = [_row(f"{kind}.{_folder(family)}") for kind in ("encoder", "classifier")]
     _both(zoo.encoder(family, head), _batch(padding))
-    _both(zoo.encoder(family, head, torch.float32, initializer_range=0.1), _batch(padding), tolerance=1e-5)
+    _both(
+        zoo.encoder(family, head, torch.float32, initializer_range=0.1),
+        _batch(padding),
+        tolerance=1e-5,
+    )
     found, first = _row(f"encoder.{_folder(family)}"), _row(f"classifier.{_folder(family)}")
     hits = [row.hits - earlier.hits for row, earlier in zip((found, first), before, strict=True)]
     assert hits == [2, 2 * (head == "ForSequenceClassification")]
@@ -137,7 +141,9 @@ def _own_forward(model: Any) -> None:
 
 
 def _quantised(model: Any) -> None:
-    torch.ao.quantization.quantize_dynamic(model.float(), {nn.Linear}, dtype=torch.qint8, inplace=True)
+    torch.ao.quantization.quantize_dynamic(
+        model.float(), {nn.Linear}, dtype=torch.qint8, inplace=True
+    )
 
 
 def _other_attention(model: Any) -> None:
@@ -181,10 +187,14 @@ def test_a_changed_model_runs_its_own_layers(change: Callable[[Any], None], reas
         ({"attention_mask": torch.zeros(6, 17)}, "a sentence of padding alone"),
     ],
 )
-def test_a_call_that_asks_for_more_runs_the_models_own_layers(more: dict[str, Any], reason: str) -> None:
+def test_a_call_that_asks_for_more_runs_the_models_own_layers(
+    more: dict[str, Any], reason: str
+) -> None:
     model = zoo.encoder("Bert", "ForSequenceClassification", attn_implementation="eager")
     _both(model, _batch() | more)
-    counted = _row("encoder.bert").left_off if "returned" in reason else _row("encoder.bert").fallbacks
+    counted = (
+        _row("encoder.bert").left_off if "returned" in reason else _row("encoder.bert").fallbacks
+    )
     assert reason in counted
     same(_both(model, _batch()), _both(model, _batch()))
 
@@ -200,11 +210,20 @@ def test_gradients_and_training_are_left_alone() -> None:
         model.train().zero_grad()
         torch.manual_seed(3)
         model(**_batch()).logits.sum().backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+        gradients.append(
+            [
+                parameter.grad.clone()
+                for parameter in model.parameters()
+                if parameter.grad is not None
+            ]
+        )
         fastgen.disable()
     fastgen.enable()
     assert all(map(torch.equal, *gradients))
-    assert (sum(_row("encoder.bert").fallbacks.values()), _row("encoder.bert").hits) == (counted, hits)
+    assert (sum(_row("encoder.bert").fallbacks.values()), _row("encoder.bert").hits) == (
+        counted,
+        hits,
+    )
 
 
 @pytest.mark.parametrize("what", ["pooler", "hook", "subclass"])
@@ -215,7 +234,9 @@ def test_a_classifier_that_may_read_more_gets_all_positions(what: str) -> None:
     elif what == "hook":
         model.bert.pooler.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
     else:
-        model.bert.__class__ = type("Own", (type(model.bert),), {"forward": lambda self, *a, **k: _super(self, a, k)})
+        model.bert.__class__ = type(
+            "Own", (type(model.bert),), {"forward": lambda self, *a, **k: _super(self, a, k)}
+        )
     _both(model, _batch())
     assert _row("classifier.bert").fallbacks
     if what == "hook":
@@ -228,7 +249,14 @@ def _super(self: Any, args: Any, kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_weight_that_changes_between_calls(dtype: torch.dtype) -> None:
-    model = zoo.encoder("DistilBert", "ForTokenClassification", dtype, dim=320, hidden_dim=640, initializer_range=0.05)
+    model = zoo.encoder(
+        "DistilBert",
+        "ForTokenClassification",
+        dtype,
+        dim=320,
+        hidden_dim=640,
+        initializer_range=0.05,
+    )
     tolerance = 1e-9 if dtype == torch.float64 else 1e-4
     layer = model.distilbert.transformer.layer[1]
     before = [_both(model, _batch(), tolerance).logits for _ in range(3)][-1]
@@ -264,15 +292,25 @@ def tokenizer(tmp_path: pathlib.Path) -> Any:
     return toolkit.BertTokenizerFast(str(tmp_path / "vocab.txt"), model_max_length=40)
 
 
-TEXTS = ["a small dog runs home late .", "a dog", "dog runs home", "late .", "a small small small dog runs ."]
+TEXTS = [
+    "a small dog runs home late .",
+    "a dog",
+    "dog runs home",
+    "late .",
+    "a small small small dog runs .",
+]
 
 
 @pytest.mark.parametrize("task", ["text-classification", "token-classification"])
 def test_pipelines(task: str, tokenizer: Any) -> None:
-    head = "ForSequenceClassification" if task == "text-classification" else "ForTokenClassification"
+    head = (
+        "ForSequenceClassification" if task == "text-classification" else "ForTokenClassification"
+    )
     patch = "classifier.bert" if task == "text-classification" else "tagger"
     toolkit: Any = tf
-    run = toolkit.pipeline(task, model=zoo.encoder("Bert", head, torch.float32), tokenizer=tokenizer)
+    run = toolkit.pipeline(
+        task, model=zoo.encoder("Bert", head, torch.float32), tokenizer=tokenizer
+    )
     hits = _row(patch).hits
     ours = run(TEXTS, batch_size=3)
     assert _row(patch).hits == hits + 2
@@ -295,10 +333,13 @@ def test_the_trainer_predicts_the_same(tmp_path: pathlib.Path) -> None:
     model = zoo.encoder("Roberta", "ForTokenClassification", torch.float32)
     batch = _batch()
     data = [
-        {name: value[row] for name, value in batch.items()} | {"labels": batch["input_ids"][row] % 5}
+        {name: value[row] for name, value in batch.items()}
+        | {"labels": batch["input_ids"][row] % 5}
         for row in range(6)
     ]
-    options = tf.TrainingArguments(str(tmp_path), per_device_eval_batch_size=3, report_to=[], use_cpu=True)
+    options = tf.TrainingArguments(
+        str(tmp_path), per_device_eval_batch_size=3, report_to=[], use_cpu=True
+    )
     trainer: Any = tf.Trainer(model=model, args=options)
     hits = _row("encoder.roberta").hits
     ours = trainer.predict(data)
@@ -313,7 +354,9 @@ def test_the_trainer_predicts_the_same(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("family", sorted(zoo.ENCODER_DECODERS.keys() - {"unilm"}))  # whose encoder embeds, no more
+@pytest.mark.parametrize(
+    "family", sorted(zoo.ENCODER_DECODERS.keys() - {"unilm"})
+)  # whose encoder embeds, no more
 def test_generate_encodes_no_padding(family: str, padding: str) -> None:
     model = zoo.build(family)
     call: dict[str, Any] = zoo.batch(model, 4, 9, padding) | {"max_new_tokens": 5, "num_beams": 2}
@@ -343,7 +386,10 @@ def test_generate_encodes_padding_where_it_is_seen() -> None:
     """The cache that comes back holds keys and values of padding."""
     model = zoo.build("bart")
     hits = _row("source").hits
-    call: dict[str, Any] = zoo.batch(model, 4, 9) | {"max_new_tokens": 5, "return_dict_in_generate": True}
+    call: dict[str, Any] = zoo.batch(model, 4, 9) | {
+        "max_new_tokens": 5,
+        "return_dict_in_generate": True,
+    }
     assert_same(model, call)
     assert _row("source").hits == hits
     model = zoo.build("t5")
@@ -372,7 +418,12 @@ def test_an_encoder_of_bert_s_kind_beside_a_decoder() -> None:
 
 def _wide(attention: str = "eager") -> Any:
     """An encoder whose calls are worth to be made faster."""
-    sizes = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072, "attn_implementation": attention}
+    sizes = {
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "attn_implementation": attention,
+    }
     return zoo.encoder("Bert", dtype=torch.float32, **sizes)
 
 
@@ -401,7 +452,9 @@ def test_a_forward_that_somebody_put_there_before_is_theirs() -> None:
     model = _wide()
 
     def forward(self: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
-        return encoder.BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_states * 2)
+        return encoder.BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=hidden_states * 2
+        )
 
     with torch.no_grad():
         found = encoder.encode(forward, model.encoder, torch.ones(8, 64, 768))

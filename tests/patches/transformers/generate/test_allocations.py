@@ -87,7 +87,9 @@ def test_a_second_call_allocates_no_keys_and_values(family: str) -> None:
     kwargs = zoo.batch(model, 4, 8) | {"num_beams": 4} | _length(80)
     _warm(model, kwargs)
     least = fastgen.explain(model, **kwargs).kv_bytes // 8  # of the smaller room of a layer's keys
-    assert _buffers(model, kwargs, least) == 2 * 2 * 2, "room for 64 steps, then for 79, of keys and values of 2 layers"
+    assert _buffers(model, kwargs, least) == 2 * 2 * 2, (
+        "room for 64 steps, then for 79, of keys and values of 2 layers"
+    )
     assert _buffers(model, kwargs, least) == 0
     assert _buffers(model, kwargs | _length(70), least) == 0
 
@@ -109,7 +111,12 @@ def test_free_memory_gives_more_room_but_is_no_reason_for_more() -> None:
     assert held.free == 0
 
 
-STEADY = {("bart", 1): 57 + 12, ("bart", 4): 59 + 97, ("llama", 1): 100 + 12, ("llama", 4): 100 + 97}
+STEADY = {
+    ("bart", 1): 57 + 12,
+    ("bart", 4): 59 + 97,
+    ("llama", 1): 100 + 12,
+    ("llama", 4): 100 + 97,
+}
 """Allocations of a steady step of two layers and of the choice of its tokens, all of them small."""
 
 
@@ -119,10 +126,14 @@ def test_a_steady_step(family: str, beams: int) -> None:
     kwargs = zoo.batch(model, 4, 64) | {"num_beams": beams}
     _warm(model, kwargs)
     model.generate(**kwargs | _length(20))
-    short, long = (allocations(lambda n=n: model.generate(**kwargs | _length(n))).sizes for n in (10, 20))
+    short, long = (
+        allocations(lambda n=n: model.generate(**kwargs | _length(n))).sizes for n in (10, 20)
+    )
     assert len(long) - len(short) <= 10 * STEADY[family, beams]
     logits = 4 * beams * 2_000 * 4
-    assert sum(size > logits for size in long) == sum(size > logits for size in short), "only before the steps"
+    assert sum(size > logits for size in long) == sum(size > logits for size in short), (
+        "only before the steps"
+    )
 
 
 def test_a_text_longer_than_the_config_says() -> None:

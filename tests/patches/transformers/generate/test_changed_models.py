@@ -28,7 +28,9 @@ LAYERS = {
 
 
 def _check(model: Any, more: dict[str, Any], sentences: int = 3) -> Any:
-    tolerance = 1e-4 if model.config.model_type == "gpt_neo" else 1e-9  # which computes attention in float32
+    tolerance = (
+        1e-4 if model.config.model_type == "gpt_neo" else 1e-9
+    )  # which computes attention in float32
     return assert_same(model, zoo.batch(model, sentences, 7) | more, tolerance=tolerance).value
 
 
@@ -57,7 +59,9 @@ def test_a_layer_taken_out(family: str, asked: str, warm: bool) -> None:
 
 
 @pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("family", [family for family in LAYERS if family != "t5"])  # whose first layer has the bias
+@pytest.mark.parametrize(
+    "family", [family for family in LAYERS if family != "t5"]
+)  # whose first layer has the bias
 def test_layers_exchanged_between_calls(family: str, asked: str) -> None:
     model = zoo.build(family)
     _check(model, ASKED[asked])
@@ -68,7 +72,12 @@ def test_layers_exchanged_between_calls(family: str, asked: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "bart", "llama"])
 @pytest.mark.parametrize(
-    "more", [BEAMS, GREEDY, {"do_sample": True, "num_return_sequences": 4, "top_k": 0, "max_new_tokens": 3}]
+    "more",
+    [
+        BEAMS,
+        GREEDY,
+        {"do_sample": True, "num_return_sequences": 4, "top_k": 0, "max_new_tokens": 3},
+    ],
 )
 def test_training_mode(family: str, more: dict[str, Any]) -> None:
     """Each row draws its own dropout, also of the prompt; a model without dropout shares, and lets sentences go."""
@@ -89,12 +98,21 @@ def test_training_mode(family: str, more: dict[str, Any]) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bart", "t5"])
 def test_dynamic_quantisation(family: str) -> None:
     """One scale for the activations of all rows: none may leave."""
-    model = torch.ao.quantization.quantize_dynamic(zoo.build(family, torch.float32), {nn.Linear}, dtype=torch.qint8)
+    model = torch.ao.quantization.quantize_dynamic(
+        zoo.build(family, torch.float32), {nn.Linear}, dtype=torch.qint8
+    )
     before = left_off()
     for more in (GREEDY, BEAMS):
-        given = zoo.batch(model, 4, 7) | more | {"eos_token_id": list(range(2, 14)), "max_new_tokens": 12}
+        given = (
+            zoo.batch(model, 4, 7)
+            | more
+            | {"eos_token_id": list(range(2, 14)), "max_new_tokens": 12}
+        )
         assert_same(model, given)
-    assert "finished sentences stay in the batch: torch.Linear may look at the whole batch" in left_off() - before
+    assert (
+        "finished sentences stay in the batch: torch.Linear may look at the whole batch"
+        in left_off() - before
+    )
 
 
 def _less_mean(_: nn.Module, __: Any, output: Tensor) -> Tensor:
@@ -103,7 +121,9 @@ def _less_mean(_: nn.Module, __: Any, output: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("how", ["hook", "forward", "class"])
 @pytest.mark.parametrize("family", ["llama", "bart"])
-def test_code_that_looks_at_the_whole_batch(family: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_looks_at_the_whole_batch(
+    family: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, before, replaced = zoo.build(family), left_off(), fallbacks()
     own = type(model.lm_head).forward
     if how == "hook":
@@ -113,9 +133,15 @@ def test_code_that_looks_at_the_whole_batch(family: str, how: str, monkeypatch: 
     else:
         norm = next(module for module in model.modules() if "Norm" in type(module).__name__)
         forward = type(norm).forward
-        monkeypatch.setattr(type(norm), "forward", lambda self, x: _less_mean(self, (), forward(self, x)))
+        monkeypatch.setattr(
+            type(norm), "forward", lambda self, x: _less_mean(self, (), forward(self, x))
+        )
     for more in (GREEDY, BEAMS):
-        given = zoo.batch(model, 6, 7) | more | {"eos_token_id": list(range(2, 14)), "max_new_tokens": 12}
+        given = (
+            zoo.batch(model, 6, 7)
+            | more
+            | {"eos_token_id": list(range(2, 14)), "max_new_tokens": 12}
+        )
         assert_same(model, given)
     if (family, how) == ("bart", "class"):  # torch's own class, which all models have
         assert any("LayerNorm.forward was replaced by" in new for new in fallbacks() - replaced)
@@ -155,7 +181,9 @@ def sdpa() -> Iterator[Callable[[], None]]:
 @pytest.mark.parametrize("more", [GREEDY, BEAMS])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "marian"])
 @pytest.mark.parametrize("warm", [False, True])
-def test_an_attention_function_of_its_own(family: str, more: dict[str, Any], warm: bool, sdpa: Any) -> None:
+def test_an_attention_function_of_its_own(
+    family: str, more: dict[str, Any], warm: bool, sdpa: Any
+) -> None:
     model = zoo.build(family)
     assert model.config._attn_implementation == "sdpa"
     before = _check(model, more) if warm else None
@@ -165,7 +193,9 @@ def test_an_attention_function_of_its_own(family: str, more: dict[str, Any], war
 
 
 @pytest.mark.parametrize("more", [GREEDY, BEAMS])
-def test_an_eager_attention_function_of_its_own_for_a_while(more: dict[str, Any], monkeypatch: Any) -> None:
+def test_an_eager_attention_function_of_its_own_for_a_while(
+    more: dict[str, Any], monkeypatch: Any
+) -> None:
     model = zoo.build("llama")
     model.set_attn_implementation("eager")
     given = zoo.batch(model, 3, 7, "none") | more  # padding on the left makes its logits NaN
@@ -184,8 +214,15 @@ def test_an_eager_attention_function_of_its_own_for_a_while(more: dict[str, Any]
 
 def test_an_attention_function_of_its_own_in_an_encoder(sdpa: Any) -> None:
     torch.manual_seed(0)
-    shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
-    model = BertForSequenceClassification(BertConfig(vocab_size=99, initializer_range=0.2, **shape)).eval()
+    shape = {
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+    }
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=99, initializer_range=0.2, **shape)
+    ).eval()
     ids = torch.randint(5, 99, (16, 200))
     mask = torch.ones_like(ids)
     mask[1:, 20:] = 0

@@ -23,7 +23,12 @@ ENDS = {"eos_token_id": [2, *range(20, 40)], "pad_token_id": 5}
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 12},
     "beams": {"num_beams": 4, "max_new_tokens": 12},
-    "early": {"num_beams": 3, "max_new_tokens": 20, "early_stopping": True, "eos_token_id": list(range(2, 30))},
+    "early": {
+        "num_beams": 3,
+        "max_new_tokens": 20,
+        "early_stopping": True,
+        "eos_token_id": list(range(2, 30)),
+    },
     "transforms": {
         "num_beams": 3,
         "max_new_tokens": 12,
@@ -31,7 +36,12 @@ METHODS: dict[str, dict[str, Any]] = {
         "min_length": 4,
         "suppress_tokens": [9],
     },
-    "hypotheses": {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 9, "length_penalty": 0.4},
+    "hypotheses": {
+        "num_beams": 4,
+        "num_return_sequences": 3,
+        "max_new_tokens": 9,
+        "length_penalty": 0.4,
+    },
     "two tokens": {"num_beams": 2, "max_length": 3, "forced_eos_token_id": 2},
 }
 
@@ -41,7 +51,9 @@ def _alone(model: Any, inputs: dict[str, Tensor], options: dict[str, Any]) -> li
     with fastgen.disabled():
         return [
             model.generate(
-                **{name: value[i : i + 1] for name, value in inputs.items()}, **options, forced_bos_token_id=t
+                **{name: value[i : i + 1] for name, value in inputs.items()},
+                **options,
+                forced_bos_token_id=t,
             )
             for i, t in enumerate(LANGUAGES)
         ]
@@ -96,7 +108,11 @@ def test_kernels_and_captured_choices(beams: int, monkeypatch: pytest.MonkeyPatc
     config.reload()
     try:
         graphs, model = Graphs(monkeypatch), zoo.build("m2m_100", torch.float32)
-        kwargs = zoo.batch(model, 2, 5) | {"num_beams": beams, "max_new_tokens": 13, "min_new_tokens": 13}
+        kwargs = zoo.batch(model, 2, 5) | {
+            "num_beams": beams,
+            "max_new_tokens": 13,
+            "min_new_tokens": 13,
+        }
         for _ in range(2):
             kwargs |= {"forced_bos_token_id": LANGUAGES[:2], "no_repeat_ngram_size": 3}
             assert assert_same(model, kwargs, tolerance=1e-4).error is None
@@ -106,7 +122,9 @@ def test_kernels_and_captured_choices(beams: int, monkeypatch: pytest.MonkeyPatc
         config.reload()
 
 
-@pytest.mark.parametrize("languages", [tuple(LANGUAGES), torch.tensor(LANGUAGES)], ids=["tuple", "tensor"])
+@pytest.mark.parametrize(
+    "languages", [tuple(LANGUAGES), torch.tensor(LANGUAGES)], ids=["tuple", "tensor"]
+)
 def test_other_kinds_of_lists(languages: Any) -> None:
     model = zoo.build("mbart")
     _assert_together(model, zoo.batch(model, len(LANGUAGES), 6), METHODS["beams"], languages)
@@ -125,7 +143,9 @@ def test_a_generation_config_may_hold_it() -> None:
 def test_whichever_loop_runs(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' own loops, by themselves and behind a fallback, and both in parity mode; scores too."""
     model = zoo.build("m2m_100")
-    kwargs = zoo.batch(model, len(LANGUAGES), 6) | METHODS[method] | {"forced_bos_token_id": LANGUAGES}
+    kwargs = (
+        zoo.batch(model, len(LANGUAGES), 6) | METHODS[method] | {"forced_bos_token_id": LANGUAGES}
+    )
     scores = {"return_dict_in_generate": True, "output_scores": True}
     assert assert_same(model, kwargs | scores).error is None
     before = fastgen.status().parity
@@ -141,7 +161,11 @@ def test_whichever_loop_runs(method: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_samples_begin_with_their_sentence_s_token() -> None:
     model = zoo.build("mbart")
-    kwargs = zoo.batch(model, len(LANGUAGES), 6) | {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 4}
+    kwargs = zoo.batch(model, len(LANGUAGES), 6) | {
+        "do_sample": True,
+        "num_return_sequences": 2,
+        "max_new_tokens": 4,
+    }
     found = assert_same(model, kwargs | {"forced_bos_token_id": LANGUAGES}).value
     assert found[:, 1].tolist() == [token for token in LANGUAGES for _ in range(2)]
 
@@ -212,17 +236,24 @@ def test_big_little_decoding_takes_one_token_alone() -> None:
         )  # fmt: skip
 
 
-STREAMED = {"greedy": ENDS | {"max_new_tokens": 14}, "beams": ENDS | {"num_beams": 4, "max_new_tokens": 14}}
+STREAMED = {
+    "greedy": ENDS | {"max_new_tokens": 14},
+    "beams": ENDS | {"num_beams": 4, "max_new_tokens": 14},
+}
 
 
 def _sentences(count: int) -> tuple[list[list[int]], list[int]]:
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 12, (count,), generator=generator).tolist()
-    sentences = [torch.randint(40, zoo.VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    sentences = [
+        torch.randint(40, zoo.VOCABULARY, (n,), generator=generator).tolist() for n in lengths
+    ]
     return sentences, [LANGUAGES[i % len(LANGUAGES)] for i in range(count)]
 
 
-def _streamed_alone(model: Any, sentences: list[list[int]], first: list[int], options: dict[str, Any]) -> list[Any]:
+def _streamed_alone(
+    model: Any, sentences: list[list[int]], first: list[int], options: dict[str, Any]
+) -> list[Any]:
     """What unpatched transformers gives for each sentence of a stream, with its language."""
     with fastgen.disabled():
         return [
@@ -233,7 +264,9 @@ def _streamed_alone(model: Any, sentences: list[list[int]], first: list[int], op
 
 @pytest.mark.parametrize("method", STREAMED)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_stream_has_one_for_each_sentence(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_has_one_for_each_sentence(
+    family: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In batches that mix languages and refill."""
     together = start_soon(monkeypatch)
     model, options = zoo.build(family), STREAMED[method]
@@ -241,7 +274,13 @@ def test_a_stream_has_one_for_each_sentence(family: str, method: str, monkeypatc
     expected = _streamed_alone(model, sentences, first, options)
     found = list(
         fastgen.generate_stream(
-            model, iter(sentences), max_tokens=60, window=30, scores=True, **options, forced_bos_token_id=iter(first)
+            model,
+            iter(sentences),
+            max_tokens=60,
+            window=30,
+            scores=True,
+            **options,
+            forced_bos_token_id=iter(first),
         )
     )
     assert [one.sequences.tolist() for one in found] == [one.sequences.tolist() for one in expected]
@@ -251,20 +290,28 @@ def test_a_stream_has_one_for_each_sentence(family: str, method: str, monkeypatc
 
 
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor, iter])
-def test_streams_take_any_kind_and_mix_them_in_a_batch(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_take_any_kind_and_mix_them_in_a_batch(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, forced = zoo.build("m2m_100"), list[Any]()
     generate = type(model).generate
     monkeypatch.setattr(
-        type(model), "generate", lambda *a, **k: (forced.append(k["forced_bos_token_id"]), generate(*a, **k))[1]
+        type(model),
+        "generate",
+        lambda *a, **k: (forced.append(k["forced_bos_token_id"]), generate(*a, **k))[1],
     )
     sentences, first = [[40, 41], [42, 43], [44, 45], [46]], [7, 50, 7, 7]
-    stream = fastgen.generate_stream(model, sentences, max_tokens=6, max_new_tokens=1, forced_bos_token_id=kind(first))
+    stream = fastgen.generate_stream(
+        model, sentences, max_tokens=6, max_new_tokens=1, forced_bos_token_id=kind(first)
+    )
     assert [int(ids[0, 1]) for ids in stream] == first
     assert forced == [[7, 50, 7], 7]
 
 
 @pytest.mark.parametrize("why", ["the patch is off", "a small model drafts"])
-def test_batches_of_one_language_where_they_cannot_mix(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_one_language_where_they_cannot_mix(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, options = zoo.build("m2m_100"), {"max_new_tokens": 6}
     sentences, first = _sentences(9)
     expected = [one.sequences for one in _streamed_alone(model, sentences, first, options)]
@@ -273,7 +320,9 @@ def test_batches_of_one_language_where_they_cannot_mix(why: str, monkeypatch: py
     else:
         options |= {"assistant_model": zoo.build("m2m_100", seed=1), "lossless": True}
     try:
-        found = list(fastgen.generate_stream(model, sentences, **options, forced_bos_token_id=first))
+        found = list(
+            fastgen.generate_stream(model, sentences, **options, forced_bos_token_id=first)
+        )
     finally:
         fastgen.enable()
     assert [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
@@ -289,7 +338,10 @@ def test_a_stream_of_fewer_tokens_or_more_than_sentences(tokens: int, yielded: i
     )
     assert read == []
     found = list[Any]()
-    with pytest.raises(ValueError, match=f"{tokens} tokens, and there are more" if tokens < 8 else "more tokens than"):
+    with pytest.raises(
+        ValueError,
+        match=f"{tokens} tokens, and there are more" if tokens < 8 else "more tokens than",
+    ):
         found.extend(stream)  # which keeps what comes before the error
     assert (len(found), len(read)) == (yielded, tokens)
 
@@ -306,7 +358,11 @@ def test_a_stream_of_fewer_tokens_or_more_than_sentences(tokens: int, yielded: i
 )
 def test_what_is_no_token_of_a_stream(forced: Any, error: type[Exception], shown: str) -> None:
     with pytest.raises(error, match=shown):
-        next(fastgen.generate_stream(zoo.build("mbart"), [[5, 6], [7]], max_new_tokens=3, forced_bos_token_id=forced))
+        next(
+            fastgen.generate_stream(
+                zoo.build("mbart"), [[5, 6], [7]], max_new_tokens=3, forced_bos_token_id=forced
+            )
+        )
 
 
 def test_without_fastgen_transformers_is_as_it_was() -> None:

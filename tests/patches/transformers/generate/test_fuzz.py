@@ -26,7 +26,11 @@ class Sparse(Random):
 
 
 @settings(
-    max_examples=EXAMPLES, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=EXAMPLES,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
 )
 @given(st.randoms(use_true_random=False))
 @pytest.mark.slow
@@ -44,7 +48,9 @@ def test_every_family_is_drawn() -> None:
     assert {fuzz.draw(Random(seed)).family for seed in range(300)} == set(zoo.FAMILIES)
 
 
-def test_a_difference_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The fuzz notices a changed token, names the seed that repeats it, and fails."""
     choose = Sampling._choose
 

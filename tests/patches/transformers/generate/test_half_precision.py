@@ -17,7 +17,12 @@ from tests.support import zoo
 
 TOKENS, SENTENCES, SEEDS = 6, 8, 3
 CLAMPED = by_modules("float16, in which its sums are clamped")
-GIVEN: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}
+GIVEN: dict[str, Any] = {
+    "max_new_tokens": TOKENS,
+    "min_new_tokens": TOKENS,
+    "do_sample": False,
+    "num_beams": 1,
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -28,7 +33,9 @@ def test_logits_are_as_near_to_those_of_fp32(family: str, dtype: torch.dtype) ->
     for seed in range(SEEDS):
         model, exact = zoo.build(family, dtype, seed), zoo.build(family, dtype, seed).float()
         kwargs = zoo.batch(model, SENTENCES, 11, seed=seed) | GIVEN
-        model.generate(**kwargs)  # a first call compares, and its first token comes through the modules
+        model.generate(
+            **kwargs
+        )  # a first call compares, and its first token comes through the modules
         found = _logits(model, kwargs)
         with fastgen.disabled():
             stock, wanted = _logits(model, kwargs), _logits(exact, kwargs)
@@ -77,20 +84,37 @@ def test_rounding_is_not_taken_for_another_computation(monkeypatch: pytest.Monke
     """Twelve layers of random weights: two ways to add up lie further apart than those of a shallow model ever do."""
     compared: list[tuple[Tensor, Tensor, Tensor]] = []
     agree = equivalence_check.agree
-    monkeypatch.setattr(equivalence_check, "agree", lambda *given: compared.append(given) or agree(*given))
+    monkeypatch.setattr(
+        equivalence_check, "agree", lambda *given: compared.append(given) or agree(*given)
+    )
     torch.manual_seed(0)
-    size = {"n_layer": 12, "n_embd": 128, "n_head": 4, "n_positions": 64, "vocab_size": zoo.VOCABULARY}
-    model = GPT2LMHeadModel(GPT2Config(**size, initializer_range=0.8, bos_token_id=1, eos_token_id=2, pad_token_id=2))
+    size = {
+        "n_layer": 12,
+        "n_embd": 128,
+        "n_head": 4,
+        "n_positions": 64,
+        "vocab_size": zoo.VOCABULARY,
+    }
+    model = GPT2LMHeadModel(
+        GPT2Config(**size, initializer_range=0.8, bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    )
     assert _left_off(model.eval().bfloat16()) == []
     ((found, own, rounded),) = compared
-    apart, spread = (found - own).double().norm(), (own.double() - own.double().mean(-1, keepdim=True)).norm()
+    apart, spread = (
+        (found - own).double().norm(),
+        (own.double() - own.double().mean(-1, keepdim=True)).norm(),
+    )
     assert apart > 0.03 * spread
     assert 0.2 < apart / (rounded - found).double().norm() < 1.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_another_computation_is_found_out(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LAYOUTS, "bart", replace(LAYOUTS["bart"], first=lambda _: 0))  # positions two rows too early
+def test_another_computation_is_found_out(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        LAYOUTS, "bart", replace(LAYOUTS["bart"], first=lambda _: 0)
+    )  # positions two rows too early
     model = zoo.build("bart", dtype)
     for _ in range(2):
         assert _left_off(model) == [by_modules(OTHERWISE)]
@@ -107,11 +131,18 @@ def test_agreement() -> None:
     assert equivalence_check.agree(own + shift, own) is False
     assert equivalence_check.agree(own + shift, own, own + shift + 0.3 * shift) is False
     assert equivalence_check.agree(own + shift, own, own + shift - 0.4 * shift) is True
-    assert [equivalence_check.agree(own + f * shift, own, own) for f in (0.29, 0.31)] == [True, True]
-    assert [equivalence_check.agree(own + f * shift, own, own + f * shift) for f in (0.29, 0.31)] == [True, False]
+    assert [equivalence_check.agree(own + f * shift, own, own) for f in (0.29, 0.31)] == [
+        True,
+        True,
+    ]
+    assert [
+        equivalence_check.agree(own + f * shift, own, own + f * shift) for f in (0.29, 0.31)
+    ] == [True, False]
     for dtype, tolerance in TOLERANCE.items():
         assert equivalence_check.agree(own.to(dtype) + shift * 9 * tolerance, own.to(dtype)) is True
-        assert equivalence_check.agree(own.to(dtype) + shift * 11 * tolerance, own.to(dtype)) is False
+        assert (
+            equivalence_check.agree(own.to(dtype) + shift * 11 * tolerance, own.to(dtype)) is False
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -12,7 +12,11 @@ import transformers
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import LogitsProcessor
-from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
+from transformers.generation.stopping_criteria import (
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+)
 
 import fastgen
 from fastgen.decoding import loop
@@ -88,7 +92,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_options(variant: str, family: str, options: str, beams: int, alone: list[int]) -> None:  # noqa: F811
     model = zoo.build(family, torch.float32)
     for padding in ("none", "natural"):
-        kwargs = zoo.batch(model, 5, 9, padding) | OPTIONS[options] | {"num_beams": beams, "max_new_tokens": 40}
+        kwargs = (
+            zoo.batch(model, 5, 9, padding)
+            | OPTIONS[options]
+            | {"num_beams": beams, "max_new_tokens": 40}
+        )
         for _ in range(2):
             calls.clear(), alone.clear()
             assert assert_same(model, kwargs).error is None
@@ -103,8 +111,16 @@ def test_options(variant: str, family: str, options: str, beams: int, alone: lis
 @pytest.mark.parametrize("family", [*WRITTEN, *NOT_WRITTEN])
 def test_families(variant: str, family: str, beams: int) -> None:  # noqa: F811
     model = zoo.build(family, torch.float32)
-    for length, new in ((9, 3), (9, 40), (1, 70)):  # in a row; behind sweeps; behind buffers that have grown
-        kwargs = zoo.batch(model, 4, length) | {"num_beams": beams, "max_new_tokens": new, "min_new_tokens": new // 2}
+    for length, new in (
+        (9, 3),
+        (9, 40),
+        (1, 70),
+    ):  # in a row; behind sweeps; behind buffers that have grown
+        kwargs = zoo.batch(model, 4, length) | {
+            "num_beams": beams,
+            "max_new_tokens": new,
+            "min_new_tokens": new // 2,
+        }
         for _ in range(2):
             assert assert_same(model, kwargs).error is None
     assert (calls["search", "native"] > 0) == (family in WRITTEN)
@@ -118,8 +134,14 @@ def test_sentences_leave(variant: str, family: str) -> None:  # noqa: F811
     """Sentences whose texts are short leave, and the outcome is in their order; behind sweeps, too."""
     model = zoo.build(family, torch.float32)
     for beams in (1, 4):
-        kwargs = zoo.batch(model, 17, 9) | {"num_beams": beams, "max_new_tokens": 60, "eos_token_id": ENDS}
-        kwargs |= {"no_repeat_ngram_size": 1}  # so that texts go through many tokens, and come to an end
+        kwargs = zoo.batch(model, 17, 9) | {
+            "num_beams": beams,
+            "max_new_tokens": 60,
+            "eos_token_id": ENDS,
+        }
+        kwargs |= {
+            "no_repeat_ngram_size": 1
+        }  # so that texts go through many tokens, and come to an end
         for _ in range(2):
             assert assert_same(model, kwargs).error is None
         call = last_call()
@@ -157,12 +179,17 @@ def test_biases_by_distance(
     prompt = {} if family == "mpt" else {"decoder_input_ids": torch.tensor([[0, 7, 9, 8, 5]] * 4)}
     kwargs = zoo.batch(model, 4, 9, "natural") | {"num_beams": beams, "max_new_tokens": 50} | prompt
     for _ in range(2):
-        assert assert_same(model, kwargs | {"min_new_tokens": 40, "no_repeat_ngram_size": 2}).error is None
+        assert (
+            assert_same(model, kwargs | {"min_new_tokens": 40, "no_repeat_ngram_size": 2}).error
+            is None
+        )
     assert calls["search", "native"] > 0
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_equal_values_are_left_to_torch(variant: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_equal_values_are_left_to_torch(
+    variant: str, beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # noqa: F811
     """Tokens with one embedding are tied in every step; which stands first is for `torch.topk` to say."""
     model = zoo.build("marian", torch.float32)
     with torch.no_grad():
@@ -191,7 +218,11 @@ def test_a_token_without_an_embedding(variant: str, beams: int) -> None:  # noqa
     """torch's own error, as step by step."""
     model = zoo.build("gpt2", torch.float32)
     head = nn.Linear(model.config.n_embd, zoo.VOCABULARY + 64)
-    kwargs = zoo.batch(model, 3, 7, "none") | {"num_beams": beams, "max_new_tokens": 12, "eos_token_id": None}
+    kwargs = zoo.batch(model, 3, 7, "none") | {
+        "num_beams": beams,
+        "max_new_tokens": 12,
+        "eos_token_id": None,
+    }
     for _ in range(2):
         model.generate(**kwargs)
     with torch.no_grad():
@@ -225,14 +256,18 @@ def test_without_memory(variant: str, beams: int, monkeypatch: pytest.MonkeyPatc
     assert refused[0] == 4 * beams
 
 
-@pytest.mark.parametrize(("family", "beams"), [("marian", 1), ("marian", 4), ("gpt2", 1), ("gpt2", 4)])
+@pytest.mark.parametrize(
+    ("family", "beams"), [("marian", 1), ("marian", 4), ("gpt2", 1), ("gpt2", 4)]
+)
 def test_nothing_is_allocated_between_steps(variant: str, family: str, beams: int) -> None:  # noqa: F811
     """From one look of Python's to the next, torch's allocator is not asked for anything."""
     model = zoo.build(family, torch.float32)
     kwargs = zoo.batch(model, 4, 9, "none") | {"num_beams": beams, "eos_token_id": None}
     for new in (6, 15, 6, 15):
         model.generate(**kwargs, max_new_tokens=new)
-    few, many = (allocations(lambda n=n: model.generate(**kwargs, max_new_tokens=n)).sizes for n in (6, 15))
+    few, many = (
+        allocations(lambda n=n: model.generate(**kwargs, max_new_tokens=n)).sizes for n in (6, 15)
+    )
     assert calls["search", "native"] > 0
     assert len(many) <= len(few)
 
@@ -267,7 +302,9 @@ class _Odd(StoppingCriteria):
     ids=["processor", "criterion", "time", "scores", "penalty", "draws"],
 )
 @pytest.mark.parametrize("beams", [1, 3])
-def test_whoever_looks_at_a_step_sees_it(variant: str, listening: dict[str, Any], beams: int) -> None:  # noqa: F811
+def test_whoever_looks_at_a_step_sees_it(
+    variant: str, listening: dict[str, Any], beams: int
+) -> None:  # noqa: F811
     model = zoo.build("marian", torch.float32)
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": beams, "max_new_tokens": 15} | listening
     if "output_scores" in listening:
@@ -288,7 +325,12 @@ def test_what_the_caller_gives(variant: str) -> None:  # noqa: F811
     positions = (kwargs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     for beams in (1, 3):
         for _ in range(2):
-            assert assert_same(model, kwargs | {"num_beams": beams, "position_ids": positions.int()}).error is None
+            assert (
+                assert_same(
+                    model, kwargs | {"num_beams": beams, "position_ids": positions.int()}
+                ).error
+                is None
+            )
     assert calls["search", "native"] > 0
     longer = StoppingCriteriaList([MaxLengthCriteria(40)])
     kwargs |= {"max_new_tokens": 12, "eos_token_id": None, "stopping_criteria": longer}
@@ -299,7 +341,11 @@ def test_what_the_caller_gives(variant: str) -> None:  # noqa: F811
 
 
 def _assert_decided_alike(
-    model: Any, sentences: list[Tensor], options: dict[str, Any], found: list[Any], wanted: list[Any]
+    model: Any,
+    sentences: list[Tensor],
+    options: dict[str, Any],
+    found: list[Any],
+    wanted: list[Any],
 ) -> None:
     """Assert that each sentence gives what stock gives of it alone, but for decisions of stock's that were close.
 
@@ -307,7 +353,11 @@ def _assert_decided_alike(
     """
     others = [i for i in range(len(wanted)) if found[i] != wanted[i]]
     assert len(others) < 3
-    told = {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": options["num_beams"]}
+    told = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "num_return_sequences": options["num_beams"],
+    }
     for i in others:
         with fastgen.disabled():
             run = model.generate(input_ids=sentences[i][None], **options, **told)
@@ -318,18 +368,33 @@ def _assert_decided_alike(
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("family", ["marian", "t5", "gpt2", "llama"])
 @pytest.mark.slow
-def test_batches_that_refill(family: str, beams: int, alone: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_that_refill(
+    family: str, beams: int, alone: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that runs alone goes on in a row, also behind steps beside others, and before them."""
     model, together = zoo.build(family, torch.float32), start_soon(monkeypatch, 0.5)
     generator = torch.Generator().manual_seed(beams)
-    sentences = [torch.randint(40, zoo.VOCABULARY, (n,), generator=generator) for n in (11, 9, 8, 7, 6, 5, 4, 3, 2) * 3]
-    options = {"eos_token_id": [2, *range(20, 29)], "pad_token_id": 5, "max_new_tokens": 40, "num_beams": beams}
+    sentences = [
+        torch.randint(40, zoo.VOCABULARY, (n,), generator=generator)
+        for n in (11, 9, 8, 7, 6, 5, 4, 3, 2) * 3
+    ]
+    options = {
+        "eos_token_id": [2, *range(20, 29)],
+        "pad_token_id": 5,
+        "max_new_tokens": 40,
+        "num_beams": beams,
+    }
     options |= {"no_repeat_ngram_size": 3, "min_new_tokens": 3}
     with fastgen.disabled():
-        wanted = [model.generate(input_ids=sentence[None], **options).tolist() for sentence in sentences]
+        wanted = [
+            model.generate(input_ids=sentence[None], **options).tolist() for sentence in sentences
+        ]
     for _ in range(2):  # the first one proves the step from the weights
         calls.clear(), alone.clear(), together.clear()
-        found = [ids.tolist() for ids in fastgen.generate_stream(model, sentences, max_tokens=60, **options)]
+        found = [
+            ids.tolist()
+            for ids in fastgen.generate_stream(model, sentences, max_tokens=60, **options)
+        ]
         _assert_decided_alike(model, sentences, options, found, wanted)
     in_a_row = calls["search", "native"]
     assert min(in_a_row, len(together)) > 0
@@ -337,7 +402,9 @@ def test_batches_that_refill(family: str, beams: int, alone: list[int], monkeypa
     monkeypatch.setattr(loop, "NATIVE", ())
     one_by_one = len(alone)
     alone.clear()
-    found = [ids.tolist() for ids in fastgen.generate_stream(model, sentences, max_tokens=60, **options)]
+    found = [
+        ids.tolist() for ids in fastgen.generate_stream(model, sentences, max_tokens=60, **options)
+    ]
     _assert_decided_alike(model, sentences, options, found, wanted)
     assert calls["search", "native"] == in_a_row
     assert len(alone) > one_by_one
@@ -346,7 +413,11 @@ def test_batches_that_refill(family: str, beams: int, alone: list[int], monkeypa
 @pytest.mark.parametrize("beams", [1, 3])
 def test_keys_and_values_of_the_beams_that_are_returned(variant: str, beams: int) -> None:  # noqa: F811
     model = zoo.build("gpt2", torch.float32)
-    kwargs = zoo.batch(model, 4, 9, "none") | {"num_beams": beams, "max_new_tokens": 40, "eos_token_id": ENDS}
+    kwargs = zoo.batch(model, 4, 9, "none") | {
+        "num_beams": beams,
+        "max_new_tokens": 40,
+        "eos_token_id": ENDS,
+    }
     kwargs |= {"return_dict_in_generate": True, "no_repeat_ngram_size": 1}
     for _ in range(2):
         ours = model.generate(**kwargs)
@@ -361,7 +432,11 @@ def test_keys_and_values_of_the_beams_that_are_returned(variant: str, beams: int
 
 def test_drafted_steps_are_not_passed_over(variant: str) -> None:  # noqa: F811
     large, small = zoo.build("gpt2", torch.float32), zoo.build("gpt2", torch.float32)
-    kwargs = zoo.batch(large, 1, 9, "none") | {"num_beams": 3, "max_new_tokens": 20, "eos_token_id": None}
+    kwargs = zoo.batch(large, 1, 9, "none") | {
+        "num_beams": 3,
+        "max_new_tokens": 20,
+        "eos_token_id": None,
+    }
     wanted = large.generate(**kwargs)
     for _ in range(2):
         before = dict(fastgen.status().bild)
@@ -376,8 +451,20 @@ def test_how_long_the_same_is_banned() -> None:
     text = Text(torch.zeros(2, 5, dtype=torch.int64), 1)
     stop = native_multistep.Stop(torch.tensor([2]), [lambda length: length >= 30], longest=30)
     assert native_multistep.Steps(stop, []).alike(text) == 25
-    assert native_multistep.Steps(stop, [Ban(torch.tensor([7]), lambda length: length < 9)]).alike(text) == 4
-    assert native_multistep.Steps(stop, [NGramBlock(2), Ban(torch.tensor([7]), lambda _: True)]).alike(text) == 25
+    assert (
+        native_multistep.Steps(stop, [Ban(torch.tensor([7]), lambda length: length < 9)]).alike(
+            text
+        )
+        == 4
+    )
+    assert (
+        native_multistep.Steps(stop, [NGramBlock(2), Ban(torch.tensor([7]), lambda _: True)]).alike(
+            text
+        )
+        == 25
+    )
     penalty = Penalty(1.2, 0, lambda ids, scores: scores)
     assert not native_multistep.able(stop, [penalty])
-    assert not native_multistep.able(native_multistep.Stop(torch.tensor([2]), [lambda _: False]), [])
+    assert not native_multistep.able(
+        native_multistep.Stop(torch.tensor([2]), [lambda _: False]), []
+    )

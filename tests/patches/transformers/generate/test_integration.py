@@ -17,7 +17,12 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor, nn
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
@@ -34,7 +39,9 @@ from tests.support.processes import python
 ROOT = Path(__file__).parents[4]
 BEAMS: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 10}
 NGRAMS: dict[str, Any] = BEAMS | {"no_repeat_ngram_size": 2}
-needs_onednn = pytest.mark.skipif(bool(linear_ops.unusable("onednn")), reason="oneDNN cannot be used")
+needs_onednn = pytest.mark.skipif(
+    bool(linear_ops.unusable("onednn")), reason="oneDNN cannot be used"
+)
 
 
 def _inputs(model: Any, sentences: int = 3, length: int = 9) -> dict[str, Tensor]:
@@ -67,7 +74,9 @@ def _check(model: Any, **kwargs: Any) -> Tensor:
 def _check_at_rest(*models: nn.Module) -> None:
     """Nothing of a call is left, neither in a model nor in fastgen."""
     for model in models:
-        assert [name for name, module in model.named_modules() if "forward" in module.__dict__] == []
+        assert [
+            name for name, module in model.named_modules() if "forward" in module.__dict__
+        ] == []
     assert attention.current_step.get() is None
     assert engine.current_plan.get() is None
     assert not routes._routes
@@ -122,12 +131,16 @@ def test_half_dtypes(family: str, dtype: torch.dtype, beams: int) -> None:
         if len(differs) == 0:
             continue
         if beams > 1:
-            assert abs(ours.sequences_scores[row] - stock.sequences_scores[row]).item() <= 4 * rounding
+            assert (
+                abs(ours.sequences_scores[row] - stock.sequences_scores[row]).item() <= 4 * rounding
+            )
             continue
         first = int(differs[0])
         scores = stock.scores[first - (stock.sequences.shape[1] - len(stock.scores))][row]
         margin = scores[stock.sequences[row, first]] - scores[ours.sequences[row, first]]
-        assert margin.item() <= 4 * rounding, f"row {row}, token {first}: margin {margin.item()}, rounding {rounding}"
+        assert margin.item() <= 4 * rounding, (
+            f"row {row}, token {first}: margin {margin.item()}, rounding {rounding}"
+        )
 
 
 def test_dtype_changes_between_calls() -> None:
@@ -181,7 +194,9 @@ def test_accelerate_hooks() -> None:
     _check(model, **_inputs(model), **BEAMS)
     assert Counts.calls > 0
     assert {name: module.__dict__["forward"] for name, module in model.named_modules()} == hooked
-    remove_hook_from_module(model, recurse=True)  # which leaves each module's own `forward` on the module
+    remove_hook_from_module(
+        model, recurse=True
+    )  # which leaves each module's own `forward` on the module
     own = {name: module.__dict__["forward"] for name, module in model.named_modules()}
     _check(model, **_inputs(model), **BEAMS)
     assert {name: module.__dict__["forward"] for name, module in model.named_modules()} == own
@@ -213,7 +228,8 @@ def _lora(model: Any) -> Any:
 
     torch.manual_seed(3)
     wrapped = get_peft_model(
-        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+        model,
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False),
     )
     return wrapped.eval()
 
@@ -284,7 +300,10 @@ def test_training_between_calls() -> None:
         model.train()
         loss = model(**inputs, labels=inputs["input_ids"]).loss
         loss.backward()
-        assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in model.model.layers.parameters())
+        assert all(
+            p.grad is not None and bool(p.grad.abs().sum() > 0)
+            for p in model.model.layers.parameters()
+        )
         optimiser.step()
         optimiser.zero_grad()
         model.eval()
@@ -298,10 +317,18 @@ def _tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     special = {0: "<pad>", 1: "<unk>", 2: "</s>", 3: "<s>"}
-    words = Tokenizer(models.WordLevel({special.get(i, f"w{i}"): i for i in range(zoo.VOCABULARY)}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel(
+            {special.get(i, f"w{i}"): i for i in range(zoo.VOCABULARY)}, unk_token="<unk>"
+        )
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tf.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", eos_token="</s>", padding_side="left"
+        tokenizer_object=words,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="</s>",
+        padding_side="left",
     )
 
 
@@ -325,9 +352,15 @@ def test_encoder_decoder_pipeline() -> None:
     """Transformers 5 has no text2text-generation any more; where a pipeline of an encoder-decoder is left, it works."""
     from transformers.pipelines import SUPPORTED_TASKS
 
-    tasks = [task for task in ("text2text-generation", "summarization", "translation") if task in SUPPORTED_TASKS]
+    tasks = [
+        task
+        for task in ("text2text-generation", "summarization", "translation")
+        if task in SUPPORTED_TASKS
+    ]
     if not tasks:
-        pytest.skip(f"transformers {tf.__version__} has no pipeline that generates from an encoder-decoder's text")
+        pytest.skip(
+            f"transformers {tf.__version__} has no pipeline that generates from an encoder-decoder's text"
+        )
     model = zoo.build("bart")
     pipe = tf.pipeline(tasks[0], model=model, tokenizer=_tokenizer(), device="cpu")
     found = pipe(["w4 w9", "w5 w50 w51"], num_beams=3, max_new_tokens=8)
@@ -338,7 +371,10 @@ def test_encoder_decoder_pipeline() -> None:
 def test_seq2seq_trainer(tmp_path: Path) -> None:
     """Training, evaluation by generated text, training again."""
     samples = [
-        {"input_ids": [4 + (7 * i + j) % 90 for j in range(3 + i % 4)], "labels": [4 + (5 * i) % 90, 6, 2]}
+        {
+            "input_ids": [4 + (7 * i + j) % 90 for j in range(3 + i % 4)],
+            "labels": [4 + (5 * i) % 90, 6, 2],
+        }
         for i in range(8)
     ]
     model = zoo.build("bart", torch.float32)
@@ -395,7 +431,8 @@ def test_threads(case: int) -> None:
     served, before = hits(), fallbacks()
     for _ in range(6):
         found = _together(
-            lambda: first.generate(**inputs, **BEAMS), lambda: second.generate(**others, max_new_tokens=15)
+            lambda: first.generate(**inputs, **BEAMS),
+            lambda: second.generate(**others, max_new_tokens=15),
         )
         assert torch.equal(found[0], wanted[0])
         assert torch.equal(found[1], wanted[1])
@@ -435,7 +472,11 @@ def test_copies(family: str) -> None:
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
-    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)]
+    twins = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(buffer, weights_only=False),
+    ]
     for twin in twins:
         assert torch.equal(_check(twin, **inputs, **BEAMS), wanted)
         with torch.no_grad():
@@ -599,7 +640,9 @@ class _FailingStreamer(BaseStreamer):
             self.fails()
 
 
-def _hooked(part: Callable[[Any], nn.Module], error: type[BaseException], at: int) -> Callable[[Any], tuple[Any, Any]]:
+def _hooked(
+    part: Callable[[Any], nn.Module], error: type[BaseException], at: int
+) -> Callable[[Any], tuple[Any, Any]]:
     """Let a part of the model raise at its n-th forward."""
 
     def prepare(model: Any) -> tuple[dict[str, Any], Callable[[], None]]:
@@ -617,7 +660,11 @@ def _given(
 
 
 def _decoder_layer(model: Any) -> nn.Module:
-    return model.get_decoder().layers[-1] if model.config.is_encoder_decoder else model.transformer.h[-1]
+    return (
+        model.get_decoder().layers[-1]
+        if model.config.is_encoder_decoder
+        else model.transformer.h[-1]
+    )
 
 
 def _head(model: Any) -> nn.Module:
@@ -680,7 +727,9 @@ def test_exceptions(stage: str, beams: int) -> None:
     assert fallbacks() == before
     fastgen.disable()
     try:
-        assert {row.state for row in fastgen.status().rows if row.name.startswith("transformers.")} == {"off"}
+        assert {
+            row.state for row in fastgen.status().rows if row.name.startswith("transformers.")
+        } == {"off"}
         assert torch.equal(model.generate(**inputs, **options), wanted)
         assert hits() == served
     finally:
@@ -787,7 +836,9 @@ class _Notes(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str
+)
 def test_nan_in_a_step(options: dict[str, Any]) -> None:
     """A model whose decode step gives NaN, as an overflow does: whichever code runs, the call happens once."""
     model = zoo.build("llama")
@@ -804,5 +855,7 @@ def test_nan_in_a_step(options: dict[str, Any]) -> None:
             value = type(error)
         seen.append((notes.calls, value))
     assert seen[0][0] == seen[1][0]
-    if "num_beams" not in options:  # a NaN of one beam reaches the others of its sentence, as docs/supported.md says
+    if (
+        "num_beams" not in options
+    ):  # a NaN of one beam reaches the others of its sentence, as docs/supported.md says
         assert seen[0][1] == seen[1][1]

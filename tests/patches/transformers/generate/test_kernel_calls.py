@@ -13,10 +13,14 @@ from tests.support import zoo
 from tests.support.parity import assert_same
 from tests.support.poison import poison
 
-interpreted = pytest.mark.skipif(not dispatch.INTERPRETED, reason="kernels are compiled where there is a GPU")
+interpreted = pytest.mark.skipif(
+    not dispatch.INTERPRETED, reason="kernels are compiled where there is a GPU"
+)
 
 
-@pytest.fixture(params=[pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("FASTGEN_OPS", "triton")
     config.reload()
@@ -46,7 +50,12 @@ CALLS: dict[str, tuple[dict[str, Any], set[str]]] = {
 """Options, and the operations whose kernels they need."""
 
 FAMILIES = ("bart", "t5", "gpt2", "llama", "gemma2", "marian")
-PAIRS = [(call, family) for call in CALLS for family in FAMILIES if call == "beams" or family in ("bart", "llama")]
+PAIRS = [
+    (call, family)
+    for call in CALLS
+    for family in FAMILIES
+    if call == "beams" or family in ("bart", "llama")
+]
 """Every family once: a choice of tokens is made from logits, whosever they are."""
 
 

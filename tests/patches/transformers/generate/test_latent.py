@@ -31,7 +31,9 @@ def _rows(options: dict[str, Any]) -> int:
 
 
 def _drawn(model: Any, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(model.dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(
+        model.dtype
+    )
 
 
 def as_embeddings(model: Any, rows: int) -> dict[str, Any]:
@@ -96,7 +98,11 @@ def as_encoder_states(model: Any, rows: int) -> dict[str, Any]:
 
 
 WAYS = [
-    *((way, family) for way in (as_embeddings, as_embeddings_with_ids) for family in ("gpt2", "llama")),
+    *(
+        (way, family)
+        for way in (as_embeddings, as_embeddings_with_ids)
+        for family in ("gpt2", "llama")
+    ),
     *((as_keys, family) for family in ("gpt2", "llama", "bart", "t5")),
     *((as_nothing, family) for family in ("gpt2", "bart")),
     *((as_encoder_states, family) for family in ("bart", "t5")),
@@ -104,18 +110,26 @@ WAYS = [
 
 
 @pytest.mark.parametrize(
-    ("method", "dtype"), [*((method, torch.float64) for method in METHODS), ("beams", torch.float32)], ids=str
+    ("method", "dtype"),
+    [*((method, torch.float64) for method in METHODS), ("beams", torch.float32)],
+    ids=str,
 )
-@pytest.mark.parametrize(("way", "family"), WAYS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("way", "family"), WAYS, ids=lambda value: getattr(value, "__name__", value)
+)
 def test_a_latent(way: Any, family: str, method: str, dtype: torch.dtype) -> None:
     """The same as without fastgen, a given cache as the call leaves it too; shared, with steps from the weights."""
     model = zoo.build(family, dtype)
     options = METHODS[method] | {"max_new_tokens": 12, "pad_token_id": zoo.PAD}
     kwargs = way(model, _rows(options)) | options
-    if dtype == torch.float64:  # in float32 two beams a rounding apart may swap places, which no token shows
+    if (
+        dtype == torch.float64
+    ):  # in float32 two beams a rounding apart may swap places, which no token shows
         kwargs |= {"return_dict_in_generate": True, "output_scores": True}
     before = fallbacks()
-    assert assert_same(model, kwargs, tolerance=1e-9 if dtype == torch.float64 else 1e-4).error is None
+    assert (
+        assert_same(model, kwargs, tolerance=1e-9 if dtype == torch.float64 else 1e-4).error is None
+    )
     assert fallbacks() == before
     call = last_call()
     assert call is not None
@@ -140,7 +154,10 @@ def by_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("family", ["gpt2", "bart"])
 def test_a_latent_by_the_models_own_modules(family: str, by_modules: None) -> None:
     model = zoo.build(family)
-    assert assert_same(model, as_keys(model, 4) | METHODS["beams"] | {"max_new_tokens": 12}).error is None
+    assert (
+        assert_same(model, as_keys(model, 4) | METHODS["beams"] | {"max_new_tokens": 12}).error
+        is None
+    )
     call = last_call()
     assert call is not None
     assert (call.plan.shared, call.plan.fused) == (True, False)
@@ -149,7 +166,10 @@ def test_a_latent_by_the_models_own_modules(family: str, by_modules: None) -> No
 def test_a_latent_that_is_refused() -> None:
     """A model that computes with the cache in a way of its own goes on in the cache that was given."""
     model = zoo.alone(zoo.build("gpt2"))
-    assert assert_same(model, as_keys(model, 4) | METHODS["beams"] | {"max_new_tokens": 12}).error is None
+    assert (
+        assert_same(model, as_keys(model, 4) | METHODS["beams"] | {"max_new_tokens": 12}).error
+        is None
+    )
     call = last_call()
     assert call is not None
     assert not call.plan.shared
@@ -160,7 +180,10 @@ def _other_rows(cache: Any) -> None:
 
 
 def _other_lengths(cache: Any) -> None:
-    cache.layers[1].keys, cache.layers[1].values = cache.layers[1].keys[:, :, 1:], cache.layers[1].values[:, :, 1:]
+    cache.layers[1].keys, cache.layers[1].values = (
+        cache.layers[1].keys[:, :, 1:],
+        cache.layers[1].values[:, :, 1:],
+    )
 
 
 def _other_type(cache: Any) -> None:
@@ -183,7 +206,9 @@ def test_what_cannot_be_shared(change: Any, reason: str) -> None:
     what = f"keys and values are not shared: a KV cache is given, {reason}"
     assert what in fastgen.explain(model, **copy.deepcopy(kwargs)).notes
     before = left_off()[what]
-    error = assert_same(model, kwargs).error  # transformers does not know what to do with all of these
+    error = assert_same(
+        model, kwargs
+    ).error  # transformers does not know what to do with all of these
     assert left_off()[what] == before + (error is None)
 
 

@@ -22,7 +22,12 @@ PENALTIES = (-1e3, -10.0, -4.0, -1.0, 0.0, 4.0, 10.0, 1e3)
 @pytest.mark.parametrize("by", ["native", "reference"])
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_as_stock(
-    penalty: float, by: str, beams: int, eos: list[int] | None, early: Any, setting: Callable[[str, str], None]
+    penalty: float,
+    by: str,
+    beams: int,
+    eos: list[int] | None,
+    early: Any,
+    setting: Callable[[str, str], None],
 ) -> None:
     """Over 60 tokens, the fourth power of which is more than 1e9 divided by a usual score."""
     if by == "native" and native.found().library is None:

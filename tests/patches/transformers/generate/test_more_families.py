@@ -30,7 +30,9 @@ _FSMT_COUNTS = bool(
     {"past_key_values_length", "cache_length"}
     & set(inspect.signature(SinusoidalPositionalEmbedding.forward).parameters)
 )
-needs_counting = pytest.mark.skipif(not _FSMT_COUNTS, reason="this FSMT does not count its positions")
+needs_counting = pytest.mark.skipif(
+    not _FSMT_COUNTS, reason="this FSMT does not count its positions"
+)
 
 
 def _same(model: Any, kwargs: dict[str, Any], tolerance: float = 1e-9) -> CallReport:
@@ -50,7 +52,10 @@ def _inputs(name: str, model: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "beams": (BEAMS, torch.float64),
-    "more beams": ({"num_beams": 5, "num_return_sequences": 2, "length_penalty": 0.6}, torch.float32),
+    "more beams": (
+        {"num_beams": 5, "num_return_sequences": 2, "length_penalty": 0.6},
+        torch.float32,
+    ),
     "greedy": ({"num_beams": 1}, torch.float64),
     "samples": ({"do_sample": True, "num_return_sequences": 3, "top_k": 20}, torch.float32),
 }
@@ -75,12 +80,16 @@ def test_family(name: str, case: str) -> None:
 @pytest.mark.parametrize("name", ["bloom", "falcon-40b", "gptj", "gpt_neo", "led", "mvp"])
 def test_weights_may_change_between_calls(name: str) -> None:
     model = zoo.build(name)
-    kwargs = _inputs(name, model, torch.float64) | BEAMS | {"max_new_tokens": 10, "min_new_tokens": 10}
+    kwargs = (
+        _inputs(name, model, torch.float64) | BEAMS | {"max_new_tokens": 10, "min_new_tokens": 10}
+    )
     layout = LAYOUTS[model.config.model_type]
     decoder = model.get_submodule(layout.decoder)
     layer = getattr(decoder, layout.layers)[1]
     changes: list[Callable[[], object]] = [
-        lambda: layer.get_submodule(f"{layout.text.module}.{layout.text.parts[0]}").weight.data.neg_(),
+        lambda: layer.get_submodule(
+            f"{layout.text.module}.{layout.text.parts[0]}"
+        ).weight.data.neg_(),
         lambda: layer.get_submodule(layout.narrow).weight.data.mul_(-2.0),
         lambda: getattr(decoder, layout.tokens).weight.data.mul_(-1.0),
     ]
@@ -134,7 +143,10 @@ DECLINED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "too long": (
         lambda: zoo.build("gpt_neo", torch.float32),
-        {"input_ids": torch.randint(4, 90, (3, 121)), "attention_mask": torch.ones(3, 121, dtype=torch.int64)},
+        {
+            "input_ids": torch.randint(4, 90, (3, 121)),
+            "attention_mask": torch.ones(3, 121, dtype=torch.int64),
+        },
         "a text of up to 129 tokens, positions for 128",
     ),
 }
@@ -157,9 +169,16 @@ def test_declined(what: str, beams: int) -> None:
 def test_a_prompt_with_padding(family: str, beams: int) -> None:
     """Their modules look at its mask in the prompt alone, and not behind it."""
     model = zoo.build(family)
-    prompt, mask = torch.tensor([[3, 5, 6, 7], [3, 9, 4, 8], [3, 20, 21, 22]]), torch.ones(3, 4, dtype=torch.int64)
+    prompt, mask = (
+        torch.tensor([[3, 5, 6, 7], [3, 9, 4, 8], [3, 20, 21, 22]]),
+        torch.ones(3, 4, dtype=torch.int64),
+    )
     mask[1, :2] = mask[2, :1] = 0
-    kwargs = zoo.batch(model, 3, 7) | {"decoder_input_ids": prompt, "decoder_attention_mask": mask} | FIELDS
+    kwargs = (
+        zoo.batch(model, 3, 7)
+        | {"decoder_input_ids": prompt, "decoder_attention_mask": mask}
+        | FIELDS
+    )
     for _ in range(2):  # the first step of the first call is made both ways
         plan = _same(model, kwargs | {"num_beams": beams, "max_new_tokens": 8}).plan
         assert (plan.shared, plan.fused) == (True, True)
@@ -189,7 +208,11 @@ def test_padding_that_fsmt_generates() -> None:
     """It has the position before its own, wherever it stands."""
     model = zoo.build("fsmt")
     allowed = lambda _, ids: [zoo.PAD] if len(ids) in (2, 5, 6) else list(range(4, 40))  # noqa: E731
-    kwargs = zoo.batch(model, 3, 9) | {"num_beams": 3, "max_new_tokens": 12, "prefix_allowed_tokens_fn": allowed}
+    kwargs = zoo.batch(model, 3, 9) | {
+        "num_beams": 3,
+        "max_new_tokens": 12,
+        "prefix_allowed_tokens_fn": allowed,
+    }
     for _ in range(2):
         assert _same(model, kwargs | FIELDS).plan.fused
 
@@ -202,7 +225,9 @@ def test_global_attention_of_led() -> None:
     everywhere[:, 0] = 1
     for _ in range(2):
         assert _same(model, kwargs | {"global_attention_mask": everywhere}).plan.fused
-    assert not torch.equal(without.logits[1], model.generate(**kwargs, global_attention_mask=everywhere).logits[1])
+    assert not torch.equal(
+        without.logits[1], model.generate(**kwargs, global_attention_mask=everywhere).logits[1]
+    )
 
 
 def test_a_local_window_that_is_not_outgrown() -> None:
@@ -221,7 +246,9 @@ def test_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What changes from step to step is read from the device."""
     graphs = Graphs(monkeypatch)
     model = zoo.build(name)
-    kwargs = zoo.batch(model, 3, 9) | BEAMS | {"max_new_tokens": 20, "eos_token_id": zoo.EOS} | FIELDS
+    kwargs = (
+        zoo.batch(model, 3, 9) | BEAMS | {"max_new_tokens": 20, "eos_token_id": zoo.EOS} | FIELDS
+    )
     model.generate(**kwargs)
     replays = graphs.replays
     assert _same(model, kwargs, tolerance=1e-5).plan.graphs
@@ -232,7 +259,12 @@ def test_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_big_little_decoding(name: str) -> None:
     large, small = pair(name, seed=2, apart=0.03)
     inputs = zoo.batch(large, 3, 7, "none" if name == "mpt" else "natural", seed=1)
-    options = {"assistant_model": small, "lossless": True, "fallback_threshold": 0.2, "adaptive_draft": False}
+    options = {
+        "assistant_model": small,
+        "lossless": True,
+        "fallback_threshold": 0.2,
+        "adaptive_draft": False,
+    }
     found, ids = generated(large, inputs, **options), greedy(large, inputs)
     for row, (tokens, _) in zip(ids[:, 7:].tolist(), found, strict=True):
         assert row[: len(tokens)] == tokens
@@ -262,10 +294,17 @@ def test_batches_that_refill() -> None:
 @pytest.mark.parametrize("beams", [1, 4])
 def test_the_memory_is_what_the_call_then_takes(name: str, beams: int) -> None:
     model = zoo.build(name, torch.float32)
-    kwargs = zoo.batch(model, 4, 11, "none") | {"num_beams": beams, "max_new_tokens": 12, "min_new_tokens": 12}
+    kwargs = zoo.batch(model, 4, 11, "none") | {
+        "num_beams": beams,
+        "max_new_tokens": 12,
+        "min_new_tokens": 12,
+    }
     explanation = fastgen.explain(model, **kwargs)
     model.generate(**kwargs)
     call = last_call()
     assert call is not None
     assert explanation.plan == call.plan
-    assert (explanation.kv_bytes, explanation.stock_kv_bytes) == (call.kv_bytes, call.stock_kv_bytes)
+    assert (explanation.kv_bytes, explanation.stock_kv_bytes) == (
+        call.kv_bytes,
+        call.stock_kv_bytes,
+    )

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 from transformers.generation import logits_process, utils
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
@@ -48,7 +54,9 @@ def test_family(family: str, options: dict[str, Any], dtype: torch.dtype) -> Non
     model = zoo.build(family, dtype)
     before, served = fallbacks(), hits()
     kwargs = _inputs(family, model) | options | {"max_new_tokens": 20}
-    if dtype == torch.float64:  # in float32 two beams a rounding apart may swap places, which no token shows
+    if (
+        dtype == torch.float64
+    ):  # in float32 two beams a rounding apart may swap places, which no token shows
         kwargs |= {"return_dict_in_generate": True, "output_scores": True}
     if dtype == torch.float32 and kwargs.get("num_return_sequences") == kwargs.get("num_beams"):
         assert_same_but_for_ties(model, kwargs)
@@ -75,7 +83,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bad_words": {"bad_words_ids": [[5], [6, 7], [8]]},
     "bad_word": {"bad_words_ids": [[5]]},
     "empty_bad_word": {"bad_words_ids": [[5], [], [6, 7]]},
-    "long_bad_words": {"bad_words_ids": [[t, 7] for t in range(4, 60)] + [[3, t, 9] for t in range(60)]},
+    "long_bad_words": {
+        "bad_words_ids": [[t, 7] for t in range(4, 60)] + [[3, t, 9] for t in range(60)]
+    },
     "sequence_bias": {"sequence_bias": {(5,): -4.0, (6, 7): 3.0}},
     "token_bias": {"sequence_bias": {(5,): -4.0, (9,): 5.0}},
     "repetition_penalty": {"repetition_penalty": 1.7},
@@ -85,7 +95,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "encoder_ngrams": {"encoder_no_repeat_ngram_size": 2},
     "suppress": {"suppress_tokens": [4, 5, 6], "begin_suppress_tokens": [7, 8]},
     "suppress_nothing": {"suppress_tokens": [], "begin_suppress_tokens": []},
-    "prefix_allowed": {"prefix_allowed_tokens_fn": lambda sentence, ids: [2, 4 + sentence, 10 + len(ids) % 5, 30, 31]},
+    "prefix_allowed": {
+        "prefix_allowed_tokens_fn": lambda sentence, ids: [
+            2,
+            4 + sentence,
+            10 + len(ids) % 5,
+            30,
+            31,
+        ]
+    },
     "one_allowed": {"prefix_allowed_tokens_fn": lambda sentence, ids: [4 + len(ids) % 3]},
     "decay": {"exponential_decay_length_penalty": (3, 1.2)},
     "renormalize": {"renormalize_logits": True, "repetition_penalty": 1.2},
@@ -117,7 +135,9 @@ def test_option(family: str, options: dict[str, Any], beams: int, fields: bool) 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_padding(family: str, padding: str, beams: int) -> None:
     model = zoo.build(family)
-    assert_same(model, zoo.batch(model, 4, 13, padding) | {"num_beams": beams, "max_new_tokens": 16})
+    assert_same(
+        model, zoo.batch(model, 4, 13, padding) | {"num_beams": beams, "max_new_tokens": 16}
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +153,12 @@ def test_padding(family: str, padding: str, beams: int) -> None:
 @pytest.mark.parametrize("beams", [1, 3])
 def test_sampling(warpers: dict[str, Any], beams: int) -> None:
     model = zoo.build("gpt2")
-    assert_same(model, _inputs("gpt2", model) | {"do_sample": True, "num_beams": beams, "max_new_tokens": 12} | warpers)
+    assert_same(
+        model,
+        _inputs("gpt2", model)
+        | {"do_sample": True, "num_beams": beams, "max_new_tokens": 12}
+        | warpers,
+    )
 
 
 @pytest.mark.parametrize("family", ["bart", "gpt2"])
@@ -162,8 +187,14 @@ def test_inputs_embeds(beams: int) -> None:
 @pytest.mark.parametrize("beams", [1, 3])
 def test_decoder_prompt(beams: int) -> None:
     model = zoo.build("bart")
-    prompt = torch.tensor([[zoo.START, 5, 6], [zoo.START, 7, 8], [zoo.START, 9, 4], [zoo.START, 5, 5]])
-    assert_same(model, _inputs("bart", model) | {"decoder_input_ids": prompt, "num_beams": beams, "max_new_tokens": 9})
+    prompt = torch.tensor(
+        [[zoo.START, 5, 6], [zoo.START, 7, 8], [zoo.START, 9, 4], [zoo.START, 5, 5]]
+    )
+    assert_same(
+        model,
+        _inputs("bart", model)
+        | {"decoder_input_ids": prompt, "num_beams": beams, "max_new_tokens": 9},
+    )
 
 
 @pytest.mark.parametrize("beams", [1, 2])
@@ -182,7 +213,9 @@ class _Favour(LogitsProcessor):
     """A user's processor that looks at whole rows."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores + (input_ids.sum(1, keepdim=True) % 7 == 0) * torch.linspace(0, 2, scores.shape[1])
+        return scores + (input_ids.sum(1, keepdim=True) % 7 == 0) * torch.linspace(
+            0, 2, scores.shape[1]
+        )
 
 
 class _Even(StoppingCriteria):
@@ -220,10 +253,17 @@ def test_users_own_call_of_transformers_processor(
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_users_own_call_of_transformers_criterion(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_own_call_of_transformers_criterion(
+    beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = zoo.build("bart")
     monkeypatch.setattr(EosTokenCriteria, "__call__", lambda _, ids, scores: _Even()(ids, scores))
-    assert assert_same(model, _inputs("bart", model) | {"num_beams": beams, "max_new_tokens": 14}).error is None
+    assert (
+        assert_same(
+            model, _inputs("bart", model) | {"num_beams": beams, "max_new_tokens": 14}
+        ).error
+        is None
+    )
 
 
 class _Number(StoppingCriteria):
@@ -236,9 +276,13 @@ class _Number(StoppingCriteria):
         return self.way(input_ids[0, -1] % 4 == 0)
 
 
-@pytest.mark.parametrize("way", [bool, lambda found: found, lambda found: found[None]], ids=["bool", "one", "row"])
+@pytest.mark.parametrize(
+    "way", [bool, lambda found: found, lambda found: found[None]], ids=["bool", "one", "row"]
+)
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_criterion_that_answers_for_all_rows(way: Callable[[torch.Tensor], Any], beams: int) -> None:
+def test_a_criterion_that_answers_for_all_rows(
+    way: Callable[[torch.Tensor], Any], beams: int
+) -> None:
     model = zoo.build("bart")
     kwargs = _inputs("bart", model) | {"num_beams": beams, "max_new_tokens": 14}
     assert assert_same(model, kwargs | {"stopping_criteria": [_Number(way)]}).error is None
@@ -267,7 +311,11 @@ def test_counts_of_numpy_and_torch(number: Callable[[int], Any], beams: int) -> 
 
 def test_more_samples_by_numpy() -> None:
     model = zoo.build("gpt2")
-    kwargs = _inputs("gpt2", model) | {"do_sample": True, "num_return_sequences": np.int64(3), "max_new_tokens": 7}
+    kwargs = _inputs("gpt2", model) | {
+        "do_sample": True,
+        "num_return_sequences": np.int64(3),
+        "max_new_tokens": 7,
+    }
     assert assert_same(model, kwargs).error is None
 
 
@@ -276,7 +324,11 @@ def test_more_samples_by_numpy() -> None:
 def test_a_length_that_is_no_integer(length: float, beams: int) -> None:
     """A text ends at the first length that is no less; transformers' beam search refuses it."""
     model = zoo.build("gpt2")
-    kwargs = _inputs("gpt2", model) | {"num_beams": beams, "max_new_tokens": length, "eos_token_id": list(range(2, 40))}
+    kwargs = _inputs("gpt2", model) | {
+        "num_beams": beams,
+        "max_new_tokens": length,
+        "eos_token_id": list(range(2, 40)),
+    }
     assert isinstance(assert_same(model, kwargs).error, TypeError if beams > 1 else type(None))
 
 
@@ -285,9 +337,9 @@ class _Reads(tf.BartForConditionalGeneration):
 
     def forward(self, *args: Any, encoder_outputs: Any = None, **kwargs: Any) -> Any:
         output = super().forward(*args, encoder_outputs=encoder_outputs, **kwargs)
-        output.logits = output.logits + encoder_outputs[0].mean(1, keepdim=True).sum(-1, keepdim=True) * torch.linspace(
-            0, 1, output.logits.shape[-1], dtype=output.logits.dtype
-        )
+        output.logits = output.logits + encoder_outputs[0].mean(1, keepdim=True).sum(
+            -1, keepdim=True
+        ) * torch.linspace(0, 1, output.logits.shape[-1], dtype=output.logits.dtype)
         return output
 
 
@@ -305,7 +357,10 @@ def test_encoder_outputs_as_a_tuple() -> None:
     with torch.no_grad():
         hidden = model.get_encoder()(**inputs)[0]
     for _ in range(2):
-        assert assert_same(model, inputs | {"encoder_outputs": (hidden,), "max_new_tokens": 6}).error is None
+        assert (
+            assert_same(model, inputs | {"encoder_outputs": (hidden,), "max_new_tokens": 6}).error
+            is None
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -313,9 +368,15 @@ def test_encoder_outputs_as_a_tuple() -> None:
 def test_another_default_dtype(dtype: torch.dtype, beams: int) -> None:
     """What somebody has set for new tensors is neither the model's nor the search's."""
     model = zoo.build("bart", torch.float32)
-    kwargs = _inputs("bart", model) | {"num_beams": beams, "max_new_tokens": 9, "repetition_penalty": 1.2}
+    kwargs = _inputs("bart", model) | {
+        "num_beams": beams,
+        "max_new_tokens": 9,
+        "repetition_penalty": 1.2,
+    }
     kwargs |= {"return_dict_in_generate": True, "output_scores": True}
-    model.generate(**kwargs)  # the first call's first token comes through the modules, and rounds otherwise
+    model.generate(
+        **kwargs
+    )  # the first call's first token comes through the modules, and rounds otherwise
     expected = model.generate(**kwargs)
     torch.set_default_dtype(dtype)
     try:
@@ -411,7 +472,14 @@ def test_bad_input(family: str, bad: dict[str, Any]) -> None:
         {"num_beams": 3, "length_penalty": 0.0, "use_cache": False},
         {"use_cache": False},
     ],
-    ids=["no length penalty", "early stopping", "beams", "greedy", "beams, no cache", "greedy, no cache"],
+    ids=[
+        "no length penalty",
+        "early stopping",
+        "beams",
+        "greedy",
+        "beams, no cache",
+        "greedy, no cache",
+    ],
 )
 def test_finished_sentences_leave(
     family: str, seed: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -421,10 +489,17 @@ def test_finished_sentences_leave(
 
     left: list[int] = []
     keep = Stepper.keep
-    monkeypatch.setattr(Stepper, "keep", lambda self, kept: (left.append(len(kept)), keep(self, kept)))
+    monkeypatch.setattr(
+        Stepper, "keep", lambda self, kept: (left.append(len(kept)), keep(self, kept))
+    )
     model = zoo.build(family, seed=seed)
     ends = list(range(2, 30))
-    assert_same(model, _inputs(family, model, sentences=12) | options | {"max_new_tokens": 40, "eos_token_id": ends})
+    assert_same(
+        model,
+        _inputs(family, model, sentences=12)
+        | options
+        | {"max_new_tokens": 40, "eos_token_id": ends},
+    )
     assert left
     assert sorted(left, reverse=True) == left
 
@@ -438,12 +513,22 @@ class _InPlace(LogitsProcessor):
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize(
     "idle",
-    [{}, {"no_repeat_ngram_size": 9}, {"begin_suppress_tokens": [5]}, {"forced_eos_token_id": 5}, {"min_length": 1}],
+    [
+        {},
+        {"no_repeat_ngram_size": 9},
+        {"begin_suppress_tokens": [5]},
+        {"forced_eos_token_id": 5},
+        {"min_length": 1},
+    ],
     ids=str,
 )
 def test_a_processor_that_writes_in_place(idle: dict[str, Any], beams: int) -> None:
     """What it writes to is the returned logits themselves where what comes before it does nothing, as in stock."""
     model = zoo.build("bart")
-    kwargs = _inputs("bart", model) | idle | {"num_beams": beams, "max_new_tokens": 6, "logits_processor": [_InPlace()]}
+    kwargs = (
+        _inputs("bart", model)
+        | idle
+        | {"num_beams": beams, "max_new_tokens": 6, "logits_processor": [_InPlace()]}
+    )
     result = assert_same(model, kwargs | {"return_dict_in_generate": True, "output_logits": True})
     assert result.error is None

@@ -23,7 +23,12 @@ FIELDS = {"return_dict_in_generate": True, "output_scores": True, "output_logits
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "4 beams": {"num_beams": 4, "no_repeat_ngram_size": 2, "eos_token_id": [2, 7, 9, 30]},
-    "5 beams": {"num_beams": 5, "length_penalty": 0.6, "early_stopping": True, "num_return_sequences": 3},
+    "5 beams": {
+        "num_beams": 5,
+        "length_penalty": 0.6,
+        "early_stopping": True,
+        "num_return_sequences": 3,
+    },
     "samples": {"do_sample": True, "num_return_sequences": 3},
     "drawn beams": {"do_sample": True, "num_beams": 3},
 }
@@ -33,7 +38,9 @@ METHODS: dict[str, dict[str, Any]] = {
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' ProphetNet computes a softmax in the type of its scores, and not in float32 for float64 too."""
     monkeypatch.setattr(
-        modeling_prophetnet, "softmax", lambda x, dim, onnx_trace=False: torch.nn.functional.softmax(x, dim)
+        modeling_prophetnet,
+        "softmax",
+        lambda x, dim, onnx_trace=False: torch.nn.functional.softmax(x, dim),
     )
 
 
@@ -72,13 +79,17 @@ def test_same_with_the_softmax_of_transformers(beams: int) -> None:
     _report()
 
 
-def _ordered(self: Any, hidden: torch.Tensor, scores: torch.Tensor, _: Any, buckets: torch.Tensor) -> torch.Tensor:
+def _ordered(
+    self: Any, hidden: torch.Tensor, scores: torch.Tensor, _: Any, buckets: torch.Tensor
+) -> torch.Tensor:
     """Biases (B, n, H, T, 2 T) of the predicting streams by distance, for inputs (B, T, n, C).
 
     transformers' own, of more than one token at a time, gives those of one token and head to another: so that without a
     cache its ProphetNet says something else than with one.
     """
-    bias = self.relative_pos_embeddings(hidden).unflatten(-1, (self.num_buckets, self.num_attn_heads))
+    bias = self.relative_pos_embeddings(hidden).unflatten(
+        -1, (self.num_buckets, self.num_attn_heads)
+    )
     index = buckets[:, None, None].expand(-1, *scores.shape[1:3], -1, -1)
     return bias.permute(0, 2, 4, 1, 3).gather(-1, index.long())
 
@@ -115,7 +126,10 @@ def test_replayed(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("exact")
 def test_no_cache_is_asked_for() -> None:
     model = zoo.build("prophetnet")
-    assert assert_same(model, _batch(model) | FIELDS | {"num_beams": 3, "use_cache": False}).error is None
+    assert (
+        assert_same(model, _batch(model) | FIELDS | {"num_beams": 3, "use_cache": False}).error
+        is None
+    )
     _report(shared=False)
 
 
@@ -127,7 +141,12 @@ def test_a_prompt_with_padding(beams: int) -> None:
     prompt = torch.tensor([[3, 5, 6, 7], [3, 9, 4, 8], [3, 20, 21, 22], [3, 5, 5, 5]])
     mask = torch.ones(4, 4, dtype=torch.float64)
     mask[1, :2] = mask[2, :1] = 0
-    kwargs = {"decoder_input_ids": prompt, "decoder_attention_mask": mask, "num_beams": beams, "max_new_tokens": 9}
+    kwargs = {
+        "decoder_input_ids": prompt,
+        "decoder_attention_mask": mask,
+        "num_beams": beams,
+        "max_new_tokens": 9,
+    }
     for _ in range(2):
         assert assert_same(model, _batch(model) | kwargs | FIELDS).error is None
         _report()
@@ -136,7 +155,11 @@ def test_a_prompt_with_padding(beams: int) -> None:
 @pytest.mark.usefixtures("exact")
 def test_finished_sentences_leave() -> None:
     model = zoo.build("prophetnet")
-    kwargs = _batch(model, 8) | {"num_beams": 3, "eos_token_id": list(range(2, 30)), "max_new_tokens": 30}
+    kwargs = _batch(model, 8) | {
+        "num_beams": 3,
+        "eos_token_id": list(range(2, 30)),
+        "max_new_tokens": 30,
+    }
     for _ in range(2):
         assert assert_same(model, kwargs).error is None
     steps = _report().steps
@@ -170,7 +193,9 @@ def test_another_decoder_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fastgen.explain(model, **kwargs).plan.shared
     for _ in range(2):
         assert assert_same(model, kwargs).error is None
-        assert {not_shared(MODULES_CANNOT), by_modules(OTHERWISE)} <= set(_report(shared=False).plan.left_off)
+        assert {not_shared(MODULES_CANNOT), by_modules(OTHERWISE)} <= set(
+            _report(shared=False).plan.left_off
+        )
 
 
 def test_contrastive_search_looks_at_the_main_stream() -> None:
@@ -199,16 +224,26 @@ def test_explained_bytes(beams: int) -> None:
     model.generate(**kwargs)
     report = _report()
     assert explained.plan == report.plan
-    assert (explained.kv_bytes, explained.stock_kv_bytes) == (report.kv_bytes, report.stock_kv_bytes)
+    assert (explained.kv_bytes, explained.stock_kv_bytes) == (
+        report.kv_bytes,
+        report.stock_kv_bytes,
+    )
 
 
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_decoder_alone(beams: int) -> None:
-    settings = zoo.build("prophetnet").config.to_dict() | {"add_cross_attention": False, "num_encoder_layers": 3}
+    settings = zoo.build("prophetnet").config.to_dict() | {
+        "add_cross_attention": False,
+        "num_encoder_layers": 3,
+    }
     model = tf.ProphetNetForCausalLM(tf.ProphetNetConfig(**settings)).double().eval()
     before = fallbacks()
-    kwargs = {"input_ids": torch.tensor([[3, 5, 6], [3, 8, 9]]), "num_beams": beams, "max_new_tokens": 9} | FIELDS
+    kwargs = {
+        "input_ids": torch.tensor([[3, 5, 6], [3, 8, 9]]),
+        "num_beams": beams,
+        "max_new_tokens": 9,
+    } | FIELDS
     assert assert_same(model, kwargs).error is None
     assert fallbacks() == before
     report = last_call()
@@ -232,4 +267,6 @@ def test_batches_of_a_stream_run_one_after_the_other() -> None:
 def test_it_drafts_nothing() -> None:
     model = zoo.build("prophetnet", torch.float32)
     with pytest.raises(ValueError, match="each step runs 2 tokens of a text"):
-        model.generate(**_batch(model), assistant_early_exit=1, fallback_threshold=0.5, rollback_threshold=2.0)
+        model.generate(
+            **_batch(model), assistant_early_exit=1, fallback_threshold=0.5, rollback_threshold=2.0
+        )

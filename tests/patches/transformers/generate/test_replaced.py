@@ -30,7 +30,9 @@ ASKED: dict[str, dict[str, Any]] = {
 FAMILIES = ("bart", "llama", "gpt2", "t5")
 
 
-def _warm(family: str, more: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
+def _warm(
+    family: str, more: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> tuple[Any, dict[str, Any]]:
     model = zoo.build(family, dtype)
     kwargs = zoo.batch(model, 3, 7) | more
     for seed in range(4):
@@ -75,8 +77,12 @@ FUNCTIONS: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize(("what", "family"), [(what, family) for what in FUNCTIONS for family in FUNCTIONS[what][3]])
-def test_a_function_of_torch(what: str, family: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("what", "family"), [(what, family) for what in FUNCTIONS for family in FUNCTIONS[what][3]]
+)
+def test_a_function_of_torch(
+    what: str, family: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, kwargs = _warm(family, ASKED[asked])
     owner, name, function, _ = FUNCTIONS[what]
     before = fallbacks()
@@ -119,7 +125,9 @@ def test_a_function_of_a_models_file(asked: str, monkeypatch: pytest.MonkeyPatch
         return own(query.flip(1), key, *args, **kwargs)
 
     before = left_off()
-    _differs(model, kwargs, lambda: monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotary))
+    _differs(
+        model, kwargs, lambda: monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotary)
+    )
     reason = "decode steps run through the model's own modules: a function apply_rotary_pos_emb of its own"
     assert (left_off() - before)[reason]
 
@@ -130,7 +138,11 @@ def test_a_forward_of_a_class(part: str, asked: str, monkeypatch: pytest.MonkeyP
     model, kwargs = _warm("llama", ASKED[asked])
     kind = getattr(modeling_llama, part)
     own = kind.forward
-    _differs(model, kwargs, lambda: monkeypatch.setattr(kind, "forward", lambda self, x: own(self, x).flip(-1)))
+    _differs(
+        model,
+        kwargs,
+        lambda: monkeypatch.setattr(kind, "forward", lambda self, x: own(self, x).flip(-1)),
+    )
 
 
 def _scaled(module: nn.Module) -> None:
@@ -177,9 +189,13 @@ LINEAR = {
 
 
 @pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize(("family", "path"), [(family, path) for family in LINEAR for path in LINEAR[family]])
+@pytest.mark.parametrize(
+    ("family", "path"), [(family, path) for family in LINEAR for path in LINEAR[family]]
+)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_linear_layer(change: Callable[[nn.Module], None], family: str, path: str, asked: str) -> None:
+def test_a_linear_layer(
+    change: Callable[[nn.Module], None], family: str, path: str, asked: str
+) -> None:
     model, kwargs = _warm(family, ASKED[asked])
     _differs(model, kwargs, lambda: change(model.get_submodule(path)))
 
@@ -194,7 +210,9 @@ def test_a_hook_that_prunes_the_cache(family: str, asked: str) -> None:
 
     def prune(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            given = next(value for name in CACHE_ARGUMENTS if (value := kwargs.get(name)) is not None)
+            given = next(
+                value for name in CACHE_ARGUMENTS if (value := kwargs.get(name)) is not None
+            )
             layer = given.layers[index]
             if output[0].shape[1] > 1:
                 layer.keys, layer.values = layer.keys[:, :, -3:], layer.values[:, :, -3:]
@@ -215,7 +233,11 @@ def test_vectors_that_are_added_to_rows(family: str, by: str) -> None:
     model, kwargs = _warm(family, ASKED["beams"])
     rows, width = 9, 16
     vectors = 20 * torch.randn(rows, 1, width, generator=torch.Generator().manual_seed(3))
-    layers = {"bart": "model.decoder.layers.0", "llama": "model.layers.0", "gpt2": "transformer.h.0"}
+    layers = {
+        "bart": "model.decoder.layers.0",
+        "llama": "model.layers.0",
+        "gpt2": "transformer.h.0",
+    }
 
     def add(_: nn.Module, __: Any, output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
@@ -256,7 +278,9 @@ def test_vectors_that_are_added_while_another_call_runs() -> None:
 @pytest.mark.parametrize("asked", ["greedy", "beams"])
 def test_an_adapter_for_each_sentence(asked: str) -> None:
     peft = pytest.importorskip("peft")
-    config = lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)  # noqa: E731
+    config = lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )  # noqa: E731
     model = peft.get_peft_model(zoo.build("llama"), config(), adapter_name="one")
     model.add_adapter("other", config())
     model.double().eval()
@@ -280,9 +304,18 @@ def test_offloaded_weights(asked: str) -> None:
 def test_partly_offloaded_weights(asked: str, part: str, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     model, kwargs = _warm("llama", ASKED[asked], torch.float64)
-    others = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
+    others = [
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.layers.1",
+        "model.norm",
+        "model.rotary_emb",
+        "lm_head",
+    ]
     devices = dict.fromkeys(others, "cpu") | {part: "disk"}
-    accelerate.dispatch_model(model, devices, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+    accelerate.dispatch_model(
+        model, devices, main_device="cpu", offload_dir=tmp_path, force_hooks=True
+    )
     assert_same(model, kwargs)
     assert_same(model, kwargs)
 

@@ -28,8 +28,13 @@ DIVERSE = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.5}
 CONSTRAINED = {"num_beams": 4, "force_words_ids": [[20, 21], [[30, 31], [9]]]}
 CONTRASTIVE = {"penalty_alpha": 0.6, "top_k": 4}
 METHODS = {"diverse": DIVERSE, "constrained": CONSTRAINED, "contrastive": CONTRASTIVE}
-NAMES = {f"{name} beam search" if name != "contrastive" else "contrastive search": o for name, o in METHODS.items()}
-RECORDED = [json.loads(file.read_text()) for file in sorted(Path(models.__file__).parent.glob("*.json"))]
+NAMES = {
+    f"{name} beam search" if name != "contrastive" else "contrastive search": o
+    for name, o in METHODS.items()
+}
+RECORDED = [
+    json.loads(file.read_text()) for file in sorted(Path(models.__file__).parent.glob("*.json"))
+]
 
 
 def rows(model: Any, inputs: dict[str, torch.Tensor], processors: Any = ()) -> list[oracle.Model]:
@@ -45,7 +50,10 @@ def expected(
     given = rows(model, inputs, processors)
     prompt = len(given[0].prompt)
     if "penalty_alpha" in options:
-        texts = [oracle.contrastive(r, ends, longest, options["top_k"], options["penalty_alpha"]) for r in given]
+        texts = [
+            oracle.contrastive(r, ends, longest, options["top_k"], options["penalty_alpha"])
+            for r in given
+        ]
         width = max(map(len, texts))
         return [text + [PAD] * (width - len(text)) for text in texts], []
     settings = oracle.Settings(
@@ -57,33 +65,47 @@ def expected(
             r, settings, options["num_beam_groups"], options["diversity_penalty"]
         )
     else:
-        words = [word if isinstance(word[0], list) else [word] for word in options["force_words_ids"]]
+        words = [
+            word if isinstance(word[0], list) else [word] for word in options["force_words_ids"]
+        ]
         run = lambda r: oracle.constrained(r, settings, words)  # noqa: E731
     found = [kept for row in given for kept in run(row)]
     texts = oracle.padded([text for _, text in found], ends, PAD, prompt + longest)
     return texts, [score for score, _ in found]
 
 
-def assert_as_expected(model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
-    processors = [lp.NoRepeatNGramLogitsProcessor(n) for n in [options.get("no_repeat_ngram_size")] if n]
+def assert_as_expected(
+    model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any]
+) -> None:
+    processors = [
+        lp.NoRepeatNGramLogitsProcessor(n) for n in [options.get("no_repeat_ngram_size")] if n
+    ]
     texts, scores = expected(model, inputs, options, processors)
     before = fallbacks()
     assert model.generate(**inputs, **options).tolist() == texts
-    found = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True, output_logits=True)
+    found = model.generate(
+        **inputs, **options, return_dict_in_generate=True, output_scores=True, output_logits=True
+    )
     assert fallbacks() == before
     assert found.sequences.tolist() == texts
     if scores:
-        torch.testing.assert_close(found.sequences_scores, torch.tensor(scores), atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(
+            found.sequences_scores, torch.tensor(scores), atol=1e-9, rtol=1e-9
+        )
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda found: found["transformers"])
-def test_outputs_are_those_of_the_last_release_that_had_the_method(recorded: dict[str, Any]) -> None:
+def test_outputs_are_those_of_the_last_release_that_had_the_method(
+    recorded: dict[str, Any],
+) -> None:
     built = {kind: models.build(kind) for kind in models.KINDS}
     assert len(recorded["calls"]) > 15
     for call in recorded["calls"]:
         model = built[call["model"]]
         inputs = models.inputs(model, call["seed"])
-        found = model.generate(**inputs, **call["options"], return_dict_in_generate=True, output_scores=True)
+        found = model.generate(
+            **inputs, **call["options"], return_dict_in_generate=True, output_scores=True
+        )
         assert found.sequences.tolist() == call["sequences"], call
         assert model.generate(**inputs, **call["options"]).tolist() == call["sequences"], call
         if call["scores"]:
@@ -92,11 +114,15 @@ def test_outputs_are_those_of_the_last_release_that_had_the_method(recorded: dic
 
 
 OPTIONS: list[dict[str, Any]] = [
-    DIVERSE | {"num_return_sequences": 4, "early_stopping": True, "eos_token_id": [EOS, 20, 21, 22]},
-    DIVERSE | {"num_beams": 6, "num_beam_groups": 3, "length_penalty": -1.0, "early_stopping": "never"},
+    DIVERSE
+    | {"num_return_sequences": 4, "early_stopping": True, "eos_token_id": [EOS, 20, 21, 22]},
+    DIVERSE
+    | {"num_beams": 6, "num_beam_groups": 3, "length_penalty": -1.0, "early_stopping": "never"},
     DIVERSE | {"num_beam_groups": 4, "num_return_sequences": 2, "no_repeat_ngram_size": 2},
-    CONSTRAINED | {"num_return_sequences": 4, "early_stopping": True, "eos_token_id": [EOS, 22, 23]},
-    CONSTRAINED | {"length_penalty": 2.0, "early_stopping": "never", "force_words_ids": [[5, 6, 7], [5, 8]]},
+    CONSTRAINED
+    | {"num_return_sequences": 4, "early_stopping": True, "eos_token_id": [EOS, 22, 23]},
+    CONSTRAINED
+    | {"length_penalty": 2.0, "early_stopping": "never", "force_words_ids": [[5, 6, 7], [5, 8]]},
     CONTRASTIVE | {"eos_token_id": [EOS, 20, 21, 22, 23, 24, 25, 26]},
     CONTRASTIVE | {"penalty_alpha": 0.9, "no_repeat_ngram_size": 2},
 ]
@@ -106,7 +132,9 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
 def test_outputs_are_those_of_the_plain_search(kind: str, options: dict[str, Any]) -> None:
     model = models.build(kind)
-    assert_as_expected(model, models.inputs(model, 3), {"max_new_tokens": 9, "eos_token_id": [EOS], **options})
+    assert_as_expected(
+        model, models.inputs(model, 3), {"max_new_tokens": 9, "eos_token_id": [EOS], **options}
+    )
 
 
 @pytest.mark.parametrize("family", ["t5", "opt", "mistral", "m2m_100"])
@@ -122,7 +150,10 @@ def test_of_other_families(family: str, method: str) -> None:
 @pytest.mark.parametrize("way", ["module", "alone", "use_cache", "attention"])
 def test_any_stepper_gives_the_same(method: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("bart")
-    inputs, options = batch(model, 4, 6), METHODS[method] | {"max_new_tokens": 20, "eos_token_id": [EOS, 40, 41, 42]}
+    inputs, options = (
+        batch(model, 4, 6),
+        METHODS[method] | {"max_new_tokens": 20, "eos_token_id": [EOS, 40, 41, 42]},
+    )
     before = model.generate(**inputs, **options)
     seen = left_off()
     if way == "module":
@@ -171,12 +202,18 @@ def test_the_penalty_comes_where_transformers_4_had_it() -> None:
     processors = [lp.SequenceBiasLogitsProcessor(bias), lp.RepetitionPenaltyLogitsProcessor(1.7)]
     settings = oracle.Settings(4, 4, 8, [EOS], 1.0, False)
     found, other = (
-        [kept for row in rows(model, inputs, processors) for kept in oracle.diverse(row, settings, 2, 1.5, before)]
+        [
+            kept
+            for row in rows(model, inputs, processors)
+            for kept in oracle.diverse(row, settings, 2, 1.5, before)
+        ]
         for before in (1, 2)
     )
     assert found != other, "the order is of no matter here"
     returned = {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 4}
-    ours = model.generate(**inputs, **options, **returned, sequence_bias=bias, repetition_penalty=1.7)
+    ours = model.generate(
+        **inputs, **options, **returned, sequence_bias=bias, repetition_penalty=1.7
+    )
     assert ours.sequences.tolist() == oracle.padded([text for _, text in found], [EOS], PAD, 9)
     torch.testing.assert_close(ours.sequences_scores, torch.tensor([score for score, _ in found]))
 
@@ -200,7 +237,9 @@ def test_objects_are_the_same_constraints_as_lists() -> None:
     objects = [PhrasalConstraint([20, 21]), DisjunctiveConstraint([[30, 31], [9]])]
     options = {"num_beams": 4, "max_new_tokens": 8}
     ours = model.generate(**inputs, **options, constraints=objects)
-    assert torch.equal(ours, model.generate(**inputs, **options, force_words_ids=CONSTRAINED["force_words_ids"]))
+    assert torch.equal(
+        ours, model.generate(**inputs, **options, force_words_ids=CONSTRAINED["force_words_ids"])
+    )
     config = GenerationConfig(**options, constraints=copy.deepcopy(objects))
     assert torch.equal(ours, model.generate(**inputs, generation_config=config))
     for text in ours.tolist():
@@ -208,7 +247,9 @@ def test_objects_are_the_same_constraints_as_lists() -> None:
         assert oracle.standing(text, [[[20, 21]], [[30, 31], [9]]])[2]
 
 
-@pytest.mark.parametrize("text", [[20, 21, 9], [20, 20, 21, 30, 31], [20, 9, 20, 21, 30, 9], [9, 30, 20, 21, 5], []])
+@pytest.mark.parametrize(
+    "text", [[20, 21, 9], [20, 20, 21, 30, 31], [20, 9, 20, 21, 30, 9], [9, 30, 20, 21, 5], []]
+)
 def test_progress(text: list[int]) -> None:
     constraints = [PhrasalConstraint([20, 21]), DisjunctiveConstraint([[30, 31], [9]])]
     progress = Progress.start(constraints)
@@ -234,15 +275,29 @@ def test_progress(text: list[int]) -> None:
         (CONSTRAINED | {"num_beam_groups": 2}, ValueError, "num_beam_groups=2"),
         ({"num_beams": 2, "force_words_ids": []}, ValueError, r"not \[\]"),
         ({"num_beams": 2, "force_words_ids": [[-5]]}, ValueError, r"not \[\[-5\]\]"),
-        ({"num_beams": 2, "force_words_ids": [[96]]}, ValueError, "token 96, and the vocabulary has 96"),
-        ({"num_beams": 2, "force_words_ids": [[[4], [4, 5]]]}, ValueError, r"\[4\] is the beginning of another"),
+        (
+            {"num_beams": 2, "force_words_ids": [[96]]},
+            ValueError,
+            "token 96, and the vocabulary has 96",
+        ),
+        (
+            {"num_beams": 2, "force_words_ids": [[[4], [4, 5]]]},
+            ValueError,
+            r"\[4\] is the beginning of another",
+        ),
         ({"num_beams": 2, "constraints": ["word"]}, TypeError, "not 'word'"),
         (CONTRASTIVE | {"use_cache": False}, ValueError, "use_cache=True, and it is False"),
         (CONTRASTIVE | {"prefill_chunk_size": 2}, ValueError, "prefill_chunk_size is 2"),
-        (DIVERSE | {"synced_gpus": True}, ValueError, "diverse beam search of BartFor.*: synced_gpus=True"),
+        (
+            DIVERSE | {"synced_gpus": True},
+            ValueError,
+            "diverse beam search of BartFor.*: synced_gpus=True",
+        ),
     ],
 )
-def test_what_does_not_go_together_raises(options: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_what_does_not_go_together_raises(
+    options: dict[str, Any], error: type[Exception], said: str
+) -> None:
     model = build("bart")
     with pytest.raises(error, match=said):
         model.generate(**batch(model, 2, 5), **options, max_new_tokens=3)
@@ -254,7 +309,11 @@ def test_it_is_explained_counted_and_undone(name: str, options: dict[str, Any]) 
     inputs = batch(model, 2, 5)
     explained = fastgen.explain(model, **inputs, **options, max_new_tokens=4)
     assert explained.plan is not None, explained.reason
-    assert (explained.plan.method, explained.plan.shared, explained.plan.fused) == (name, True, True)
+    assert (explained.plan.method, explained.plan.shared, explained.plan.fused) == (
+        name,
+        True,
+        True,
+    )
     assert (explained.plan.sentences, explained.plan.beams) == (2, 4)
     hits = fastgen.status()["transformers.generation_mode"].hits
     model.generate(**inputs, **options, max_new_tokens=4)
@@ -264,7 +323,9 @@ def test_it_is_explained_counted_and_undone(name: str, options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(("name", "options"), NAMES.items())
-def test_models_that_nobody_has_proven_are_explained_as_they_run(name: str, options: dict[str, Any]) -> None:
+def test_models_that_nobody_has_proven_are_explained_as_they_run(
+    name: str, options: dict[str, Any]
+) -> None:
     model, wanted = zoo.unproven(), {**options, "max_new_tokens": 4}
     inputs = zoo.batch(model, 2, 5, "none")
     explained, seen = fastgen.explain(model, **inputs, **wanted), left_off()
@@ -278,7 +339,10 @@ def test_models_that_nobody_has_proven_are_explained_as_they_run(name: str, opti
 def test_counts_of_numpy(options: dict[str, Any]) -> None:
     model = build("gpt2")
     inputs = batch(model, 2, 5)
-    counts = {name: np.int64(value) if isinstance(value, int) else value for name, value in options.items()}
+    counts = {
+        name: np.int64(value) if isinstance(value, int) else value
+        for name, value in options.items()
+    }
     expected = model.generate(**inputs, **options, max_new_tokens=9)
     assert torch.equal(model.generate(**inputs, **counts, max_new_tokens=np.int64(9)), expected)
 
@@ -338,15 +402,23 @@ def test_a_stream_and_its_scores(method: str) -> None:
     options = METHODS[method] | {"max_new_tokens": 6}
     sentences = [[5, 6, 7, 8, EOS], [9, 10, EOS], [11, 12, 13, EOS]]
     for sentence, (sequences, scores) in zip(
-        sentences, fastgen.generate_stream(model, sentences, max_tokens=12, scores=True, **options), strict=True
+        sentences,
+        fastgen.generate_stream(model, sentences, max_tokens=12, scores=True, **options),
+        strict=True,
     ):
-        alone_ = model.generate(torch.tensor([sentence]), **options, return_dict_in_generate=True, output_scores=True)
+        alone_ = model.generate(
+            torch.tensor([sentence]), **options, return_dict_in_generate=True, output_scores=True
+        )
         length = sequences.shape[1]
         assert sequences.tolist() == alone_.sequences[:, :length].tolist()
         if method != "contrastive":
-            torch.testing.assert_close(scores, alone_.sequences_scores.to(scores.dtype), atol=1e-6, rtol=0)
+            torch.testing.assert_close(
+                scores, alone_.sequences_scores.to(scores.dtype), atol=1e-6, rtol=0
+            )
         else:
-            of_tokens = model.compute_transition_scores(alone_.sequences, alone_.scores, normalize_logits=True)
+            of_tokens = model.compute_transition_scores(
+                alone_.sequences, alone_.scores, normalize_logits=True
+            )
             torch.testing.assert_close(scores, of_tokens.sum(1).to(scores.dtype), atol=1e-5, rtol=0)
 
 
@@ -381,7 +453,11 @@ class _OwnSample(tf.GPT2LMHeadModel):
             {"penalty_alpha": 0.6, "top_k": 4},
             r"MambaForCausalLM has no cache|MambaForCausalLM: model type .mamba. is not proven yet",
         ),
-        (lambda: zoo.build("unilm"), {"penalty_alpha": 0.6, "top_k": 4}, "UniLMForConditionalGeneration returns none"),
+        (
+            lambda: zoo.build("unilm"),
+            {"penalty_alpha": 0.6, "top_k": 4},
+            "UniLMForConditionalGeneration returns none",
+        ),
         (
             lambda: zoo.build("gpt2"),
             {"penalty_alpha": 0.6, "top_k": 4, "cache_implementation": "static"},
@@ -394,7 +470,11 @@ class _OwnSample(tf.GPT2LMHeadModel):
             {"penalty_alpha": 0.6, "top_k": 4, "pad_token_id": 0},
             "OpenAIGPTLMHeadModel has no cache",
         ),
-        (lambda: _OwnSample(zoo.build("gpt2").config).eval(), {"penalty_alpha": 0.6, "top_k": 4}, "trust_remote_code"),
+        (
+            lambda: _OwnSample(zoo.build("gpt2").config).eval(),
+            {"penalty_alpha": 0.6, "top_k": 4},
+            "trust_remote_code",
+        ),
     ],
     ids=["states", "states seen", "no hidden states", "static", "no cache", "own loop"],
 )
@@ -405,5 +485,12 @@ def test_models_that_cannot_decode_so(build: Any, options: dict[str, Any], said:
 
 
 def _mamba() -> Any:
-    sizes = {"vocab_size": zoo.VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
-    return tf.MambaForCausalLM(tf.MambaConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)).eval()
+    sizes = {
+        "vocab_size": zoo.VOCABULARY,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "state_size": 4,
+    }
+    return tf.MambaForCausalLM(
+        tf.MambaConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    ).eval()

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, LogitsProcessorList, StaticCache
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StaticCache,
+)
 
 import fastgen
 from fastgen.patches.transformers.compat import CACHE
@@ -29,12 +35,17 @@ FIELDS: dict[str, dict[str, Any]] = {
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "use_cache=False": ("sdpa", {"use_cache": False}),
     "the cache is a StaticCache": ("sdpa", {"cache_implementation": "static"}),
-    "output_attentions=True": ("eager", {"output_attentions": True, "return_dict_in_generate": True}),
+    "output_attentions=True": (
+        "eager",
+        {"output_attentions": True, "return_dict_in_generate": True},
+    ),
     f"attention implementation {zoo.OWN_ATTENTION!r}": (zoo.OWN_ATTENTION, {}),
 }
 
 
-def _check_unshared(model: Any, kwargs: dict[str, Any], reason: str, tolerance: float = 1e-9) -> Result:
+def _check_unshared(
+    model: Any, kwargs: dict[str, Any], reason: str, tolerance: float = 1e-9
+) -> Result:
     """Assert that a call is the same, that fastgen's loop runs it without the shared cache, and that this is said."""
     what = f"keys and values are not shared: {reason}"
     before, served, said = fallbacks(), hits(), left_off().get(what, 0)
@@ -58,7 +69,13 @@ def test_option(family: str, reason: str, method: str, fields: str, dtype: torch
     model.set_attn_implementation(attention)
     # In float64 eager attention gives NaN where a row sees nothing, as one does with left padding.
     padding = "none" if attention == "eager" and family in zoo.DECODERS else "natural"
-    kwargs = zoo.batch(model, 4, 11, padding) | METHODS[method] | FIELDS[fields] | options | {"max_new_tokens": 14}
+    kwargs = (
+        zoo.batch(model, 4, 11, padding)
+        | METHODS[method]
+        | FIELDS[fields]
+        | options
+        | {"max_new_tokens": 14}
+    )
     sliding = family in ("mistral", "gemma3_text")
     if method == "greedy":
         if reason == "output_attentions=True" and sliding:
@@ -67,7 +84,12 @@ def test_option(family: str, reason: str, method: str, fields: str, dtype: torch
             if not sliding:
                 pytest.skip("one row per sentence has a cache of fastgen's")
             reason = "the text may outgrow the sliding window"
-    _check_unshared(model, kwargs, reason, tolerance=1e-5 if attention == "eager" or dtype == torch.float32 else 1e-9)
+    _check_unshared(
+        model,
+        kwargs,
+        reason,
+        tolerance=1e-5 if attention == "eager" or dtype == torch.float32 else 1e-9,
+    )
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text"])
@@ -77,7 +99,12 @@ def test_one_row_and_a_sliding_window(family: str, options: dict[str, Any], fiel
     """The cache that comes back holds the window, and takes no more memory than transformers' own."""
     model = zoo.build(family)
     inputs = zoo.batch(model, 5, 11, "none" if family == "gemma2" else "natural")
-    kwargs = inputs | options | FIELDS[fields] | {"max_new_tokens": 25, "eos_token_id": list(range(2, 20))}
+    kwargs = (
+        inputs
+        | options
+        | FIELDS[fields]
+        | {"max_new_tokens": 25, "eos_token_id": list(range(2, 20))}
+    )
     tolerance = 1e-5 if family == "gemma2" else 1e-9
     _check_unshared(model, kwargs, "the text may outgrow the sliding window", tolerance)
     call = last_call()
@@ -89,14 +116,20 @@ def test_one_row_and_a_sliding_window(family: str, options: dict[str, Any], fiel
 def test_bytes_of_stock_with_several_rows(family: str) -> None:
     """What transformers' own cache would hold is its windows."""
     model = zoo.build(family)
-    kwargs = zoo.batch(model, 3, 11, "none") | {"num_beams": 3, "max_new_tokens": 9, "min_new_tokens": 9}
+    kwargs = zoo.batch(model, 3, 11, "none") | {
+        "num_beams": 3,
+        "max_new_tokens": 9,
+        "min_new_tokens": 9,
+    }
     model.generate(**kwargs)
     call = last_call()
     assert call is not None
     assert call.plan.shared
     with fastgen.disabled():
         cache = model.generate(**kwargs, return_dict_in_generate=True)[CACHE]
-    assert call.stock_kv_bytes == sum(kv.nbytes for layer in cache.layers for kv in (layer.keys, layer.values))
+    assert call.stock_kv_bytes == sum(
+        kv.nbytes for layer in cache.layers for kv in (layer.keys, layer.values)
+    )
 
 
 def _rows(method: str) -> int:
@@ -106,7 +139,11 @@ def _rows(method: str) -> int:
 def _filled(model: Any, inputs: dict[str, torch.Tensor], rows: int, static: bool) -> Any:
     """A user's cache that holds the beginning of the text, expanded as `generate` expands its inputs."""
     seen = {name: value[:, :5].repeat_interleave(rows, 0) for name, value in inputs.items()}
-    cache: Any = StaticCache(config=model.config, max_cache_len=60) if static else DynamicCache(config=model.config)
+    cache: Any = (
+        StaticCache(config=model.config, max_cache_len=60)
+        if static
+        else DynamicCache(config=model.config)
+    )
     with torch.no_grad():
         model(**seen, **{CACHE: cache})
     return cache
@@ -123,7 +160,9 @@ def test_given_past(family: str, kind: str, method: str, fields: str, dtype: tor
     inputs = zoo.batch(model, 3, 9)
     caches = [_filled(model, inputs, _rows(method), kind == "static") for _ in range(2)]
     options = METHODS[method] | FIELDS[fields] | {"max_new_tokens": 8, "pad_token_id": zoo.PAD}
-    tolerance = 1e-9 if dtype == torch.float64 else 1e-4  # the first turn shares what all rows of a sentence hold
+    tolerance = (
+        1e-9 if dtype == torch.float64 else 1e-4
+    )  # the first turn shares what all rows of a sentence hold
     before, served = fallbacks(), hits()
 
     def talk(cache: Any) -> list[Any]:
@@ -136,7 +175,9 @@ def test_given_past(family: str, kind: str, method: str, fields: str, dtype: tor
             if fields == "fields":
                 assert out[CACHE] is cache
             assert all(mine is theirs for mine, theirs in zip(cache.layers, layers, strict=True))
-            ids = (out.sequences if fields == "fields" else out)[:: options.get("num_return_sequences", 1)]
+            ids = (out.sequences if fields == "fields" else out)[
+                :: options.get("num_return_sequences", 1)
+            ]
             if ids.shape[1] <= int(cache.get_seq_length()):  # a beam that ended before the others
                 ids = torch.cat([ids, ids.new_full((3, 12), 5)], 1)
             given = {"input_ids": torch.cat([ids, ids.new_full((3, 2), 7)], 1)}
@@ -163,7 +204,9 @@ def test_given_past_of_an_encoder_decoder(family: str, method: str) -> None:
     for cache in caches:
         seen = {name: value.repeat_interleave(rows, 0) for name, value in inputs.items()}
         with torch.no_grad():
-            model(**seen, decoder_input_ids=prompt[:, :3].repeat_interleave(rows, 0), **{CACHE: cache})
+            model(
+                **seen, decoder_input_ids=prompt[:, :3].repeat_interleave(rows, 0), **{CACHE: cache}
+            )
     mask = torch.ones_like(prompt)  # by which transformers knows that the cache holds the beginning
     call = inputs | METHODS[method] | {"decoder_input_ids": prompt, "decoder_attention_mask": mask}
     served, before = hits(), fallbacks()
@@ -185,7 +228,10 @@ def test_a_given_cache_that_does_not_fit() -> None:
     cache = _filled(model, inputs, 1, static=False)
     options: dict[str, Any]
     for options in ({"num_beams": 4}, {"do_sample": True, "num_return_sequences": 2}):
-        assert assert_same(model, inputs | options | {CACHE: cache, "max_new_tokens": 4}).error is not None
+        assert (
+            assert_same(model, inputs | options | {CACHE: cache, "max_new_tokens": 4}).error
+            is not None
+        )
     options = {CACHE: None, "use_cache": False, "num_beams": 2, "max_new_tokens": 4}
     assert isinstance(assert_same(model, inputs | options).error, ValueError)
 
@@ -210,7 +256,11 @@ def test_static_cache_that_is_kept_large() -> None:
     """A static cache never shrinks between calls, and a chunked prefill fills it."""
     model = zoo.build("llama")
     kwargs = zoo.batch(model, 3, 9) | {"cache_implementation": "static", "num_beams": 3}
-    for more in ({"max_new_tokens": 20}, {"max_new_tokens": 5}, {"max_new_tokens": 5, "prefill_chunk_size": 4}):
+    for more in (
+        {"max_new_tokens": 20},
+        {"max_new_tokens": 5},
+        {"max_new_tokens": 5, "prefill_chunk_size": 4},
+    ):
         _check_unshared(model, kwargs | more | FIELDS["fields"], "the cache is a StaticCache")
 
 
@@ -218,7 +268,11 @@ def test_static_cache_that_is_kept_large() -> None:
 def test_a_prompt_in_one_chunk_that_leaves_no_cache(new_tokens: int) -> None:
     """Beams raise what transformers raises."""
     model = zoo.build("qwen3")
-    kwargs = zoo.batch(model, 3, 9) | {"use_cache": False, "prefill_chunk_size": 20, "max_new_tokens": new_tokens}
+    kwargs = zoo.batch(model, 3, 9) | {
+        "use_cache": False,
+        "prefill_chunk_size": 20,
+        "max_new_tokens": new_tokens,
+    }
     for beams in (1, 3):
         given = kwargs | {"num_beams": beams, CACHE: DynamicCache(config=model.config)}
         error = assert_same(model, given).error
@@ -322,14 +376,21 @@ def test_a_config_without_a_vocabulary_s_size(monkeypatch: pytest.MonkeyPatch) -
 def test_unproven_models_are_left_alone() -> None:
     model, reason = zoo.unproven(), "model type 'gpt_bigcode' is not proven yet"
     before = fallbacks().get(reason, 0)
-    assert assert_same(model, zoo.batch(model, 2, 9) | {"num_beams": 2, "max_new_tokens": 6}).error is None
+    assert (
+        assert_same(model, zoo.batch(model, 2, 9) | {"num_beams": 2, "max_new_tokens": 6}).error
+        is None
+    )
     assert fallbacks()[reason] > before
 
 
 FEW: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "one": ("bart", {"max_new_tokens": 1}, "no more than 1 new, for which it does not pay"),
     "two": ("t5", {"max_new_tokens": 2}, None),
-    "two behind a short prompt": ("gpt2", {"max_new_tokens": 2}, "no more than 2 new, for which it does not pay"),
+    "two behind a short prompt": (
+        "gpt2",
+        {"max_new_tokens": 2},
+        "no more than 2 new, for which it does not pay",
+    ),
     "one behind a long prompt": ("gpt2", {"length": 40, "max_new_tokens": 1}, "no more than 1 new"),
     "two behind a long prompt": ("gpt2", {"length": 40, "max_new_tokens": 2}, None),
     "three": ("gpt2", {"max_new_tokens": 3}, None),
@@ -339,11 +400,15 @@ FEW: dict[str, tuple[str, dict[str, Any], str | None]] = {
 
 @pytest.mark.parametrize(("family", "options", "reason"), FEW.values(), ids=FEW)
 @pytest.mark.parametrize("fields", FIELDS)
-def test_few_new_tokens(family: str, options: dict[str, Any], reason: str | None, fields: str) -> None:
+def test_few_new_tokens(
+    family: str, options: dict[str, Any], reason: str | None, fields: str
+) -> None:
     """A cache to read in place takes some steps to pay."""
     model = zoo.build(family)
     length = options.get("length", 9)
-    kwargs = zoo.batch(model, 3, length) | {name: value for name, value in options.items() if name != "length"}
+    kwargs = zoo.batch(model, 3, length) | {
+        name: value for name, value in options.items() if name != "length"
+    }
     assert assert_same(model, kwargs | FIELDS[fields], tolerance=1e-9).error is None
     call = last_call()
     assert call is not None
@@ -361,5 +426,7 @@ def test_a_mask_that_is_longer_than_the_text(options: dict[str, Any]) -> None:
     mask[0, :7] = 0
     embeds = model.get_input_embeddings()(kwargs.pop("input_ids")).detach()
     before = left_off()
-    assert_same(model, kwargs | {"inputs_embeds": embeds, "attention_mask": mask, CACHE: DynamicCache()})
+    assert_same(
+        model, kwargs | {"inputs_embeds": embeds, "attention_mask": mask, CACHE: DynamicCache()}
+    )
     assert any("a mask of 8 tokens for a text of 6" in reason for reason in left_off() - before)

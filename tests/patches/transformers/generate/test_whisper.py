@@ -13,7 +13,13 @@ from tests.support import zoo
 from tests.support.parity import Result, assert_same, fallbacks
 
 END = 59
-CASES = [(1, torch.float64), (4, torch.float64), (5, torch.float64), (1, torch.float32), (5, torch.float32)]
+CASES = [
+    (1, torch.float64),
+    (4, torch.float64),
+    (5, torch.float64),
+    (1, torch.float32),
+    (5, torch.float32),
+]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 
 
@@ -25,8 +31,12 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[CallReport]:
     return found
 
 
-def _sounds(sentences: int, frames: int = zoo.FRAMES, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
-    features = torch.randn(sentences, zoo.MELS, frames, generator=torch.Generator().manual_seed(seed))
+def _sounds(
+    sentences: int, frames: int = zoo.FRAMES, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> Any:
+    features = torch.randn(
+        sentences, zoo.MELS, frames, generator=torch.Generator().manual_seed(seed)
+    )
     return features.to(dtype)
 
 
@@ -38,7 +48,9 @@ def _long(sentences: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> 
     return {"input_features": features, "attention_mask": mask.long(), "return_timestamps": True}
 
 
-def _check(model: Any, kwargs: dict[str, Any], reports: list[CallReport], tolerance: float = 1e-9) -> Result:
+def _check(
+    model: Any, kwargs: dict[str, Any], reports: list[CallReport], tolerance: float = 1e-9
+) -> Result:
     """Assert that a call is the same, and that all its loops were fastgen's, over one cache per sentence."""
     before = fallbacks()
     result = assert_same(model, kwargs, tolerance=tolerance)
@@ -61,7 +73,9 @@ SHORT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("beams", "dtype"), CASES, ids=str)
 @pytest.mark.parametrize("options", SHORT.values(), ids=SHORT)
-def test_one_segment(options: dict[str, Any], beams: int, dtype: torch.dtype, reports: list[CallReport]) -> None:
+def test_one_segment(
+    options: dict[str, Any], beams: int, dtype: torch.dtype, reports: list[CallReport]
+) -> None:
     model = zoo.build("whisper", dtype)
     kwargs = {"input_features": _sounds(3, dtype=dtype), "num_beams": beams} | options
     if dtype == torch.float64:
@@ -75,7 +89,11 @@ def test_one_segment(options: dict[str, Any], beams: int, dtype: torch.dtype, re
 def test_several_segments(beams: int, conditioned: bool, reports: list[CallReport]) -> None:
     """Sounds of different lengths: some of the batch are over before the others, and have said less."""
     model = zoo.build("whisper", seed=2)
-    kwargs = _long(3) | {"num_beams": beams, "condition_on_prev_tokens": conditioned, "return_segments": True}
+    kwargs = _long(3) | {
+        "num_beams": beams,
+        "condition_on_prev_tokens": conditioned,
+        "return_segments": True,
+    }
     result = _check(model, kwargs | {"language": "en"}, reports)
     assert {len(segments) for segments in result.value["segments"]} != {1}
     assert bool((result.value["sequences"] >= zoo.TIMES).any())
@@ -102,7 +120,9 @@ def test_temperatures(beams: int, dtype: torch.dtype, reports: list[CallReport])
 def test_prompt_ids_of_several_segments(reports: list[CallReport]) -> None:
     model = zoo.build("whisper", seed=2)
     prompt = {"prompt_ids": torch.tensor([66, 5, 9, 30]), "prompt_condition_type": "all-segments"}
-    kwargs = _long(2) | prompt | {"condition_on_prev_tokens": True, "num_beams": 3, "language": "en"}
+    kwargs = (
+        _long(2) | prompt | {"condition_on_prev_tokens": True, "num_beams": 3, "language": "en"}
+    )
     _check(model, kwargs, reports)
     assert len(reports) > 1
 
@@ -111,7 +131,12 @@ def test_prompt_ids_of_several_segments(reports: list[CallReport]) -> None:
 def test_times_of_tokens(beams: int, reports: list[CallReport]) -> None:
     """They are made of attentions, which beams that share keys and values do not have."""
     model = zoo.build("whisper")
-    kwargs = {"input_features": _sounds(2), "return_token_timestamps": True, "language": "en", "num_beams": beams}
+    kwargs = {
+        "input_features": _sounds(2),
+        "return_token_timestamps": True,
+        "language": "en",
+        "num_beams": beams,
+    }
     before = fallbacks()
     assert assert_same(model, kwargs).error is None
     assert fallbacks() == before
@@ -120,7 +145,12 @@ def test_times_of_tokens(beams: int, reports: list[CallReport]) -> None:
 
 def test_several_texts_of_a_sound(reports: list[CallReport]) -> None:
     model = zoo.build("whisper")
-    kwargs = {"input_features": _sounds(2), "num_beams": 3, "num_return_sequences": 2, "language": "en"}
+    kwargs = {
+        "input_features": _sounds(2),
+        "num_beams": 3,
+        "num_return_sequences": 2,
+        "language": "en",
+    }
     _check(model, kwargs, reports)
     _check(model, kwargs | {"temperature": (0.7,)}, reports)
     assert reports[-1].plan.method == "sampling"
@@ -137,8 +167,17 @@ def test_given_encoder_outputs(reports: list[CallReport]) -> None:
 def test_finished_texts_leave(beams: int, reports: list[CallReport]) -> None:
     """The processor of times looks at every row by itself."""
     model = zoo.build("whisper", seed=2)
-    kwargs = {"input_features": _sounds(8), "return_timestamps": True, "num_beams": beams, "max_new_tokens": 30}
-    _check(model, kwargs | {"language": "en", "sequence_bias": {(END,): 8.0}, "length_penalty": 0.0}, reports)
+    kwargs = {
+        "input_features": _sounds(8),
+        "return_timestamps": True,
+        "num_beams": beams,
+        "max_new_tokens": 30,
+    }
+    _check(
+        model,
+        kwargs | {"language": "en", "sequence_bias": {(END,): 8.0}, "length_penalty": 0.0},
+        reports,
+    )
     report = reports[0]
     assert report.plan.drop
     assert report.steps[-1][0] < report.steps[0][0]
@@ -170,25 +209,46 @@ def test_explained() -> None:
 def test_explained_bytes(beams: int, reports: list[CallReport]) -> None:
     """As measured, of a decoder that has fewer layers than its encoder; no language is looked for."""
     model = zoo.build("whisper", seed=3)
-    kwargs = {"input_features": _sounds(3), "num_beams": beams, "max_new_tokens": 9, "min_new_tokens": 9}
+    kwargs = {
+        "input_features": _sounds(3),
+        "num_beams": beams,
+        "max_new_tokens": 9,
+        "min_new_tokens": 9,
+    }
     explained = fastgen.explain(model, **kwargs)
-    assert (explained.plan, explained.reason) == (fastgen.explain(model, **kwargs, language="en").plan, None)
+    assert (explained.plan, explained.reason) == (
+        fastgen.explain(model, **kwargs, language="en").plan,
+        None,
+    )
     model.generate(**kwargs)
     report = reports[0]
     assert explained.plan == report.plan
-    assert (explained.kv_bytes, explained.stock_kv_bytes) == (report.kv_bytes, report.stock_kv_bytes)
+    assert (explained.kv_bytes, explained.stock_kv_bytes) == (
+        report.kv_bytes,
+        report.stock_kv_bytes,
+    )
 
 
 def test_nothing_to_explain() -> None:
     model = zoo.build("whisper")
-    kwargs = _long(2) | {"attention_mask": torch.zeros(2, 3 * zoo.FRAMES, dtype=torch.int64), "language": "en"}
+    kwargs = _long(2) | {
+        "attention_mask": torch.zeros(2, 3 * zoo.FRAMES, dtype=torch.int64),
+        "language": "en",
+    }
     assert "comes to no loop" in str(fastgen.explain(model, **kwargs).reason)
 
 
 def test_a_small_whisper_drafts_nothing() -> None:
     model, small = zoo.build("whisper"), zoo.build("whisper", seed=2)
-    options = {"assistant_model": small, "fallback_threshold": 0.5, "rollback_threshold": 2.0, "language": "en"}
-    with pytest.raises(ValueError, match="WhisperForConditionalGeneration has a generate of its own"):
+    options = {
+        "assistant_model": small,
+        "fallback_threshold": 0.5,
+        "rollback_threshold": 2.0,
+        "language": "en",
+    }
+    with pytest.raises(
+        ValueError, match="WhisperForConditionalGeneration has a generate of its own"
+    ):
         model.generate(_sounds(1), **options)
 
 

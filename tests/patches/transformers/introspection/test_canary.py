@@ -59,7 +59,9 @@ def _nothing_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_stock(self: object) -> object:
         return self.stock  # pyright: ignore[reportAttributeAccessIssue]
 
-    monkeypatch.setattr("fastgen.patches.transformers.cache.shared_cache.SharedCache.as_stock", as_stock)
+    monkeypatch.setattr(
+        "fastgen.patches.transformers.cache.shared_cache.SharedCache.as_stock", as_stock
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,9 @@ def test_a_difference_is_found_where_it_is(
     found = differing()
     assert set(found) == parts
     for name, said in found.items():
-        kind = "BartFor" if "encoder-decoder" in name else "GPT2LM" if "decoder-only" in name else ""
+        kind = (
+            "BartFor" if "encoder-decoder" in name else "GPT2LM" if "decoder-only" in name else ""
+        )
         assert kind in said, said
 
 
@@ -107,15 +111,25 @@ NEWER = """
 
 @pytest.mark.slow
 def test_on_a_newer_version_what_differs_steps_aside_and_says_so(tmp_path: Path) -> None:
-    environment = os.environ | {"FASTGEN": "0", "FASTGEN_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "FASTGEN": "0",
+        "FASTGEN_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
+    }
     if "PYTHONPATH" in os.environ:
         environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
     for _ in range(2):  # the second process is answered by what the first has kept
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(NEWER)], env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", textwrap.dedent(NEWER)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         warning, *calls, state = done.stdout.splitlines()
-        assert warning.startswith("1 fastgen leaves beam sampling of encoder-decoder models to transformers 5.")
+        assert warning.startswith(
+            "1 fastgen leaves beam sampling of encoder-decoder models to transformers 5."
+        )
         assert "beam sampling of BartForConditionalGeneration gave other tokens" in warning
         assert calls == ["greedy search 1 0", "beam search 1 0", "beam sampling 0 2"]
         assert state == "applied"

@@ -49,30 +49,48 @@ def _explain(model: Any, kwargs: dict[str, Any]) -> Any:
         return call(module, *args, **kwargs)
 
     before = counts(), torch.get_rng_state(), last_call(), set(vars(model)), len(kwargs)
-    given = copy.deepcopy({name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)})
+    given = copy.deepcopy(
+        {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+    )
     # A hook would show in what is explained; so would the function, were its place looked at.
-    with patch.object(torch.nn.Module, "__call__", noted), patch.object(patched_torch, "_PLACES", []):
+    with (
+        patch.object(torch.nn.Module, "__call__", noted),
+        patch.object(patched_torch, "_PLACES", []),
+    ):
         explanation = fastgen.explain(model, **kwargs)
     assert ran == [], "a forward ran"
     after = counts(), torch.get_rng_state(), last_call(), set(vars(model)), len(kwargs)
-    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(before, after, strict=True))
+    assert all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(before, after, strict=True)
+    )
     assert all(torch.equal(kwargs[name], value) for name, value in given.items())
     return explanation
 
 
 def _bytes(cache: Any) -> int:
-    parts = [cache.self_attention_cache, cache.cross_attention_cache] if hasattr(cache, "layers") is False else [cache]
+    parts = (
+        [cache.self_attention_cache, cache.cross_attention_cache]
+        if hasattr(cache, "layers") is False
+        else [cache]
+    )
     held = (kv for part in parts for layer in part.layers for kv in (layer.keys, layer.values))
     return sum(kv.nbytes for kv in held if kv is not None)
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 @pytest.mark.parametrize("method", CALLS)
-def test_the_memory_is_what_the_call_then_takes(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_is_what_the_call_then_takes(
+    family: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where no slot is given up; how many are, the text decides."""
     monkeypatch.setattr(room, "COMPACT_EVERY", 1_000)
     model = zoo.build(family, torch.float32)
-    kwargs = zoo.batch(model, 4, 11, "none") | CALLS[method] | {"max_new_tokens": 20, "min_new_tokens": 20}
+    kwargs = (
+        zoo.batch(model, 4, 11, "none")
+        | CALLS[method]
+        | {"max_new_tokens": 20, "min_new_tokens": 20}
+    )
     explanation = _explain(model, kwargs)
     model.generate(**kwargs)
     call = last_call()
@@ -97,7 +115,12 @@ def test_inputs_of_other_kinds() -> None:
         model = zoo.build(family)
         inputs = zoo.batch(model, 3, 7)
         embeds = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
-        kwargs = inputs | {"inputs_embeds": embeds, "num_beams": 2, "max_new_tokens": 9, "min_new_tokens": 9}
+        kwargs = inputs | {
+            "inputs_embeds": embeds,
+            "num_beams": 2,
+            "max_new_tokens": 9,
+            "min_new_tokens": 9,
+        }
         _matches(model, kwargs)
     model = zoo.build("bart")
     inputs = zoo.batch(model, 3, 7)
@@ -125,7 +148,10 @@ def test_autocast() -> None:
     for family in ("bart", "gpt2"):
         model = zoo.build(family, torch.float32)
         with torch.autocast("cpu", torch.bfloat16):
-            _matches(model, zoo.batch(model, 2, 7) | {"num_beams": 2, "max_new_tokens": 9, "min_new_tokens": 9})
+            _matches(
+                model,
+                zoo.batch(model, 2, 7) | {"num_beams": 2, "max_new_tokens": 9, "min_new_tokens": 9},
+            )
 
 
 class _Own(LogitsProcessor):
@@ -166,7 +192,11 @@ def test_the_reason_is_the_one_that_the_call_is_counted_with(family: str, reason
 UNSHARED: dict[str, dict[str, Any]] = {
     "use_cache=False": {"use_cache": False},
     "the cache is a StaticCache": {"cache_implementation": "static"},
-    "output_attentions=True": {"num_beams": 2, "return_dict_in_generate": True, "output_attentions": True},
+    "output_attentions=True": {
+        "num_beams": 2,
+        "return_dict_in_generate": True,
+        "output_attentions": True,
+    },
     "the text may outgrow the sliding window": {},
 }
 
@@ -179,7 +209,11 @@ def test_what_is_not_shared(family: str, reason: str) -> None:
         pytest.skip("of a decoder")
     model = zoo.build(family, torch.float32)
     model.set_attn_implementation("eager")
-    kwargs = zoo.batch(model, 2, 6, "none") | {"max_new_tokens": 9, "min_new_tokens": 9} | UNSHARED[reason]
+    kwargs = (
+        zoo.batch(model, 2, 6, "none")
+        | {"max_new_tokens": 9, "min_new_tokens": 9}
+        | UNSHARED[reason]
+    )
     explanation = _explain(model, kwargs)
     what = f"keys and values are not shared: {reason}"
     assert explanation.notes[0] == what
@@ -215,7 +249,10 @@ def test_what_never_comes_to_a_patched_loop() -> None:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(kwargs["input_ids"][:, :3], **{CACHE: cache})
-    for ids in (kwargs["input_ids"], kwargs["input_ids"][:, 3:]):  # all of the text, or what the cache does not hold
+    for ids in (
+        kwargs["input_ids"],
+        kwargs["input_ids"][:, 3:],
+    ):  # all of the text, or what the cache does not hold
         explanation = _explain(model, {**kwargs, "input_ids": ids, CACHE: cache})
         assert explanation.plan.shared
     assert not hasattr(cache, "_is_user_defined") or not cache._is_user_defined
@@ -224,9 +261,16 @@ def test_what_never_comes_to_a_patched_loop() -> None:
 
 
 def test_families_that_are_not_proven() -> None:
-    shape: dict[str, Any] = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    shape: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "intermediate_size": 16,
+    }
     model = tf.MambaForCausalLM(tf.MambaConfig(**shape, state_size=4))
-    explanation = _explain(model, {"input_ids": torch.ones(1, 3, dtype=torch.int64), "num_beams": 2})
+    explanation = _explain(
+        model, {"input_ids": torch.ones(1, 3, dtype=torch.int64), "num_beams": 2}
+    )
     assert explanation.reason == "model type 'mamba' is not proven yet"
 
 
@@ -257,7 +301,12 @@ def test_what_is_left_off_is_said() -> None:
 def test_wrong_arguments_raise_what_generate_raises() -> None:
     model = zoo.build("bart")
     inputs = zoo.batch(model, 2, 5)
-    for bad in ({"beams": 3}, {"num_beams": 2, "num_return_sequences": 3}, {"max_length": 1}, {"num_beams": 0}):
+    for bad in (
+        {"beams": 3},
+        {"num_beams": 2, "num_return_sequences": 3},
+        {"max_length": 1},
+        {"num_beams": 0},
+    ):
         errors: list[type[Exception]] = []
         for run in (fastgen.explain, type(model).generate):
             try:
@@ -299,7 +348,10 @@ def test_without_the_attention_patch() -> None:
         row = fastgen.status()["transformers.beam_search"]
         assert (row.hits, row.fallbacks, row.left_off) == (1, {}, {notes(explanation)[0]: 1}), row
     """
-    done = python(["-c", textwrap.dedent(code)], environment=os.environ | {"FASTGEN_SKIP": "transformers.attention"})
+    done = python(
+        ["-c", textwrap.dedent(code)],
+        environment=os.environ | {"FASTGEN_SKIP": "transformers.attention"},
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -316,13 +368,19 @@ def linear_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_linear_layers(linear_mode: Any, request: pytest.FixtureRequest) -> None:
     model = tf.GPT2LMHeadModel(
-        tf.GPT2Config(vocab_size=512, n_embd=256, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+        tf.GPT2Config(
+            vocab_size=512, n_embd=256, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
+        )
     ).eval()
     from fastgen.models.layers import packed_weights
     from fastgen.models.routing import routes
     from fastgen.ops import native
 
-    kwargs = zoo.batch(model, 4, 6, "none") | {"max_new_tokens": 4, "num_beams": 2, "pad_token_id": 0}
+    kwargs = zoo.batch(model, 4, 6, "none") | {
+        "max_new_tokens": 4,
+        "num_beams": 2,
+        "pad_token_id": 0,
+    }
     packed_weights.release()
     linear_mode("packed")
     explained = _explain(model, kwargs).linears
@@ -332,10 +390,14 @@ def test_linear_layers(linear_mode: Any, request: pytest.FixtureRequest) -> None
         assert explained.routed == routed
         assert fastgen.explain(model, **kwargs).linears == explained, "while another call runs"
     model.generate(**kwargs)
-    assert 0 < packed_weights.packed_bytes() <= explained.packed_bytes * 1.1 + 4096, "a packed layout may pad a little"
+    assert 0 < packed_weights.packed_bytes() <= explained.packed_bytes * 1.1 + 4096, (
+        "a packed layout may pad a little"
+    )
     assert (" in C, packed copies of" in str(explained)) == (native.library() is not None)
     request.getfixturevalue("by_torch_alone")
-    few = _explain(model, {"input_ids": kwargs["input_ids"][:1, :1], "max_new_tokens": 4, "pad_token_id": 0}).linears
+    few = _explain(
+        model, {"input_ids": kwargs["input_ids"][:1, :1], "max_new_tokens": 4, "pad_token_id": 0}
+    ).linears
     assert str(few) == "torch's own: faster for the 1 rows that there are at most"
     linear_mode("plain")
     assert not _explain(model, kwargs).linears.packed
@@ -359,11 +421,18 @@ def test_it_reads_and_is_plain_data() -> None:
 def _seeing() -> Any:
     """A model of a proven text family that sees images, four tokens each."""
     text = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     return tf.LlavaForConditionalGeneration(
         tf.LlavaConfig(
             vision_config=tf.CLIPVisionConfig(**vision, image_size=8, patch_size=4),
-            text_config=tf.LlamaConfig(**text, num_attention_heads=2, pad_token_id=0, eos_token_id=2, bos_token_id=1),
+            text_config=tf.LlamaConfig(
+                **text, num_attention_heads=2, pad_token_id=0, eos_token_id=2, bos_token_id=1
+            ),
             image_token_index=95,
         )
     ).eval()
@@ -415,7 +484,8 @@ def test_wrapped_models() -> None:
     kwargs = zoo.batch(model, 2, 6) | {"max_new_tokens": 9, "min_new_tokens": 9, "num_beams": 3}
     plain = _explain(model, kwargs)
     lora = peft.get_peft_model(
-        model, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        model,
+        peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True),
     )
     explanation = _explain(lora, kwargs)
     adapted = by_modules("a peft.Linear in place of a linear layer")
@@ -432,7 +502,10 @@ def test_the_documentation_lists_every_reason() -> None:
     pages = ((ROOT / "docs" / name).read_text("utf-8") for name in ("supported.md", "switches.md"))
     supported, switches = (" ".join(page.split()) for page in pages)  # whatever the ends of lines
     folder = ROOT / "fastgen" / "patches" / "transformers"
-    decide, parity = ((folder / name).read_text("utf-8") for name in ("generate/decide.py", "introspection/parity.py"))
+    decide, parity = (
+        (folder / name).read_text("utf-8")
+        for name in ("generate/decide.py", "introspection/parity.py")
+    )
     parity = parity.partition("def _reason_not_to_repeat")[2].partition("\ndef ")[0]
     fused = "".join(
         (ROOT / "fastgen" / name).read_text("utf-8")

@@ -59,7 +59,12 @@ def _stock(model: Any, kwargs: dict[str, Any], seed: int = 0) -> tuple[Any, torc
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 4, "no_repeat_ngram_size": 3},
-    "sequences": {"num_beams": 4, "num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True},
+    "sequences": {
+        "num_beams": 4,
+        "num_return_sequences": 2,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    },
     "samples": {"do_sample": True, "num_return_sequences": 3},
     "fields": {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
 }
@@ -76,7 +81,9 @@ def test_equal_calls_are_counted(family: str, options: dict[str, Any], dtype: to
     served = hits()
     torch.manual_seed(0)
     output = model.generate(**kwargs)
-    assert torch.equal(torch.get_rng_state(), state), "the random numbers are to go on as after transformers alone"
+    assert torch.equal(torch.get_rng_state(), state), (
+        "the random numbers are to go on as after transformers alone"
+    )
     assert _outcomes() == {"equal": 1}
     assert hits() == served + 1
     assert type(output) is type(stock)
@@ -183,7 +190,9 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, int], None]:
 
             def planted(*args: Any, original: Any = original) -> Any:
                 output = original(*args)
-                (output if isinstance(output, torch.Tensor) else output.sequences)[row, position] = token
+                (output if isinstance(output, torch.Tensor) else output.sequences)[
+                    row, position
+                ] = token
                 return output
 
             monkeypatch.setattr(generate, name, planted)
@@ -209,7 +218,9 @@ def test_a_planted_token_is_reported(plant: Any) -> None:
         output = model.generate(**kwargs)
     assert str(caught[0].message) == f"fastgen and transformers differ: {message}"
     assert torch.equal(output, stock.sequences), "transformers' own output is returned"
-    assert torch.equal(torch.get_rng_state(), state), "the run that measures the margin draws nothing"
+    assert torch.equal(torch.get_rng_state(), state), (
+        "the run that measures the margin draws nothing"
+    )
     model.generate(**kwargs)  # said once: a second warning would raise
     assert _outcomes() == {"different": 2}
 
@@ -218,15 +229,17 @@ def test_a_planted_token_is_reported(plant: Any) -> None:
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_a_planted_token_in_beams_is_reported(family: str, sequences: int, plant: Any) -> None:
     model = zoo.build(family)
-    kwargs = zoo.batch(model, 3, 6, "none") | {"num_beams": 3, "max_new_tokens": 8, "num_return_sequences": sequences}
+    kwargs = zoo.batch(model, 3, 6, "none") | {
+        "num_beams": 3,
+        "max_new_tokens": 8,
+        "num_return_sequences": sequences,
+    }
     stock, _ = _stock(model, kwargs)
     row, place = 2 * sequences - 1, stock.shape[1] - 7
     theirs = int(stock[row, place])
     plant(row, place, 94)
     sequence = f", sequence {(row % 3)}" if sequences > 1 else ""
-    expected = (
-        rf"sentence 1{sequence}, position {place}: transformers has token {theirs}, fastgen token 94; .* apart, and"
-    )
+    expected = rf"sentence 1{sequence}, position {place}: transformers has token {theirs}, fastgen token 94; .* apart, and"
     with pytest.warns(ParityWarning, match=expected):
         assert torch.equal(model.generate(**kwargs), stock)
     assert _outcomes() == {"different": 1}
@@ -234,7 +247,11 @@ def test_a_planted_token_in_beams_is_reported(family: str, sequences: int, plant
 
 def test_random_numbers_go_on_as_after_transformers_alone(plant: Any) -> None:
     model = zoo.build("gpt2")
-    kwargs = zoo.batch(model, 2, 6, "none") | {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": True}
+    kwargs = zoo.batch(model, 2, 6, "none") | {
+        "max_new_tokens": 8,
+        "min_new_tokens": 8,
+        "do_sample": True,
+    }
     stock, state = _stock(model, kwargs, seed=3)
     plant(0, 8, 5 if int(stock[0, 8]) != 5 else 6)
     torch.manual_seed(3)
@@ -261,12 +278,18 @@ def test_strict_raises(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-def test_a_near_tie_is_told_from_a_difference(beams: int, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_near_tie_is_told_from_a_difference(
+    beams: int, plant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two tokens with one embedding have one score: to choose the other is no error, also with FASTGEN_STRICT=1."""
     monkeypatch.setenv("FASTGEN_STRICT", "1")
     config.reload()
     model = zoo.build("gpt2", torch.float32)
-    kwargs = zoo.batch(model, 1, 6, "none") | {"max_new_tokens": 1, "min_new_tokens": 1, "num_beams": beams}
+    kwargs = zoo.batch(model, 1, 6, "none") | {
+        "max_new_tokens": 1,
+        "min_new_tokens": 1,
+        "num_beams": beams,
+    }
     best = int(_stock(model, kwargs)[0][0, -1])
     twin = best - 1 if best > 4 else best + 1
     with torch.no_grad():
@@ -275,7 +298,9 @@ def test_a_near_tie_is_told_from_a_difference(beams: int, plant: Any, monkeypatc
     assert chosen in (best, twin)
     other = best + twin - chosen
     plant(0, 6, other)
-    with pytest.warns(ParityWarning, match=f"has token {chosen}, fastgen token {other}; .* 0.0e\\+00"):
+    with pytest.warns(
+        ParityWarning, match=f"has token {chosen}, fastgen token {other}; .* 0.0e\\+00"
+    ):
         model.generate(**kwargs)
     assert _outcomes() == {"near tie": 1}
 
@@ -291,14 +316,18 @@ def test_other_scores_and_other_exceptions(monkeypatch: pytest.MonkeyPatch) -> N
         return output
 
     monkeypatch.setattr(generate, "_of_samples", shifted)
-    with pytest.warns(ParityWarning, match="equal tokens, but scores of step 2 differ by up to 2.5e-01"):
+    with pytest.warns(
+        ParityWarning, match="equal tokens, but scores of step 2 differ by up to 2.5e-01"
+    ):
         model.generate(**kwargs, return_dict_in_generate=True, output_scores=True)
 
     def broken(*args: Any) -> Any:
         raise IndexError("out of range")
 
     monkeypatch.setattr(generate, "_of_samples", broken)
-    with pytest.warns(ParityWarning, match=r"fastgen raised IndexError\('out of range'\), transformers None"):
+    with pytest.warns(
+        ParityWarning, match=r"fastgen raised IndexError\('out of range'\), transformers None"
+    ):
         assert model.generate(**kwargs).shape == (2, 10)
     assert _outcomes() == {"different": 2}
 
@@ -309,7 +338,9 @@ def test_a_wrong_operation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     kwargs = zoo.batch(model, 3, 6, "none") | {"num_beams": 2, "max_new_tokens": 8}
     from fastgen.decoding.search import beam_search
 
-    def swapped(log_probs: torch.Tensor, scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def swapped(
+        log_probs: torch.Tensor, scores: torch.Tensor, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         values, indices = ops.best_of_log_probs(log_probs, scores, k + 1)
         return values[:, 1:], indices[:, 1:]
 
@@ -327,7 +358,9 @@ def test_replayed() -> None:
     assert replayed([first, second], [3, 1], {0}) == pytest.approx(0.25)
     first[0, 3] = -8.0
     assert replayed([first, second], [2, 2, 1], {0}) == pytest.approx(0.25)
-    assert replayed([first, second], [2, 2], {0}) == pytest.approx(0.5), "as the last step, 1 0 and 1 1 end before 2 1"
+    assert replayed([first, second], [2, 2], {0}) == pytest.approx(0.5), (
+        "as the last step, 1 0 and 1 1 end before 2 1"
+    )
     assert replayed([first, second], [1, 0], {0}) == pytest.approx(0.25)
     first[0, 2:] = -math.inf
     assert replayed([first], [1], set()) == math.inf, "what is banned is no choice"

@@ -33,7 +33,9 @@ class _Largest(TorchDispatchMode):
 class Bytes:
     """A tokenizer: a token for each byte, behind a first one and, of targets, before a last one."""
 
-    def __call__(self, text: str | None = None, text_target: str | None = None) -> dict[str, list[int]]:
+    def __call__(
+        self, text: str | None = None, text_target: str | None = None
+    ) -> dict[str, list[int]]:
         ids = [4 + byte % 90 for byte in (text or text_target or "").encode()]
         return {"input_ids": [2, *ids] if text_target is None else [*ids, 3]}
 
@@ -46,13 +48,17 @@ def test_strings_and_a_tokenizer(family: str) -> None:
     ids = [tokenizer(**{argument: text})["input_ids"] for text in texts]
     source_ids = None if sources is None else [tokenizer(text)["input_ids"] for text in sources]
     expected = fastgen.score(model, ids, source_ids)
-    for found, wanted in zip(fastgen.score(model, texts, sources, tokenizer=tokenizer), expected, strict=True):
+    for found, wanted in zip(
+        fastgen.score(model, texts, sources, tokenizer=tokenizer), expected, strict=True
+    ):
         assert torch.equal(found.log_probs.nan_to_num(), wanted.log_probs.nan_to_num())
 
 
 def test_strings_without_a_tokenizer_say_what_to_pass() -> None:
     model, bart = zoo.build("gpt2"), zoo.build("bart")
-    with pytest.raises(TypeError, match=r"^texts\[1\] is a string, 'b'; pass tokenizer=..., or token ids such as"):
+    with pytest.raises(
+        TypeError, match=r"^texts\[1\] is a string, 'b'; pass tokenizer=..., or token ids such as"
+    ):
         fastgen.score(model, [[5, 6], "b"])
     with pytest.raises(TypeError, match=r"^sources\[0\] is a string, 'a'; pass tokenizer="):
         fastgen.score(bart, [[5, 6]], ["a"])
@@ -88,7 +94,9 @@ def test_token_scores(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert found.dtype == (dtype if dtype == torch.float64 else torch.float32)
     with _Largest() as largest:
         token_scores(logits, tokens)
-    assert largest.elements * found.element_size() <= max(ops.CHUNK, shape[1] * found.element_size())
+    assert largest.elements * found.element_size() <= max(
+        ops.CHUNK, shape[1] * found.element_size()
+    )
 
 
 def test_token_scores_of_other_shapes() -> None:
@@ -114,7 +122,10 @@ def test_scores_of_decoders(family: str) -> None:
         wanted = logits.log_softmax(-1)[:-1].gather(1, text[1:, None])[:, 0]
         assert math.isnan(found.log_probs[0])
         torch.testing.assert_close(found.log_probs[1:], wanted, atol=1e-9, rtol=1e-9)
-        assert (found.tokens, found.total) == (len(text) - 1, pytest.approx(float(wanted.sum()), abs=1e-9))
+        assert (found.tokens, found.total) == (
+            len(text) - 1,
+            pytest.approx(float(wanted.sum()), abs=1e-9),
+        )
 
 
 @pytest.mark.parametrize("family", sorted(zoo.ENCODER_DECODERS.keys() - {"unilm"}))
@@ -125,7 +136,9 @@ def test_scores_of_encoder_decoders(family: str) -> None:
     texts, sources = _texts(5, 9, 2), _texts(8, 3, 6)
     if not _is_causal(model, sources[0]):
         pytest.skip(f"a decoder of {family} sees what comes, in transformers {tf.__version__}")
-    for text, source, found in zip(texts, sources, fastgen.score(model, texts, sources), strict=True):
+    for text, source, found in zip(
+        texts, sources, fastgen.score(model, texts, sources), strict=True
+    ):
         with torch.no_grad(), fastgen.disabled():
             logits = model(input_ids=source[None], labels=text[None]).logits[0].double()
         wanted = logits.log_softmax(-1).gather(1, text[:, None])[:, 0]
@@ -135,7 +148,9 @@ def test_scores_of_encoder_decoders(family: str) -> None:
 def _is_causal(model: Any, source: Tensor) -> bool:
     with torch.no_grad(), fastgen.disabled():
         first, other = (
-            model(input_ids=source[None], decoder_input_ids=torch.tensor([[3, 8, last]])).logits[0, 0]
+            model(input_ids=source[None], decoder_input_ids=torch.tensor([[3, 8, last]])).logits[
+                0, 0
+            ]
             for last in (9, 10)
         )
     return torch.equal(first, other)

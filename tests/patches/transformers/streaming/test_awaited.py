@@ -16,8 +16,18 @@ from tests.support.together import start_soon
 
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 24},
-    "beams": {"max_new_tokens": 24, "num_beams": 4, "num_return_sequences": 2, "no_repeat_ngram_size": 3},
-    "early": {"max_new_tokens": 24, "num_beams": 3, "early_stopping": True, "eos_token_id": [2, *range(20, 30)]},
+    "beams": {
+        "max_new_tokens": 24,
+        "num_beams": 4,
+        "num_return_sequences": 2,
+        "no_repeat_ngram_size": 3,
+    },
+    "early": {
+        "max_new_tokens": 24,
+        "num_beams": 3,
+        "early_stopping": True,
+        "eos_token_id": [2, *range(20, 30)],
+    },
 }
 SENTENCES = [[40 + i, *range(50, 50 + i % 4)] for i in range(8)]
 NOBODY_S = (1, 2, 6)
@@ -34,8 +44,12 @@ class Clients:
         return sentence not in self.leaving or self.asked[sentence] <= self.after
 
 
-def _streamed(model: Any, options: dict[str, Any], wanted: Callable[[int], bool] | None = None, **more: Any) -> Any:
-    return list(fastgen.generate_stream(model, SENTENCES, scores=True, wanted=wanted, **options, **more))
+def _streamed(
+    model: Any, options: dict[str, Any], wanted: Callable[[int], bool] | None = None, **more: Any
+) -> Any:
+    return list(
+        fastgen.generate_stream(model, SENTENCES, scores=True, wanted=wanted, **options, **more)
+    )
 
 
 def _rows() -> list[int]:
@@ -45,12 +59,16 @@ def _rows() -> list[int]:
     return [rows for rows, _ in call.steps]
 
 
-def _assert_others_equal(found: list[Any], expected: list[Any], leaving: tuple[int, ...] = NOBODY_S) -> None:
+def _assert_others_equal(
+    found: list[Any], expected: list[Any], leaving: tuple[int, ...] = NOBODY_S
+) -> None:
     assert len(found) == len(expected)
     for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         if i not in leaving:
             assert mine.sequences.tolist() == theirs.sequences.tolist()
-            torch.testing.assert_close(mine.scores.double(), theirs.scores.double(), atol=1e-9, rtol=0)
+            torch.testing.assert_close(
+                mine.scores.double(), theirs.scores.double(), atol=1e-9, rtol=0
+            )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -66,7 +84,9 @@ def test_the_others_are_as_they_were_over_fewer_rows(family: str, method: str) -
     after = _rows()
     rows = options.get("num_beams", 1)
     assert after[:3] == before[:3]
-    assert after[3] <= before[3] - rows * len(NOBODY_S) + rows  # one may wait for enough to leave with
+    assert (
+        after[3] <= before[3] - rows * len(NOBODY_S) + rows
+    )  # one may wait for enough to leave with
     assert sum(after) < sum(before)
     assert clients.asked[1] == clients.after + 1  # and no more once it has left
 
@@ -77,18 +97,25 @@ def test_a_batch_of_nobody_ends_at_once(method: str) -> None:
     model = zoo.build("bart")
     for after, steps in ((0, 0), (4, 4)):
         found = _streamed(model, METHODS[method], Clients(everybody, after))
-        assert [len(one.sequences) for one in found] == [METHODS[method].get("num_return_sequences", 1)] * 8
+        assert [len(one.sequences) for one in found] == [
+            METHODS[method].get("num_return_sequences", 1)
+        ] * 8
         assert len(_rows()) == steps
 
 
 def test_the_last_ones_are_not_waited_for() -> None:
     """All others have finished: sentences of nobody alone end the call."""
-    model, options = zoo.build("bart"), METHODS["greedy"] | {"eos_token_id": [2, *range(20, 50)], "pad_token_id": 0}
+    model, options = (
+        zoo.build("bart"),
+        METHODS["greedy"] | {"eos_token_id": [2, *range(20, 50)], "pad_token_id": 0},
+    )
     lengths = [one.sequences.shape[1] for one in _streamed(model, options)]
     longest = tuple(i for i, length in enumerate(lengths) if length == max(lengths))
     second = max(length for length in lengths if length < max(lengths))
     _streamed(model, options, Clients(longest, 0))
-    assert len(_rows()) == second - 2  # the start is given, and the prompt's step has the first token
+    assert (
+        len(_rows()) == second - 2
+    )  # the start is given, and the prompt's step has the first token
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -97,14 +124,22 @@ def test_batches_that_refill(method: str, monkeypatch: pytest.MonkeyPatch) -> No
     model, options, together = zoo.build("bart"), METHODS[method], start_soon(monkeypatch)
     expected = _streamed(model, options)
     clients = Clients((2, 4, 7), 2)
-    _assert_others_equal(_streamed(model, options, clients, max_tokens=8), expected, clients.leaving)
+    _assert_others_equal(
+        _streamed(model, options, clients, max_tokens=8), expected, clients.leaving
+    )
     assert max(together) > 1
     assert set(clients.asked) == set(range(8))
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_where_memory_runs_out_numbers_go_with_the_halves(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, options, step = zoo.build("bart"), {"max_new_tokens": 12, "num_beams": beams}, DecoderStep.__call__
+def test_where_memory_runs_out_numbers_go_with_the_halves(
+    beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, options, step = (
+        zoo.build("bart"),
+        {"max_new_tokens": 12, "num_beams": beams},
+        DecoderStep.__call__,
+    )
     expected = _streamed(model, options)
 
     def short(self: DecoderStep, ids: torch.Tensor, context: Any) -> torch.Tensor:
@@ -128,7 +163,9 @@ def test_captured_choices(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config.reload()
     try:
         graphs = Graphs(monkeypatch)
-        found = list(fastgen.generate_stream(model, SENTENCES[:2], **options, wanted=Clients((0,), 9)))
+        found = list(
+            fastgen.generate_stream(model, SENTENCES[:2], **options, wanted=Clients((0,), 9))
+        )
         assert graphs.replayed["_choose" if beams > 1 else "_choose_next"] > 0
         assert found[1].tolist() == expected[1].tolist()
         assert _rows()[-1] == beams
@@ -139,7 +176,10 @@ def test_captured_choices(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_samples_stay_until_nobody_waits() -> None:
     """What is drawn depends on the whole batch."""
-    model, options = zoo.build("bart"), {"max_new_tokens": 8, "do_sample": True, "num_return_sequences": 2}
+    model, options = (
+        zoo.build("bart"),
+        {"max_new_tokens": 8, "do_sample": True, "num_return_sequences": 2},
+    )
     torch.manual_seed(0)
     expected = _streamed(model, options)
     torch.manual_seed(0)

@@ -92,7 +92,9 @@ def _options(r: Random) -> dict[str, Any]:
         "no_repeat_ngram_size": r.choice([0, 0, 2, 3]),
         "min_new_tokens": r.choice([None, min(new, 5)]),
         "do_sample": r.random() < 0.2,
-        "prefix_allowed_tokens_fn": r.choice([None, lambda _, ids: [4 + len(ids) % 5, 20, 30, zoo.EOS]]),
+        "prefix_allowed_tokens_fn": r.choice(
+            [None, lambda _, ids: [4 + len(ids) % 5, 20, 30, zoo.EOS]]
+        ),
         "return_dict_in_generate": r.random() < 0.3,
         "output_scores": True,
     }
@@ -140,7 +142,11 @@ def test_a_device_that_works_ahead_is_not_waited_for(monkeypatch: pytest.MonkeyP
 def test_texts() -> None:
     """transformers' own streamers print and hand on the text of the result."""
     model, words = zoo.build("bart"), tokenizer()
-    call = zoo.batch(model, 1, 6) | {"num_beams": 4, "max_new_tokens": 20, "no_repeat_ngram_size": 2}
+    call = zoo.batch(model, 1, 6) | {
+        "num_beams": 4,
+        "max_new_tokens": 20,
+        "no_repeat_ngram_size": 2,
+    }
     pieces = TextIteratorStreamer(words, skip_prompt=True, timeout=60)
     thread = threading.Thread(target=model.generate, kwargs=call | {"streamer": pieces})
     thread.start()
@@ -154,7 +160,9 @@ def test_texts() -> None:
 def test_printed(capsys: pytest.CaptureFixture[str]) -> None:
     model, words = zoo.build("gpt2"), tokenizer()
     call = zoo.batch(model, 1, 6) | {"num_beams": 2, "max_new_tokens": 9}
-    found = model.generate(**call, generation_config=tf.GenerationConfig(num_beams=3), streamer=TextStreamer(words))
+    found = model.generate(
+        **call, generation_config=tf.GenerationConfig(num_beams=3), streamer=TextStreamer(words)
+    )
     assert capsys.readouterr().out == words.decode(found[0]) + "\n"
 
 
@@ -170,7 +178,9 @@ def test_drafted_steps() -> None:
     large, small = pair("bart")
     call = zoo.batch(large, 1, 6) | {"num_beams": 3, "max_new_tokens": 20}
     heard = Heard()
-    drafted = large.generate(**call, assistant_model=small, lossless=True, speculative_beams=True, streamer=heard)
+    drafted = large.generate(
+        **call, assistant_model=small, lossless=True, speculative_beams=True, streamer=heard
+    )
     assert torch.equal(drafted, large.generate(**call))
     assert (heard.text, heard.ended) == (drafted[0].tolist(), 1)
 
@@ -179,12 +189,20 @@ def test_drafted_steps() -> None:
     ("sentences", "options", "message"),
     [
         (2, {}, "a streamer follows one text, and the batch has 2"),
-        (1, {"num_return_sequences": 2}, "a streamer follows one text, and num_return_sequences is 2"),
+        (
+            1,
+            {"num_return_sequences": 2},
+            "a streamer follows one text, and num_return_sequences is 2",
+        ),
     ],
 )
 def test_one_text_is_followed(sentences: int, options: dict[str, Any], message: str) -> None:
     model, heard = zoo.build("gpt2"), Heard()
-    call = zoo.batch(model, sentences, 6) | {"num_beams": 3, "max_new_tokens": 4, "streamer": heard} | options
+    call = (
+        zoo.batch(model, sentences, 6)
+        | {"num_beams": 3, "max_new_tokens": 4, "streamer": heard}
+        | options
+    )
     for run in (model.generate, lambda **kwargs: fastgen.explain(model, **kwargs)):
         with pytest.raises(ValueError, match=message):
             run(**call)
@@ -222,7 +240,9 @@ class _OwnBeams(tf.GPT2LMHeadModel):
 def test_refused_as_in_transformers(build: Any, options: dict[str, Any], reason: str) -> None:
     """Where the beam search is transformers' own, transformers says that it takes no streamer."""
     model, heard = build(), Heard()
-    call = zoo.batch(model, 1, 6) | {"num_beams": 3, "max_new_tokens": 4, "streamer": heard} | options
+    call = (
+        zoo.batch(model, 1, 6) | {"num_beams": 3, "max_new_tokens": 4, "streamer": heard} | options
+    )
     before = fastgen.status()[NAME].fallbacks.get(reason, 0)
     with pytest.raises(ValueError, match=REFUSED):
         model.generate(**call)

@@ -39,7 +39,9 @@ def _told(model: Any, options: dict[str, Any], **more: Any) -> tuple[Told, list[
 
 def _texts(model: Any, found: list[Any]) -> dict[int, list[int]]:
     starts = [1 if model.config.is_encoder_decoder else len(sentence) for sentence in SENTENCES]
-    return {i: one[0, start:].tolist() for i, (one, start) in enumerate(zip(found, starts, strict=True))}
+    return {
+        i: one[0, start:].tolist() for i, (one, start) in enumerate(zip(found, starts, strict=True))
+    }
 
 
 @pytest.fixture
@@ -58,7 +60,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
 
 @pytest.mark.parametrize("method", OPTIONS)
 @pytest.mark.parametrize("family", ["bart", "gpt2"])
-def test_each_token_is_told_once_while_the_batch_runs(family: str, method: str, steps: list[Told]) -> None:
+def test_each_token_is_told_once_while_the_batch_runs(
+    family: str, method: str, steps: list[Told]
+) -> None:
     model, options = zoo.build(family), OPTIONS[method]
     expected = list(fastgen.generate_stream(model, SENTENCES, **options))
     told = Told()
@@ -70,7 +74,9 @@ def test_each_token_is_told_once_while_the_batch_runs(family: str, method: str, 
     assert early > len(SENTENCES), "what is told before the last step"
     if method in ("greedy", "ending"):
         for number, at in told.steps.items():
-            assert at == list(range(at[0], at[0] + len(told.tokens[number]))), "a token in each step"
+            assert at == list(range(at[0], at[0] + len(told.tokens[number]))), (
+                "a token in each step"
+            )
 
 
 @pytest.mark.parametrize("method", ["beams", "early"])
@@ -79,7 +85,11 @@ def test_a_finished_text_is_told_to_its_end(method: str, steps: list[Told]) -> N
     model = zoo.build("bart")
     told = Told()
     steps.append(told)
-    options = OPTIONS["early"] if method == "early" else OPTIONS[method] | {"eos_token_id": [2, *range(20, 40)]}
+    options = (
+        OPTIONS["early"]
+        if method == "early"
+        else OPTIONS[method] | {"eos_token_id": [2, *range(20, 40)]}
+    )
     found = list(fastgen.generate_stream(model, SENTENCES, on_tokens=told, **options))
     assert told.tokens == _texts(model, found)
     last = {number: at[-1] for number, at in told.steps.items()}
@@ -132,8 +142,14 @@ def test_windows() -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_nothing_is_told_twice_where_memory_runs_out(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, options, step = zoo.build("bart"), {"max_new_tokens": 12, "num_beams": beams}, DecoderStep.__call__
+def test_nothing_is_told_twice_where_memory_runs_out(
+    beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, options, step = (
+        zoo.build("bart"),
+        {"max_new_tokens": 12, "num_beams": beams},
+        DecoderStep.__call__,
+    )
     made = 0
 
     def short(self: DecoderStep, ids: torch.Tensor, context: Any) -> torch.Tensor:
@@ -176,5 +192,7 @@ def test_loops_that_tell_nothing_are_told_at_their_end(monkeypatch: pytest.Monke
 
 
 def test_several_sequences_are_refused() -> None:
-    with pytest.raises(ValueError, match="on_tokens follows one text of a sentence, and num_return_sequences is 2"):
+    with pytest.raises(
+        ValueError, match="on_tokens follows one text of a sentence, and num_return_sequences is 2"
+    ):
         _told(zoo.build("bart"), METHODS["beams"])

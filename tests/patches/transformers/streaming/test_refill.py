@@ -25,10 +25,13 @@ EMPTY = "rows that are freed stay empty: "
 ENDS = {"eos_token_id": [2, *range(20, 40)], "pad_token_id": 5}
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": ENDS | {"max_new_tokens": 20, "no_repeat_ngram_size": 3},
-    "greedy, blocked": ENDS | {"max_new_tokens": 20, "no_repeat_ngram_size": 2, "min_new_tokens": 3},
+    "greedy, blocked": ENDS
+    | {"max_new_tokens": 20, "no_repeat_ngram_size": 2, "min_new_tokens": 3},
     "greedy, penalty": ENDS | {"max_new_tokens": 20, "repetition_penalty": 1.3},
-    "beams": ENDS | {"max_new_tokens": 20, "num_beams": 4, "num_return_sequences": 2, "early_stopping": True},
-    "beams, blocked": ENDS | {"max_new_tokens": 20, "num_beams": 4, "no_repeat_ngram_size": 3, "min_new_tokens": 2},
+    "beams": ENDS
+    | {"max_new_tokens": 20, "num_beams": 4, "num_return_sequences": 2, "early_stopping": True},
+    "beams, blocked": ENDS
+    | {"max_new_tokens": 20, "num_beams": 4, "no_repeat_ngram_size": 3, "min_new_tokens": 2},
     "beams, penalty": ENDS | {"max_new_tokens": 20, "num_beams": 4, "repetition_penalty": 1.7},
 }
 
@@ -39,14 +42,23 @@ def _sentences(count: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(40, zoo.VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
 
 
-def _alone(model: Any, sentences: list[list[int]], options: dict[str, Any]) -> list[list[list[int]]]:
+def _alone(
+    model: Any, sentences: list[list[int]], options: dict[str, Any]
+) -> list[list[list[int]]]:
     """What transformers gives for each sentence by itself."""
     with fastgen.disabled():
         return [model.generate(input_ids=torch.tensor([s]), **options).tolist() for s in sentences]
 
 
-def _streamed(model: Any, sentences: Any, options: dict[str, Any], **sizes: int) -> list[list[list[int]]]:
-    return [ids.tolist() for ids in fastgen.generate_stream(model, sentences, **{"max_tokens": 60} | sizes, **options)]
+def _streamed(
+    model: Any, sentences: Any, options: dict[str, Any], **sizes: int
+) -> list[list[list[int]]]:
+    return [
+        ids.tolist()
+        for ids in fastgen.generate_stream(
+            model, sentences, **{"max_tokens": 60} | sizes, **options
+        )
+    ]
 
 
 @pytest.fixture
@@ -73,7 +85,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     return Graphs(monkeypatch)
 
 
-@pytest.mark.parametrize("options", ["greedy, blocked", "greedy, penalty", "beams", "beams, blocked"])
+@pytest.mark.parametrize(
+    "options", ["greedy, blocked", "greedy, penalty", "beams", "beams, blocked"]
+)
 @pytest.mark.parametrize("family", ["bart", "t5", "llama"])
 def test_captured(family: str, options: str, together: list[int], graphs: Graphs) -> None:
     """As on a GPU: a step of several batches is captured as it is, until one of them comes, leaves or moves."""
@@ -96,7 +110,9 @@ def test_steps_of_several_that_cannot_be_captured(
 
     monkeypatch.setattr(Joint, "_position", asking)
     model, sentences, before = zoo.build("bart"), _sentences(40), left_off()
-    assert _streamed(model, sentences, OPTIONS["beams"]) == _alone(model, sentences, OPTIONS["beams"])
+    assert _streamed(model, sentences, OPTIONS["beams"]) == _alone(
+        model, sentences, OPTIONS["beams"]
+    )
     (reason,) = (reason for reason in left_off() - before if reason.startswith(EMPTY))
     assert "captured as CUDA graphs" in reason
     assert graphs.texts[2] == 0 < graphs.texts[1]
@@ -112,7 +128,9 @@ def test_steps_of_several_that_cannot_be_captured(
         ("off", ["cpu"], "FASTGEN_REFILL=off"),
     ],
 )
-def test_asked_for(refill: str, devices: list[str], reason: str | None, setting: Callable[[str, str], None]) -> None:
+def test_asked_for(
+    refill: str, devices: list[str], reason: str | None, setting: Callable[[str, str], None]
+) -> None:
     setting("FASTGEN_REFILL", refill)
     assert continuous_batching.reason_not_to_refill(devices) == reason
 
@@ -126,7 +144,9 @@ def test_order_is_that_of_the_inputs(together: list[int]) -> None:
     assert max(together) > 1
 
 
-def test_steps_made_together_are_reported(together: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_made_together_are_reported(
+    together: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     reports = list[Any]()
     note = lambda _patch, _model, report, *_: reports.append(report)  # noqa: E731
     monkeypatch.setattr("fastgen.patches.transformers.streaming.suspend.note_served", note)
@@ -135,7 +155,9 @@ def test_steps_made_together_are_reported(together: list[int], monkeypatch: pyte
     assert sum(report.plan.sentences for report in reports) == 40
 
 
-def test_not_where_batches_end_at_once(monkeypatch: pytest.MonkeyPatch, together: list[int]) -> None:
+def test_not_where_batches_end_at_once(
+    monkeypatch: pytest.MonkeyPatch, together: list[int]
+) -> None:
     """The rule looks at what is done: here no sentence has left before the others."""
     monkeypatch.setattr(continuous_batching, "OCCUPIED", 0.5)
     _streamed(zoo.build("bart"), _sentences(40), {"max_new_tokens": 9, "min_new_tokens": 9})
@@ -175,13 +197,19 @@ def _patched_over(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     from transformers import GenerationMixin
 
     original = GenerationMixin._beam_search
-    monkeypatch.setattr(GenerationMixin, "_beam_search", lambda *args, **kwargs: original(*args, **kwargs).clone())
+    monkeypatch.setattr(
+        GenerationMixin, "_beam_search", lambda *args, **kwargs: original(*args, **kwargs).clone()
+    )
 
 
 _Change = Callable[[pytest.MonkeyPatch, Any], object] | None
 REFUSED: dict[str, tuple[_Change, dict[str, Any], str]] = {
     "steps": (_by_modules, {}, "decode steps are not made from the weights"),
-    "processor": (None, {"logits_processor": LogitsProcessorList([_Own(0.5)])}, "finished sentences stay in the batch"),
+    "processor": (
+        None,
+        {"logits_processor": LogitsProcessorList([_Own(0.5)])},
+        "finished sentences stay in the batch",
+    ),
     "time": (None, {"max_time": 1000.0}, "max_time"),
     "parity": (_both_ways, {}, "FASTGEN_PARITY=1"),
     "setting": (_refill_off, {}, "FASTGEN_REFILL=off"),
@@ -239,7 +267,11 @@ def _raising_in(stage: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("stage", ["step", "begin"])
 @pytest.mark.parametrize("method", ["greedy", "beams"])
 def test_out_of_memory(
-    stage: str, method: str, together: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stage: str,
+    method: str,
+    together: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model, sentences, options = zoo.build("bart"), _sentences(40), OPTIONS[method]
     expected = _alone(model, sentences, options)

@@ -35,14 +35,24 @@ SPLIT = "a batch at once: there was not enough memory"
 
 def _rows_of(*arguments: Any) -> int:
     """The rows of the first tensor among some arguments."""
-    return next(part.shape[0] for part in arguments if isinstance(part, torch.Tensor) and part.dim())
+    return next(
+        part.shape[0] for part in arguments if isinstance(part, torch.Tensor) and part.dim()
+    )
 
 
 # Where memory runs out: the owner of a function, its name, the arguments that show how many rows there are, and the
 # families and methods that come to it, at B rows or at B * M.
 STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
-    "encoder": (BartEncoder, "forward", lambda _, *args, **kwargs: _rows_of(*args, *kwargs.values())),
-    "decoder": (LlamaModel, "__call__", lambda _, *args, **kwargs: _rows_of(*args, *kwargs.values())),
+    "encoder": (
+        BartEncoder,
+        "forward",
+        lambda _, *args, **kwargs: _rows_of(*args, *kwargs.values()),
+    ),
+    "decoder": (
+        LlamaModel,
+        "__call__",
+        lambda _, *args, **kwargs: _rows_of(*args, *kwargs.values()),
+    ),
     "prompt": (SharedStepper, "prefill", lambda stepper: stepper.plan.sentences),
     "step": (DecoderStep, "__call__", lambda _, ids, *args: _rows_of(ids)),
     "cache": (LayerKV, "append", lambda _, keys, values: _rows_of(keys)),
@@ -58,9 +68,19 @@ CALLS: dict[str, dict[str, Any]] = {
 ROWS = {"greedy": 1, "beams": 3}
 BOTH, AT_SENTENCES = ("bart", "llama"), {"encoder", "decoder", "prompt"}
 CASES = [
-    *((stage, family, method, 1) for method in CALLS for stage, family in (("encoder", "bart"), ("decoder", "llama"))),
+    *(
+        (stage, family, method, 1)
+        for method in CALLS
+        for stage, family in (("encoder", "bart"), ("decoder", "llama"))
+    ),
     *(("prompt", family, method, 1) for family in BOTH for method in CALLS),
-    *((stage, f, method, n) for stage in ("step", "cache") for f in BOTH for method in CALLS for n in (1, 3)),
+    *(
+        (stage, f, method, n)
+        for stage in ("step", "cache")
+        for f in BOTH
+        for method in CALLS
+        for n in (1, 3)
+    ),
     *((stage, f, "beams", n) for stage in ("log-softmax", "reorder") for f in BOTH for n in (1, 3)),
     *(("finish", family, "beams", 1) for family in BOTH),
     *(("choice", family, "greedy", n) for family in BOTH for n in (1, 3)),
@@ -84,10 +104,19 @@ def _run_out(monkeypatch: pytest.MonkeyPatch, stage: str, most: int, calls: int 
 
 @pytest.mark.parametrize(("stage", "family", "method", "calls"), CASES)
 def test_halves(
-    stage: str, family: str, method: str, calls: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stage: str,
+    family: str,
+    method: str,
+    calls: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = zoo.build(family)
-    kwargs = zoo.batch(model, 5, 9, "natural") | CALLS[method] | {"max_new_tokens": 11, "eos_token_id": [2, 7, 9, 30]}
+    kwargs = (
+        zoo.batch(model, 5, 9, "natural")
+        | CALLS[method]
+        | {"max_new_tokens": 11, "eos_token_id": [2, 7, 9, 30]}
+    )
     with fastgen.disabled():
         stock = model.generate(**kwargs)
     model.generate(**kwargs)  # its first fused step is compared
@@ -107,7 +136,11 @@ def test_halves(
     [
         {"do_sample": True},
         {"return_dict_in_generate": True},
-        {"logits_processor": LogitsProcessorList([type("Own", (TemperatureLogitsWarper,), {})(0.5)])},
+        {
+            "logits_processor": LogitsProcessorList(
+                [type("Own", (TemperatureLogitsWarper,), {})(0.5)]
+            )
+        },
         {"max_time": 100.0},
         {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(100.0)])},
         {"decoder_start_token_id": [3, 3, 3, 3, 3]},
@@ -115,7 +148,9 @@ def test_halves(
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_not_where_somebody_could_tell(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_where_somebody_could_tell(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = zoo.build("bart")
     _run_out(monkeypatch, "encoder", 2)
     with pytest.raises(torch.OutOfMemoryError, match="no memory for 5 rows"):
@@ -132,7 +167,9 @@ def test_one_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_the_call_behind_a_failed_one_runs_on_torch(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_call_behind_a_failed_one_runs_on_torch(
+    beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes no memory for copies of weights, and says so, until `release`."""
     model = interrupts.build("bart")
     kwargs = zoo.batch(model, 2, 9) | {"num_beams": beams, "max_new_tokens": 6}
@@ -177,7 +214,11 @@ def test_everything_given_by_sentence_is_split(
     ends = torch.tensor([2, 7, 9, 30])  # as many as sentences
     with torch.no_grad():
         outputs = model.get_encoder()(**inputs)
-    kwargs = {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"], "decoder_input_ids": prompt}
+    kwargs = {
+        "encoder_outputs": outputs,
+        "attention_mask": inputs["attention_mask"],
+        "decoder_input_ids": prompt,
+    }
     kwargs |= {"num_beams": 3, "max_new_tokens": 9, "eos_token_id": ends}
     same_output = model.generate(**copy.deepcopy(kwargs))
     _run_out(monkeypatch, "step", 6)

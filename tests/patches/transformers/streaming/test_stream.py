@@ -13,7 +13,12 @@ from tests.support import zoo
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 9},
-    "beams": {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2, "no_repeat_ngram_size": 2},
+    "beams": {
+        "max_new_tokens": 9,
+        "num_beams": 3,
+        "num_return_sequences": 2,
+        "no_repeat_ngram_size": 2,
+    },
     "single tokens": {"max_new_tokens": 9, "no_repeat_ngram_size": 1, "pad_token_id": 2},
     "ends": {"max_new_tokens": 9, "num_beams": 2, "eos_token_id": [2, 7, 9, 30], "pad_token_id": 5},
 }
@@ -32,16 +37,24 @@ def test_each_sentence_as_by_itself(family: str, options: str) -> None:
     alone = [model.generate(input_ids=torch.tensor([s]), **OPTIONS[options]) for s in sentences]
     for max_tokens, window in ((40, 7), (1, 5), (4096, 1024), (40, 1)):
         found = list(
-            fastgen.generate_stream(model, sentences, max_tokens=max_tokens, window=window, **OPTIONS[options])
+            fastgen.generate_stream(
+                model, sentences, max_tokens=max_tokens, window=window, **OPTIONS[options]
+            )
         )
-        assert [sequences.tolist() for sequences in found] == [sequences.tolist() for sequences in alone]
+        assert [sequences.tolist() for sequences in found] == [
+            sequences.tolist() for sequences in alone
+        ]
 
 
 def test_order_is_that_of_the_inputs() -> None:
     model, sentences = zoo.build("bart"), _sentences(17)
     order = torch.randperm(17, generator=torch.Generator().manual_seed(3)).tolist()
     found = list(fastgen.generate_stream(model, sentences, max_tokens=30, max_new_tokens=6))
-    moved = list(fastgen.generate_stream(model, [sentences[i] for i in order], max_tokens=30, max_new_tokens=6))
+    moved = list(
+        fastgen.generate_stream(
+            model, [sentences[i] for i in order], max_tokens=30, max_new_tokens=6
+        )
+    )
     assert [found[i].tolist() for i in order] == [sequences.tolist() for sequences in moved]
 
 
@@ -62,7 +75,9 @@ def test_reads_no_further_than_the_window() -> None:
 def test_a_limit_by_the_longest_sentence_of_a_batch() -> None:
     model, sentences = zoo.build("bart"), [[5] * length for length in (3, 9, 4, 8)]
     given: dict[str, Any] = {"num_beams": 2, "eos_token_id": None, "forced_eos_token_id": None}
-    found = fastgen.generate_stream(model, sentences, max_tokens=18, max_new_tokens=lambda length: length + 1, **given)
+    found = fastgen.generate_stream(
+        model, sentences, max_tokens=18, max_new_tokens=lambda length: length + 1, **given
+    )
     assert [one.shape[1] - 1 for one in found] == [5, 10, 5, 10]
 
 
@@ -75,7 +90,11 @@ def test_batches_are_full_and_no_larger(monkeypatch: pytest.MonkeyPatch) -> None
         return generate(input_ids=input_ids, **kwargs)
 
     monkeypatch.setattr(model, "generate", noted)
-    list(fastgen.generate_stream(model, [[9] * n for n in (3, 8, 1, 8, 2, 20)], max_tokens=16, max_new_tokens=2))
+    list(
+        fastgen.generate_stream(
+            model, [[9] * n for n in (3, 8, 1, 8, 2, 20)], max_tokens=16, max_new_tokens=2
+        )
+    )
     assert shapes == [(1, 20), (2, 8), (3, 3)]
 
 
@@ -104,10 +123,19 @@ def test_errors(inputs: Any, options: dict[str, Any], error: type[Exception], sh
 def test_a_penalty_does_not_see_padding(family: str) -> None:
     """Which is an end here, so that a penalty of it would be seen."""
     model, sentences = zoo.build(family), _sentences(24)
-    options = {"eos_token_id": [2, 7, 9], "pad_token_id": 9, "max_new_tokens": 20, "repetition_penalty": 3.0}
+    options = {
+        "eos_token_id": [2, 7, 9],
+        "pad_token_id": 9,
+        "max_new_tokens": 20,
+        "repetition_penalty": 3.0,
+    }
     with fastgen.disabled():
-        expected = [model.generate(input_ids=torch.tensor([one]), **options).tolist() for one in sentences]
-    assert [one.tolist() for one in fastgen.generate_stream(model, sentences, **options)] == expected
+        expected = [
+            model.generate(input_ids=torch.tensor([one]), **options).tolist() for one in sentences
+        ]
+    assert [
+        one.tolist() for one in fastgen.generate_stream(model, sentences, **options)
+    ] == expected
 
 
 @pytest.mark.parametrize("bad", [0, 1, 4, 7])
@@ -125,7 +153,9 @@ def test_what_was_read_before_an_error_is_not_lost(kind: str, bad: int) -> None:
     stream = fastgen.generate_stream(model, inputs(), window=4, max_new_tokens=5)
     found = [next(stream) for _ in range(bad)]
     assert [one.tolist() for one in found] == [one.tolist() for one in expected]
-    with pytest.raises(OSError if kind == "iterator" else ValueError, match=r"the disk is gone|shape \(0,\)"):
+    with pytest.raises(
+        OSError if kind == "iterator" else ValueError, match=r"the disk is gone|shape \(0,\)"
+    ):
         next(stream)
 
 
@@ -137,22 +167,40 @@ def test_a_decoder_needs_a_number_of_new_tokens() -> None:
 
 
 SCORED: dict[str, dict[str, Any]] = OPTIONS | {
-    "greedy, that ends": {"max_new_tokens": 12, "eos_token_id": list(range(2, 40)), "pad_token_id": 0},
-    "a penalty": {"max_new_tokens": 7, "num_beams": 3, "length_penalty": 0.3, "early_stopping": True},
+    "greedy, that ends": {
+        "max_new_tokens": 12,
+        "eos_token_id": list(range(2, 40)),
+        "pad_token_id": 0,
+    },
+    "a penalty": {
+        "max_new_tokens": 7,
+        "num_beams": 3,
+        "length_penalty": 0.3,
+        "early_stopping": True,
+    },
 }
 
 
-def _scores_of_transformers(model: Any, sentence: list[int], options: dict[str, Any]) -> torch.Tensor:
+def _scores_of_transformers(
+    model: Any, sentence: list[int], options: dict[str, Any]
+) -> torch.Tensor:
     """What unpatched transformers says of the sequences of one sentence."""
     with fastgen.disabled():
         found = model.generate(
-            input_ids=torch.tensor([sentence]), return_dict_in_generate=True, output_scores=True, **options
+            input_ids=torch.tensor([sentence]),
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
         )
     if "num_beams" in options:
         return found.sequences_scores
     each = model.compute_transition_scores(found.sequences, found.scores, normalize_logits=True)
-    tokens = found.sequences[0, -len(found.scores) :]  # of one row, behind which there is no padding
-    chosen = [scores.log_softmax(-1)[0, token] for scores, token in zip(found.scores, tokens, strict=True)]
+    tokens = found.sequences[
+        0, -len(found.scores) :
+    ]  # of one row, behind which there is no padding
+    chosen = [
+        scores.log_softmax(-1)[0, token] for scores, token in zip(found.scores, tokens, strict=True)
+    ]
     torch.testing.assert_close(torch.stack(chosen), each[0])
     return torch.stack(chosen).double().sum().reshape(1)
 
@@ -177,7 +225,9 @@ def test_a_call_within_a_stream_is_asked_for_nothing(beams: int) -> None:
     asks = _Asks(model, inputs)
     sentences = [row.tolist() for row in zoo.batch(model, 2, 5, "none")["input_ids"]]
     options: dict[str, Any] = {"num_beams": beams, "max_new_tokens": 3, "logits_processor": [asks]}
-    made = fastgen.generate_stream(model, sentences, scores=True, wanted=lambda number: True, **options)
+    made = fastgen.generate_stream(
+        model, sentences, scores=True, wanted=lambda number: True, **options
+    )
     assert len(list(made)) == 2
     assert asks.found
     assert all(isinstance(one, torch.Tensor) and torch.equal(one, expected) for one in asks.found)
@@ -188,13 +238,23 @@ def test_a_call_within_a_stream_is_asked_for_nothing(beams: int) -> None:
 def test_scores_are_those_of_transformers(family: str, options: str) -> None:
     model, sentences = zoo.build(family), _sentences(23)
     alone = [_scores_of_transformers(model, sentence, SCORED[options]) for sentence in sentences]
-    plain = list(fastgen.generate_stream(model, sentences, max_tokens=40, window=7, **SCORED[options]))
+    plain = list(
+        fastgen.generate_stream(model, sentences, max_tokens=40, window=7, **SCORED[options])
+    )
     loop = "transformers.beam_search" if "num_beams" in SCORED[options] else "transformers.sample"
     before = fastgen.status()[loop].hits
-    found = list(fastgen.generate_stream(model, sentences, max_tokens=40, window=7, scores=True, **SCORED[options]))
+    found = list(
+        fastgen.generate_stream(
+            model, sentences, max_tokens=40, window=7, scores=True, **SCORED[options]
+        )
+    )
     assert fastgen.status()[loop].hits > before
     with fastgen.disabled():
-        stock = list(fastgen.generate_stream(model, sentences, max_tokens=40, window=7, scores=True, **SCORED[options]))
+        stock = list(
+            fastgen.generate_stream(
+                model, sentences, max_tokens=40, window=7, scores=True, **SCORED[options]
+            )
+        )
     for (sequences, scores), same, mine, expected in zip(found, stock, plain, alone, strict=True):
         assert sequences.tolist() == mine.tolist() == same.sequences.tolist()
         torch.testing.assert_close(scores.double(), expected.double(), atol=1e-9, rtol=0)
@@ -214,7 +274,9 @@ def test_scores_where_transformers_own_loop_runs(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(type(model), "forward", noted)
     found = list(
-        fastgen.generate_stream(model, sentences, max_tokens=4, scores=True, max_new_tokens=1, do_sample=False)
+        fastgen.generate_stream(
+            model, sentences, max_tokens=4, scores=True, max_new_tokens=1, do_sample=False
+        )
     )
     assert len(calls) == 1 + len(sentences)
     for sentence, (_, scores) in zip(sentences, found, strict=True):
@@ -227,7 +289,11 @@ def test_scores_keep_none_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = list[Any]()
     for loop in ("BeamSearch", "Sampling"):
         kind = getattr(loops, loop)
-        monkeypatch.setattr(loops, loop, lambda kind=kind, **given: traces.append(given["trace"]) or kind(**given))
+        monkeypatch.setattr(
+            loops, loop, lambda kind=kind, **given: traces.append(given["trace"]) or kind(**given)
+        )
     for beams in (1, 2):
-        list(fastgen.generate_stream(model, [[5, 6]], scores=True, max_new_tokens=4, num_beams=beams))
+        list(
+            fastgen.generate_stream(model, [[5, 6]], scores=True, max_new_tokens=4, num_beams=beams)
+        )
     assert [(trace.scores, trace.logits) for trace in traces] == [(None, None)] * 2
