@@ -141,14 +141,14 @@ def test_a_run_by_an_id_goes_on(cache: Path, text: Path, tmp_path: Path) -> None
         1,
     ]
     code = (
-        "from pathlib import Path\nfrom fastgen.corpus import assembly\nfrom fastgen.cli import main\n"
-        "deliver = assembly.deliver\n"
+        "from pathlib import Path\nfrom fastgen.corpus.run import job\nfrom fastgen.cli import main\n"
+        "deliver = job._deliver\n"
         "def interrupted(*_):\n    raise KeyboardInterrupt\n"
-        "assembly.deliver = interrupted\n"
+        "job._deliver = interrupted\n"
         f"words = {[str(word) for word in words]} + ['--max-new-tokens', '4']\n"
         "first = main(words)\n"
         f"Path({str(cache)!r}, 'hub/models--me--marian/snapshots/{COMMIT}/more.json').write_text('{{}}')\n"
-        "assembly.deliver = deliver\n"
+        "job._deliver = deliver\n"
         "print(first, main(words))\n"
     )
     done = python(
