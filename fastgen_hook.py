@@ -16,7 +16,7 @@ class _Finder:
         if name in TOOLKITS:
             sys.meta_path.remove(cls)
             try:
-                import fastgen  # noqa: F401
+                import fastgen
             except Exception as error:  # the user's program goes on without it
                 print(
                     f"fastgen: not active, since importing it failed: {type(error).__name__}: {error}",

@@ -68,7 +68,7 @@ def begin(threads: int | None) -> None:
     import torch
     from transformers.utils import logging
 
-    import fastgen  # noqa: F401
+    import fastgen
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

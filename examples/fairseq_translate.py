@@ -9,7 +9,7 @@ python examples/fairseq_translate.py
 from argparse import Namespace
 from pathlib import Path
 
-import fastgen  # noqa: F401  (isort: skip)
+import fastgen
 import torch
 from fairseq.data import Dictionary
 from fairseq.data.data_utils import collate_tokens

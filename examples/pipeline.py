@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import AutoModelForSeq2SeqLM, Pipeline, pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
-import fastgen  # noqa: F401
+import fastgen
 
 FOLDER = Path(__file__).parent / "en-es"
 

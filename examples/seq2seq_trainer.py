@@ -17,7 +17,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
 )
 
-import fastgen  # noqa: F401
+import fastgen
 
 FOLDER = Path(__file__).parent / "en-es"
 

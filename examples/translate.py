@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-import fastgen  # noqa: F401
+import fastgen
 
 FOLDER = Path(__file__).parent / "en-es"
 

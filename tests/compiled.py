@@ -29,14 +29,14 @@ import torch
 
 torch.version.cuda = torch.version.cuda or "13.0"  # so that kernels are declared for a device
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import driver  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from benchmarks.ops import Rig, rows  # noqa: E402
-from fastgen.ops import beam_attention, cache, dispatch, rotation, tables  # noqa: E402
-from fastgen.ops.selection import choice, token_mask  # noqa: E402
-from fastgen.ops.selection.kbest import LogitsUpdates, SparseUpdate, best_of_log_probs, kbest  # noqa: E402
+from benchmarks.ops import Rig, rows
+from fastgen.ops import beam_attention, cache, dispatch, rotation, tables
+from fastgen.ops.selection import choice, token_mask
+from fastgen.ops.selection.kbest import LogitsUpdates, SparseUpdate, best_of_log_probs, kbest
 
 
 class Device:

@@ -113,7 +113,7 @@ def token_batches(
 
 
 def collate(pairs: list[tuple[list[int], list[int]]]) -> dict[str, torch.Tensor]:
-    pad = lambda rows, fill: torch.nn.utils.rnn.pad_sequence(  # noqa: E731
+    pad = lambda rows, fill: torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(row) for row in rows], batch_first=True, padding_value=fill
     )
     sources, targets = pad([p[0] for p in pairs], PAD), pad([p[1] for p in pairs], PAD)
@@ -142,7 +142,7 @@ def train(args: argparse.Namespace) -> None:
     train_text = read_pairs(args.train, args.source, args.target)
     valid_text = read_pairs(args.valid, args.source, args.target)
     tokenizer = learn_vocabulary(train_text[0] + train_text[1], args.vocab)
-    encode = lambda text: list(zip(*(tokenizer(side)["input_ids"] for side in text), strict=True))  # noqa: E731
+    encode = lambda text: list(zip(*(tokenizer(side)["input_ids"] for side in text), strict=True))
     pairs = [p for p in encode(train_text) if max(map(len, p)) <= args.max_length]
     valid = [p for p in encode(valid_text) if max(map(len, p)) <= args.max_length][:400]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -161,7 +161,7 @@ def train(args: argparse.Namespace) -> None:
     )
 
     begin, updates, epoch, running = time.monotonic(), 0, 0, []
-    progress = lambda: (time.monotonic() - begin) / (60 * args.minutes)  # noqa: E731
+    progress = lambda: (time.monotonic() - begin) / (60 * args.minutes)
     while progress() < 1:
         epoch += 1
         for batch in tqdm(

@@ -114,7 +114,7 @@ def load_tokenizer(model: Path) -> Any:
 def load_config(model: Path) -> Any:
     from transformers import AutoConfig
 
-    import fastgen.unilm  # noqa: F401 so that its folders are known
+    import fastgen.unilm
 
     try:
         return AutoConfig.from_pretrained(folder_of(model), local_files_only=True)

@@ -95,7 +95,7 @@ def fused_activation(
         raise ValueError(f"{shapes} do not fit x {tuple(x.shape)}")
     able = lambda: (
         x.dtype != torch.float64 and all(t is None or t.is_contiguous() for t in (x, bias, gate))
-    )  # noqa: E731
+    )
     if not use_triton("activation", able, x, bias, gate):
         return fused_activation_reference(x, kind, bias, gate)
     y = torch.empty_like(x)

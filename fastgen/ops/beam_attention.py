@@ -128,13 +128,13 @@ def beam_attention(
             f"query {tuple(query.shape)} (B, M, H, D) does not fit keys {tuple(keys.shape)} (B, Hkv, N, D)"
         )
     groups = h // kv_heads
-    able = lambda: (  # noqa: E731
+    able = lambda: (
         query.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and d <= DIMS
         and groups * m <= ROWS
         and n > 0
     )
-    in_c_too = lambda: (  # noqa: E731
+    in_c_too = lambda: (
         softcap is None
         and seen is None
         and plain(query, keys, values, mask)

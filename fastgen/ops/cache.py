@@ -89,7 +89,7 @@ def move_sentences_(buffer: Tensor, to: Tensor, origin: Tensor) -> None:
             f"to {tuple(to.shape)}, origin {tuple(origin.shape)}, buffer {tuple(buffer.shape)} (B, H, N, D)"
         )
     size = buffer.shape[2] * buffer.shape[3]
-    able = lambda: buffer[:1, :1].is_contiguous() and to.shape[0] > 0  # noqa: E731
+    able = lambda: buffer[:1, :1].is_contiguous() and to.shape[0] > 0
     by = chosen(
         "cache",
         able,

@@ -104,7 +104,7 @@ def norm(
     Raises:
         ValueError: on shapes that do not fit; the message holds them. Where torch computes, its own RuntimeError.
     """
-    able = lambda: (  # noqa: E731
+    able = lambda: (
         x.dtype != torch.float64
         and x.shape[-1] <= WIDEST
         and all(t is None or t.is_contiguous() for t in (x, weight, bias, residual, added))

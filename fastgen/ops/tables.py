@@ -70,7 +70,7 @@ def extend_rows_(tables: Sequence[Table], parents: Tensor, steps: int | Tensor) 
                 f"parents {tuple(parents.shape)} (B, M) and newest {tuple(table.newest.shape)} (B, M, C) do not fit "
                 f"rows {tuple(table.rows.shape)} (B, M, N)"
             )
-    in_c_too = lambda: _able_in_c(tables, steps, parents)  # noqa: E731
+    in_c_too = lambda: _able_in_c(tables, steps, parents)
     by = chosen("tables", lambda: _able(tables), in_c_too, parents, *_tensors(tables, steps))
     if in_c(by) and native.move_rows(by, tables, (), parents, None, cast(int, steps)):
         return
@@ -131,8 +131,8 @@ def finish_rows_(
                 f"{tuple(beams.shape)} (B, K), newest {tuple(table.newest.shape)} (B, K, 1) do not fit rows "
                 f"{tuple(table.rows.shape)} {table.rows.dtype} (B, M, N)"
             )
-    able = lambda: _able(tables) and all(rows.stride(2) == 1 for rows in finished)  # noqa: E731
-    in_c_too = lambda: _able_in_c(tables, steps, order, beams) and in_memory(*finished) and able()  # noqa: E731
+    able = lambda: _able(tables) and all(rows.stride(2) == 1 for rows in finished)
+    in_c_too = lambda: _able_in_c(tables, steps, order, beams) and in_memory(*finished) and able()
     by = chosen("tables", able, in_c_too, order, beams, *finished, *_tensors(tables, steps))
     if in_c(by) and native.move_rows(by, tables, finished, beams, order, cast(int, steps)):
         return

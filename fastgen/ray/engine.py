@@ -66,7 +66,7 @@ class Summary:
 def run(
     options: Options,
     *,
-    input: str,  # noqa: A002  (as the command's option is named)
+    input: str,
     output: str,
     address: str | None = None,
     column: str = "text",

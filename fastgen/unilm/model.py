@@ -128,12 +128,12 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
     config_class = UniLMConfig
     base_model_prefix = "bert"
     main_input_name = "input_ids"
-    _tied_weights_keys = {  # noqa: RUF012 as in transformers
+    _tied_weights_keys = {
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     }
     # What s2s-ft and BERT save beside: a copy of the embeddings, and heads of pretraining.
-    _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = [
         r"cls\.predictions\.decoder_weight", r"bert\.pooler\.", r"cls\.seq_relationship\."
     ]  # fmt: skip
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = (

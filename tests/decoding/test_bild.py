@@ -346,7 +346,7 @@ def _seconds(
         search.large = Timed(toys.large, list(toys.prompts), clock=clock, of_token=0.01)
         search.small = Timed(toys.small, list(toys.prompts), clock=clock, seconds=small_seconds)
         texts = search.run()[:, len(toys.prompts[0]) :].tolist()
-        ends = lambda text: len(text) >= 61  # noqa: E731
+        ends = lambda text: len(text) >= 61
         assert texts == [greedy(toys.large, prompt, ends) for prompt in toys.prompts]
     return clock.now - began
 

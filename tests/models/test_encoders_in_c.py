@@ -14,8 +14,8 @@ from fastgen.models.specs.encoder_layouts import ENCODERS
 from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.patches.transformers.encoders import unpadded_encoder
-from tests.models.test_in_c import _wide  # noqa: F401  a fixture
-from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.models.test_in_c import _wide
+from tests.ops.test_native import variant
 from tests.support import zoo
 from tests.support.parity import assert_same
 
@@ -35,7 +35,7 @@ def _encoded() -> int:
 
 @pytest.mark.parametrize("padding", ["none", "right", "left"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generate(variant: str, family: str, padding: str) -> None:  # noqa: F811
+def test_generate(variant: str, family: str, padding: str) -> None:
     """Encoder, first token and steps: of the second call nothing is left to the model's own modules."""
     model = zoo.build(family, torch.float32)
     kwargs = zoo.batch(model, 4, 9, padding) | {"num_beams": 3, "max_new_tokens": 6}
@@ -71,7 +71,7 @@ def _batch(kind: str) -> tuple[Sentences, int]:
     "family", ["marian", "pegasus", "t5", "umt5"]
 )  # norms behind and before, biases of scores
 def test_layers(
-    variant: str,  # noqa: F811
+    variant: str,
     family: str,
     kind: str,
     threads: int,
@@ -94,7 +94,7 @@ def test_layers(
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
 
 
-def test_padding_that_is_run(variant: str) -> None:  # noqa: F811
+def test_padding_that_is_run(variant: str) -> None:
     """Where a sentence has rows of padding, or first positions alone are read, layers run operation by operation."""
     layers = _layers(zoo.build("marian", torch.float32), 9)
     visible = torch.arange(9) < torch.tensor([4, 9])[:, None]
@@ -119,7 +119,7 @@ def _known(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("where", "read"), [(_on_no_cpu_of_ours, 0), (_known, 1)])
 def test_without_padding_only_for_c(
-    variant: str,  # noqa: F811
+    variant: str,
     where: Callable[[pytest.MonkeyPatch], None],
     read: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -136,7 +136,7 @@ def test_without_padding_only_for_c(
     assert _encoded() == 0
 
 
-def test_weights_may_change_between_calls(variant: str) -> None:  # noqa: F811
+def test_weights_may_change_between_calls(variant: str) -> None:
     model = zoo.build("marian", torch.float32)
     kwargs = zoo.batch(model, 3, 8) | {"max_new_tokens": 8, "num_beams": 2}
     for _ in range(3):
@@ -150,7 +150,7 @@ def test_weights_may_change_between_calls(variant: str) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["transformer", "prenorm", "bart"])
-def test_fairseq(variant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_fairseq(variant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fairseq")
     from tests.support import fairseq_zoo
 

@@ -22,7 +22,7 @@ from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.ops.native import step as c
 from fastgen.patches.transformers.generate.report import last_call
-from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.ops.test_native import variant
 from tests.support import zoo
 from tests.support.parity import assert_same
 
@@ -85,7 +85,7 @@ def _steps() -> int:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", sorted(set(LAYOUTS) & set(zoo.FAMILIES | zoo.MORE)))
-def test_family(variant: str, family: str, method: str) -> None:  # noqa: F811
+def test_family(variant: str, family: str, method: str) -> None:
     model = zoo.build(family, torch.float32)
     for padding in ("none", "natural"):
         kwargs = zoo.batch(model, 4, 9, padding) | METHODS[method] | {"max_new_tokens": 14}
@@ -100,7 +100,7 @@ def test_family(variant: str, family: str, method: str) -> None:  # noqa: F811
 @pytest.mark.parametrize(
     "family", ["marian", "t5", "llama", "qwen3", "phi", "gpt2", "mistral", "opt"]
 )
-def test_logits(variant: str, family: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_logits(variant: str, family: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every step, as operation by operation, whatever the threads share."""
     model = zoo.build(family, torch.float32)
     options = {
@@ -126,7 +126,7 @@ def test_logits(variant: str, family: str, threads: int, monkeypatch: pytest.Mon
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
 
 
-def test_many_beams_and_heads_for_each_key(variant: str) -> None:  # noqa: F811
+def test_many_beams_and_heads_for_each_key(variant: str) -> None:
     """Where a key is read by more rows than C has room for, the step is made operation by operation."""
     model = zoo.build("llama", torch.float32)
     for beams, written in ((64, True), (65, False)):
@@ -136,7 +136,7 @@ def test_many_beams_and_heads_for_each_key(variant: str) -> None:  # noqa: F811
         assert (_steps() > 0) == written, beams
 
 
-def test_weights_may_change_between_steps(variant: str) -> None:  # noqa: F811
+def test_weights_may_change_between_steps(variant: str) -> None:
     """In place, or exchanged, by a logits processor."""
 
     class Changing(LogitsProcessor):
@@ -176,7 +176,7 @@ def test_weights_may_change_between_steps(variant: str) -> None:  # noqa: F811
 
 def test_memory_that_is_not_there_is_asked_for_seldom(
     variant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:  # noqa: F811
+) -> None:
     model, asked = zoo.build("marian", torch.float32), list[Tensor]()
     monkeypatch.setattr(
         packed_weights, "_shortage", lambda plain, always: asked.append(plain) or "memory is short"
@@ -190,7 +190,7 @@ def test_memory_that_is_not_there_is_asked_for_seldom(
 
 def test_attention_to_a_long_text_is_shared_among_threads(
     variant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:  # noqa: F811
+) -> None:
     """Where the products alone would be too little work for two."""
     model, seen, run = zoo.build("llama", torch.float32), list[int](), c.run
     monkeypatch.setattr(
@@ -202,7 +202,7 @@ def test_attention_to_a_long_text_is_shared_among_threads(
     assert seen[-1] == torch.get_num_threads()
 
 
-def test_calls_at_the_same_time(variant: str) -> None:  # noqa: F811
+def test_calls_at_the_same_time(variant: str) -> None:
     model = zoo.build("marian", torch.float32)
     inputs = [
         zoo.batch(model, 3, 6 + i, seed=i) | {"num_beams": 3, "max_new_tokens": 15}
@@ -224,7 +224,7 @@ def test_calls_at_the_same_time(variant: str) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "llama"])
-def test_stream(variant: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_stream(variant: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sentences of several calls in one step; steps are made one by one here."""
     monkeypatch.setattr(loop, "NATIVE", ())
     model = zoo.build(family, torch.float32)
@@ -243,7 +243,7 @@ def test_stream(variant: str, family: str, monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_left_to_torch(variant: str, setting: Callable[[str, str], None]) -> None:  # noqa: F811
+def test_left_to_torch(variant: str, setting: Callable[[str, str], None]) -> None:
     """Where somebody counts operations, where C is switched off, and of weights that may not be packed."""
     model = zoo.build("marian", torch.float32)
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}
@@ -265,7 +265,7 @@ def test_left_to_torch(variant: str, setting: Callable[[str, str], None]) -> Non
 )  # of the decoder, and of the encoder
 def test_without_memory(
     variant: str, sublayers: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:  # noqa: F811
+) -> None:
     """The batch is split, and the result is the same; steps are made one by one here."""
     model = zoo.build("marian", torch.float32)
     kwargs = zoo.batch(model, 4, 7, "none") | {"num_beams": 3, "max_new_tokens": 8}
@@ -286,7 +286,7 @@ def test_without_memory(
     assert refused[0] == {6: 12, 4: 28}[sublayers]
 
 
-def test_structures(variant: str) -> None:  # noqa: F811
+def test_structures(variant: str) -> None:
     """As large for Python as for C."""
     library = ctypes.CDLL(str(native.LIBRARIES / f"{variant}.so"))
     library.step_size.restype = ctypes.c_int64
@@ -300,7 +300,7 @@ FAIRSEQ = {
 
 
 @pytest.mark.parametrize("name", FAIRSEQ)
-def test_fairseq(variant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_fairseq(variant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores, attention over the source and all else; the attention of the last layer comes from C, too."""
     pytest.importorskip("fairseq")
     from tests.support import fairseq_zoo

@@ -20,8 +20,8 @@ from fastgen.ops.selection.kbest import LogitsUpdates, kbest
 from fastgen.ops.selection.ngram_block import ngram_mask_
 from fastgen.ops.selection.token_mask import add_tokens_, empty_mask
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
-from tests.models.test_in_c import _wide  # noqa: F401  a fixture for all
-from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.models.test_in_c import _wide
+from tests.ops.test_native import variant
 from tests.support import zoo
 from tests.support.parity import assert_same
 
@@ -77,7 +77,7 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
-def test_torch_raises(variant: str, call: Callable[[], Any]) -> None:  # noqa: F811
+def test_torch_raises(variant: str, call: Callable[[], Any]) -> None:
     with pytest.raises((IndexError, RuntimeError)):
         call()
 
@@ -111,7 +111,7 @@ OTHERS: dict[str, tuple[Callable[[torch.dtype], Tensor], torch.dtype]] = {
 
 @pytest.mark.parametrize(("made", "dtype"), OTHERS.values(), ids=OTHERS)
 def test_integers_of_another_type(
-    variant: str,  # noqa: F811
+    variant: str,
     made: Callable[[torch.dtype], Tensor],
     dtype: torch.dtype,
 ) -> None:
@@ -155,7 +155,7 @@ def test_states_of_other_rows_than_the_mask(
         assert_same(model, given | options, tolerance=1e-4)
 
 
-def test_keys_of_other_rows_than_the_call(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_keys_of_other_rows_than_the_call(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step in C is refused whose cache has other sentences, or another mask, than the call."""
     model = zoo.build("bart", torch.float32)
     call = zoo.batch(model, 3, 7, "right") | {"num_beams": 2, "max_new_tokens": 6}

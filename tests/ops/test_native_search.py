@@ -31,7 +31,7 @@ from fastgen.ops.tables import (
     finish_rows_,
     finish_rows_reference,
 )
-from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.ops.test_native import variant
 from tests.support import zoo
 from tests.support.parity import assert_same
 
@@ -62,7 +62,7 @@ def _same(found: Any, wanted: Any) -> None:
 @pytest.mark.parametrize(
     ("b", "m", "v", "k"), [(1, 1, 65, 1), (3, 4, 127, 8), (2, 5, 1_000, 10), (1, 4, 50_264, 8)]
 )
-def test_of_logits(variant: str, b: int, m: int, v: int, k: int) -> None:  # noqa: F811
+def test_of_logits(variant: str, b: int, m: int, v: int, k: int) -> None:
     """No log-probability is written; logits may lie anywhere, and stay."""
     room, scores = _randn(b, m, v + 3) * 4, _randn(b, m, seed=1)
     logits = room[:, :, :v]
@@ -73,7 +73,7 @@ def test_of_logits(variant: str, b: int, m: int, v: int, k: int) -> None:  # noq
 
 
 @pytest.mark.parametrize("v", [64, 129, 1_000])
-def test_of_logits_with_bans(variant: str, v: int) -> None:  # noqa: F811
+def test_of_logits_with_bans(variant: str, v: int) -> None:
     """Of each row, of all rows alike, and of a row's best tokens; the banned count for the sum."""
     logits, scores = _randn(3, 4, v) * 3, _randn(3, 4, seed=1)
     each = packed(_randn(12, v, seed=2) > 1)
@@ -85,7 +85,7 @@ def test_of_logits_with_bans(variant: str, v: int) -> None:  # noqa: F811
     assert calls == {("kbest", "native"): 4}
 
 
-def test_of_logits_where_few_are_left(variant: str) -> None:  # noqa: F811
+def test_of_logits_where_few_are_left(variant: str) -> None:
     """Less than K that are not banned: torch says in which order the others come."""
     logits, scores = _randn(2, 2, 70), _randn(2, 2, seed=1)
     sets = torch.ones(4, 70, dtype=torch.bool)
@@ -95,7 +95,7 @@ def test_of_logits_where_few_are_left(variant: str) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("bad", [torch.nan, INF])
-def test_of_logits_that_are_no_numbers(variant: str, bad: float) -> None:  # noqa: F811
+def test_of_logits_that_are_no_numbers(variant: str, bad: float) -> None:
     logits, scores = _randn(2, 2, 200), _randn(2, 2, seed=1)
     logits[0, 0, 3] = bad
     found, wanted = (best(logits, scores, 4, without_nan=True) for best in (kbest, kbest_reference))
@@ -118,12 +118,12 @@ def test_of_logits_that_are_no_numbers(variant: str, bad: float) -> None:  # noq
         },
     ],
 )
-def test_of_logits_with_more(variant: str, given: dict[str, Any]) -> None:  # noqa: F811
+def test_of_logits_with_more(variant: str, given: dict[str, Any]) -> None:
     logits, scores = _randn(2, 3, 300), _randn(2, 3, seed=1)
     _same(kbest(logits, scores, 2, **given), kbest_reference(logits, scores, 2, **given))
 
 
-def test_of_logits_the_sum_is_asked_for(variant: str) -> None:  # noqa: F811
+def test_of_logits_the_sum_is_asked_for(variant: str) -> None:
     logits, scores = _randn(2, 3, 300), _randn(2, 3, seed=1)
     sums = kbest(logits, scores, 2, normalisers=True).normalisers
     assert sums is not None
@@ -140,7 +140,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_calls(variant: str, option: str) -> None:  # noqa: F811
+def test_calls(variant: str, option: str) -> None:
     """Log-probabilities are written only where edits change some, or somebody looks at them."""
     kwargs, written = OPTIONS[option]
     model = zoo.build("bart", torch.float32)
@@ -172,7 +172,7 @@ def _growing(b: int, m: int, n: int, prefix: int, seed: int) -> list[Table]:
 
 
 @pytest.mark.parametrize(("b", "m"), [(1, 1), (3, 4), (5, 7)])
-def test_extend_rows(variant: str, b: int, m: int) -> None:  # noqa: F811
+def test_extend_rows(variant: str, b: int, m: int) -> None:
     for steps, prefix in itertools.product((0, 1, 6), (0, 2)):
         tables, parents = _growing(b, m, 9, prefix, seed=steps), _integers(b, m, below=m)
         wanted = [extend_rows_reference(table, parents, steps) for table in tables]
@@ -183,7 +183,7 @@ def test_extend_rows(variant: str, b: int, m: int) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize(("b", "m", "k"), [(1, 1, 2), (3, 4, 8), (2, 5, 15)])
-def test_finish_rows(variant: str, b: int, m: int, k: int) -> None:  # noqa: F811
+def test_finish_rows(variant: str, b: int, m: int, k: int) -> None:
     for steps, prefix in itertools.product((0, 1, 6), (0, 2)):
         running = _growing(b, m, 9, prefix, seed=steps)[:2]
         tables = [
@@ -209,7 +209,7 @@ def test_finish_rows(variant: str, b: int, m: int, k: int) -> None:  # noqa: F81
         lambda table: table._replace(rows=table.rows.transpose(1, 2).contiguous().transpose(1, 2)),
     ],
 )
-def test_tables_left_to_torch(variant: str, change: Callable[[Table], Table]) -> None:  # noqa: F811
+def test_tables_left_to_torch(variant: str, change: Callable[[Table], Table]) -> None:
     """What would have to be rounded, and rows whose columns lie apart."""
     table = change(Table(_randn(2, 3, 8), _randn(2, 3, 1)))
     parents = _integers(2, 3, below=3)
@@ -219,7 +219,7 @@ def test_tables_left_to_torch(variant: str, change: Callable[[Table], Table]) ->
     assert calls == {("tables", "reference"): 1}
 
 
-def test_no_memory_for_tables(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_no_memory_for_tables(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     by = native.library()
     assert by is not None
     monkeypatch.setattr(native, "library", lambda: by._replace(move_rows=lambda *_: 0))
@@ -227,7 +227,7 @@ def test_no_memory_for_tables(variant: str, monkeypatch: pytest.MonkeyPatch) -> 
         extend_rows_([Table(_randn(2, 3, 8), _randn(2, 3, 1))], _integers(2, 3, below=3), 2)
 
 
-def test_move_sentences(variant: str) -> None:  # noqa: F811
+def test_move_sentences(variant: str) -> None:
     for dtype in (torch.float32, torch.int64, torch.bfloat16):
         buffer = (_randn(6, 3, 20, 5) * 9).to(dtype)
         wanted = buffer.clone()
@@ -243,7 +243,7 @@ def test_move_sentences(variant: str) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("v", [20, 64, 100])
-def test_add_tokens(variant: str, v: int) -> None:  # noqa: F811
+def test_add_tokens(variant: str, v: int) -> None:
     """To what was there; tokens outside the vocabulary are ignored, in the last word's unused bits, too."""
     before = packed(_randn(5, v) > 1)
     for rows in (1, 5):
@@ -256,7 +256,7 @@ def test_add_tokens(variant: str, v: int) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 @pytest.mark.parametrize("with_source", [False, True])
-def test_repeated_ngrams(variant: str, n: int, with_source: bool) -> None:  # noqa: F811
+def test_repeated_ngrams(variant: str, n: int, with_source: bool) -> None:
     for length in (1, 4, 30):
         ids, scores = _integers(6, length + 2, below=4)[:, :length], torch.zeros(6, 33)
         source = _integers(3, 17, below=4, seed=1) if with_source else None
@@ -270,7 +270,7 @@ def test_repeated_ngrams(variant: str, n: int, with_source: bool) -> None:  # no
 
 
 @pytest.mark.parametrize("scale", [1.0, 5.5])
-def test_embedding(variant: str, scale: float) -> None:  # noqa: F811
+def test_embedding(variant: str, scale: float) -> None:
     tokens, row, other = _randn(50, 33), _randn(33, seed=1), _randn(33, seed=2)
     ids = _integers(7, 4, below=50)[:, 2]
     ids[3] = 9
@@ -291,7 +291,7 @@ def test_embedding(variant: str, scale: float) -> None:  # noqa: F811
             embedding(torch.tensor([1, outside]), tokens, scale)
 
 
-def test_embedding_of_parameters(variant: str) -> None:  # noqa: F811
+def test_embedding_of_parameters(variant: str) -> None:
     tokens = torch.nn.Parameter(_randn(50, 32))
     with torch.no_grad():
         embedding(torch.tensor([3]), tokens, 2.0)
@@ -299,7 +299,7 @@ def test_embedding_of_parameters(variant: str) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("norm_tokens", [False, True])
-def test_padding_and_a_norm(variant: str, norm_tokens: bool) -> None:  # noqa: F811
+def test_padding_and_a_norm(variant: str, norm_tokens: bool) -> None:
     """A padding token has a row of its own, whether the norm is of the tokens alone or of the sum."""
     norm = Norm(_randn(32, seed=5), None, 1e-5)
     made = Embedding(_randn(50, 32), 2.0, _randn(9, 32, seed=1), 2, 7, 0, norm, norm_tokens)
@@ -310,7 +310,7 @@ def test_padding_and_a_norm(variant: str, norm_tokens: bool) -> None:  # noqa: F
     torch.testing.assert_close(made(ids, 3), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_disabled(variant: str) -> None:  # noqa: F811
+def test_disabled(variant: str) -> None:
     model = zoo.build("bart", torch.float32)
     with fastgen.disabled():
         model.generate(**zoo.batch(model, 2, 5), num_beams=2, max_new_tokens=5)

@@ -246,7 +246,7 @@ SPECIAL = {"mask_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}  
 @pytest.mark.parametrize("old", [False, True], ids=["", "norms as in TensorFlow"])
 def test_published_checkpoints(tmp_path: Path, old: bool) -> None:
     model = zoo.build("unilm", torch.float32)
-    rename = (lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")) if old else str  # fmt: skip  # noqa: E501
+    rename = (lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")) if old else str  # fmt: skip
     weights, settings = _published(tmp_path, model, rename)
     found = load(weights, settings, **SPECIAL)
     assert not found.training

@@ -175,7 +175,7 @@ def _measured(
     """Everything that a figure rests on, JSON-ready."""
     from tqdm import tqdm
 
-    import fastgen  # noqa: F401  (patches transformers)
+    import fastgen
     from fastgen.cli.bench.measure import environment
     from fastgen.cli.bild import sweep
 

@@ -100,7 +100,7 @@ class TransformersRule:
         finished: scores and done (B, M), of the hypotheses.
         """
         (b, k), m, (scores, done) = values.shape, self.beams, finished
-        able = lambda: (  # noqa: E731
+        able = lambda: (
             self.ranks_apart
             and k + m <= native.RANKED
             and plain(values, scores)
@@ -135,7 +135,7 @@ class TransformersRule:
         self, candidates: choice.Candidates, state: choice.State, new_tokens: Tensor
     ) -> choice.Chosen | None:
         """All that follows for candidates, the new state written where it was; None where kernels do not run."""
-        able = lambda: choice.covered(candidates.values, self.beams)  # noqa: E731
+        able = lambda: choice.covered(candidates.values, self.beams)
         if not use_triton("choice", able, candidates.values, *candidates[1:], *state, new_tokens):
             return None
         powers = self._powers_of_lengths(candidates.values)

@@ -39,7 +39,7 @@ class Stop:
 
     def ends_all(self, length: int) -> bool:
         """Whether all rows end at a length."""
-        return any([ends(length) for ends in self.at_length])  # noqa: C419 every function is asked: a limit may warn
+        return any([ends(length) for ends in self.at_length])
 
     def hits(self, tokens: Tensor, all_end: bool) -> Tensor:
         """For each new token, any shape, whether it ends its row."""

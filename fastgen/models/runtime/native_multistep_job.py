@@ -72,7 +72,7 @@ def prepared(
         for width, x in zip((inner.records.width,) * 2 + (head.outputs,) * 2, read, strict=True)
         if x is not None
     ]
-    able = lambda: (  # noqa: E731
+    able = lambda: (
         plain(*read)
         and all(x is None or x.stride(-1) == 1 for x in read)
         and [x.shape[-1] for x in read if x is not None] == widths

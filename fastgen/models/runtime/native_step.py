@@ -71,7 +71,7 @@ class EncoderInC:
             or any(group.padding for group in sentences.groups)
         ):
             return None
-        able = lambda: (  # noqa: E731
+        able = lambda: (
             self._covers(x, stream, sentences)
             and records.fits(x, stream)
             and records.ready(by, lambda _: 0)
@@ -147,10 +147,10 @@ class InC:
         if parts is None or by is None:
             return None
         places = self._places(parts)
-        heads = lambda layer: parts[0].source[layer].keys.shape[1]  # noqa: E731
+        heads = lambda layer: parts[0].source[layer].keys.shape[1]
         calls = [Rows(part.sentences, _beams(part)) for part in parts]
         rows, turned = sum(call.sentences * call.beams for call in calls), list[Tensor | None]()
-        able = lambda: (  # noqa: E731
+        able = lambda: (
             plain(x, stream)
             and len(x) == rows
             and x.is_contiguous()
@@ -175,7 +175,7 @@ class InC:
         mask: (B, M, N) additive, of the keys of the text in all of them.
         """
         places = self._places([context])
-        heads = lambda layer: context.source[layer].keys.shape[1]  # noqa: E731
+        heads = lambda layer: context.source[layer].keys.shape[1]
         if not (self._covers(places, 0) and self.records.ready(by, heads)):
             return None
         added = {
@@ -330,7 +330,7 @@ class InC:
 
         Return whether C can read it.
         """
-        rotation = lambda rotary: context.rotation(rotary, x)  # noqa: E731
+        rotation = lambda rotary: context.rotation(rotary, x)
         return self._turned(rotation, lambda cosine: cosine.shape[0] > 1, (1, len(x)), held)
 
     def _turn_several(self, context: Context, steps: int, held: list[Tensor | None]) -> bool:
@@ -350,7 +350,7 @@ class InC:
             first + torch.arange(steps, dtype=torch.int64, device="cpu")[:, None]
         ).flatten()
         like = torch.empty(0, dtype=torch.float32, device="cpu")
-        rotation = lambda rotary: turned_once(known, rotary, positions, like)  # noqa: E731
+        rotation = lambda rotary: turned_once(known, rotary, positions, like)
         return self._turned(rotation, lambda _: apart, (len(positions),), held)
 
     def _turned(

@@ -194,8 +194,8 @@ def kbest(
     ):
         found = f"scratch {tuple(scratch.shape)} in {scratch.dtype}"
         raise ValueError(f"{found} must be {tuple(logits.shape)} in {scores.dtype}, contiguous")
-    able = lambda: _covered(logits, scores, k, 0 if changes is None else changes.tokens.shape[1])  # noqa: E731
-    in_c_too = lambda: (  # noqa: E731
+    able = lambda: _covered(logits, scores, k, 0 if changes is None else changes.tokens.shape[1])
+    in_c_too = lambda: (
         _covered_in_c(logits, scores, k)
         and (banned is None or in_memory(banned, dtype=torch.int32))
     )
@@ -239,7 +239,7 @@ def best_of_log_probs(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor
             f"log_probs {tuple(log_probs.shape)} must be (B, M, V) and scores {tuple(scores.shape)} (B, M)"
         )
     _, m, v = log_probs.shape
-    able = lambda: 1 <= k <= m * v and _covered(log_probs, scores, k)  # noqa: E731
+    able = lambda: 1 <= k <= m * v and _covered(log_probs, scores, k)
     by = chosen("kbest", able, lambda: _covered_in_c(log_probs, scores, k), log_probs, scores)
     if by is TRITON:
         return kernels.run(log_probs, scores, k, normalised=True)[:2]

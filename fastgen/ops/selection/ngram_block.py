@@ -101,7 +101,7 @@ def ngram_mask_(
         raise ValueError(f"mask {tuple(mask.shape)} is not that of {vocabulary} tokens")
     if texts.shape[1] < n or ids.shape[1] < n - 1:
         return mask
-    in_c_too = lambda: (  # noqa: E731
+    in_c_too = lambda: (
         length is None
         and len(texts) > 0
         and mask.is_contiguous()

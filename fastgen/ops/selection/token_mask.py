@@ -62,7 +62,7 @@ def add_tokens_(mask: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     if mask.shape[1] != cdiv(vocabulary, 32):
         raise ValueError(f"mask {tuple(mask.shape)} is not that of {vocabulary} tokens")
     rows, count = mask.shape[0], tokens.shape[1]
-    in_c_too = lambda: (  # noqa: E731
+    in_c_too = lambda: (
         mask.is_contiguous()
         and in_memory(mask, dtype=torch.int32)
         and in_memory(tokens, dtype=torch.int64)

@@ -169,7 +169,7 @@ def encoder_layer(
     engine.hit("fairseq.encoder_layer")
     first, last = self.self_attn_layer_norm, self.final_layer_norm
     kind = 1 if encoder_padding_mask is not None else 0  # of keys, or of queries and keys
-    fused_layer: Any = getattr(torch, "_transformer_encoder_layer_fwd")  # noqa: B009  (types do not know it)
+    fused_layer: Any = getattr(torch, "_transformer_encoder_layer_fwd")
     return fused_layer(
         x, self.embed_dim, self.num_heads, self.in_proj_weight, self.in_proj_bias, self.out_proj_weight,
         self.out_proj_bias, self.activation_relu_or_gelu == 2, False, first.eps, first.weight, first.bias, last.weight,

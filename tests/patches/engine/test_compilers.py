@@ -247,7 +247,7 @@ def test_a_trace_of_an_encoder_records_transformers_own_code() -> None:
         zoo.encoder("Bert", "ForSequenceClassification", torch.float32),
         _model()[1]["input_ids"],
     )
-    trace = lambda: cast(Any, torch.jit.trace(bert, (ids,), strict=False))  # noqa: E731
+    trace = lambda: cast(Any, torch.jit.trace(bert, (ids,), strict=False))
     with _stock():
         wanted = trace()
     found = trace()
@@ -308,7 +308,7 @@ def test_a_trace_of_fairseqs_attention() -> None:
     from fairseq.modules.multihead_attention import MultiheadAttention
 
     module, x = MultiheadAttention(8, 2).eval(), torch.randn(3, 2, 8)
-    trace = lambda: cast(Any, torch.jit.trace(_Attention(module), (x,)))  # noqa: E731
+    trace = lambda: cast(Any, torch.jit.trace(_Attention(module), (x,)))
     with _stock():
         wanted = trace()
     found, other = trace(), torch.randn(3, 2, 8)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import fastgen
-from tests.models.test_in_c import _wide  # noqa: F401  a fixture for all
-from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.models.test_in_c import _wide
+from tests.ops.test_native import variant
 from tests.support import zoo
 
 ROOT = Path(__file__).parents[3]
@@ -84,7 +84,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
-def test_another_default_dtype(variant: str, family: str, options: dict[str, object]) -> None:  # noqa: F811
+def test_another_default_dtype(variant: str, family: str, options: dict[str, object]) -> None:
     """The model is made in fp32; what a call makes beside it is of the dtype that it needs."""
     model = zoo.build(family, torch.float32)
     call = zoo.batch(model, 3, 7) | options | {"max_new_tokens": 12}
@@ -103,7 +103,7 @@ def test_another_default_dtype(variant: str, family: str, options: dict[str, obj
 
 @pytest.mark.parametrize("options", [OPTIONS["greedy"], OPTIONS["beams"]], ids=["greedy", "beams"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
-def test_another_default_device(variant: str, family: str, options: dict[str, object]) -> None:  # noqa: F811
+def test_another_default_device(variant: str, family: str, options: dict[str, object]) -> None:
     """Where stock needs tensors of the default device, it may raise; C reads the memory of none of them."""
     model = zoo.build(family, torch.float32)
     call = zoo.batch(model, 3, 7) | options | {"max_new_tokens": 12}

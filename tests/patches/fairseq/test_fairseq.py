@@ -468,7 +468,7 @@ def test_scores_of_given_texts(names: list[str]) -> None:
     )
     sample["target"] = target.roll(-1, 1)
     scorer = SequenceScorer(zoo.dictionary())
-    hits = lambda: {row.name: row.hits for row in fastgen.status().rows}["fairseq.score"]  # noqa: E731
+    hits = lambda: {row.name: row.hits for row in fastgen.status().rows}["fairseq.score"]
     before = hits()
     ours = scorer.generate(models, sample)
     assert hits() == before + 1
@@ -578,7 +578,7 @@ def test_hooks_that_fairseq_does_not_run(name: str, pays: list[int]) -> None:
 
 
 class _Doubling(torch.nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(input)
 
 

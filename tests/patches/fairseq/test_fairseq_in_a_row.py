@@ -12,7 +12,7 @@ from fastgen.ops import native
 from fastgen.ops.counts import calls
 
 pytest.importorskip("fairseq")
-from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.ops.test_native import variant
 from tests.patches.fairseq import test_fairseq_refill as refill
 from tests.patches.fairseq.test_fairseq import OPTIONS
 from tests.support import fairseq_zoo as zoo
@@ -66,7 +66,7 @@ def test_option(option: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("beams", [1, 4, 5])
 @pytest.mark.parametrize("name", ["transformer", "prenorm", "bart", "lm", "lm_learned"])
-def test_model(variant: str, name: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_model(variant: str, name: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps behind sweeps and as sentences leave: as without C's choices, and as fairseq's."""
     options = {
         "beam_size": beams,

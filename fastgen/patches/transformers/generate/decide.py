@@ -49,7 +49,7 @@ def decide(
     """
     method = method_of(config)
     beams = rows_of(loop, config)
-    vocabulary = lambda: model.config.get_text_config(decoder=True).vocab_size  # noqa: E731
+    vocabulary = lambda: model.config.get_text_config(decoder=True).vocab_size
     first_tokens.check(config.forced_bos_token_id, input_ids.shape[0] // beams, vocabulary)
     check_call(model, loop, method, config, kwargs)
     _check_source(model, input_ids, kwargs)

@@ -167,7 +167,7 @@ def beam_search(
         self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs, streamer,
         request.scored, request.wanted, request.on_tokens,
     )  # fmt: skip
-    stock = lambda: original(  # noqa: E731
+    stock = lambda: original(
         self,
         input_ids,
         logits_processor,
@@ -202,7 +202,7 @@ def sample(
         self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs, streamer,
         request.scored, request.wanted, request.on_tokens,
     )  # fmt: skip
-    stock = lambda: original(  # noqa: E731
+    stock = lambda: original(
         self,
         input_ids,
         logits_processor,

@@ -81,7 +81,7 @@ def expected(
     for row, ids in enumerate(inputs["input_ids"].tolist()):
         prompt = [zoo.START] if large.config.is_encoder_decoder else ids
         longest = len(prompt) + NEW
-        ends = lambda text, longest=longest: text[-1] in ENDS or len(text) == longest  # noqa: E731
+        ends = lambda text, longest=longest: text[-1] in ENDS or len(text) == longest
         models = [scores_of(model, inputs, row, edit) for model in (large, small)]
         tokens, events = bild(*models, prompt, ends, fallback, rollback, max_draft, paper_compat)
         kinds = [kind for kind, _, _ in events]

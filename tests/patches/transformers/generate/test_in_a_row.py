@@ -30,8 +30,8 @@ from fastgen.ops.counts import calls
 from fastgen.ops.native import search as c
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.report import last_call
-from tests.models.test_in_c import _wide  # noqa: F401  a fixture: heads that C can attend with
-from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.models.test_in_c import _wide
+from tests.ops.test_native import variant
 from tests.support import zoo
 from tests.support.allocations import allocations
 from tests.support.parity import assert_same
@@ -89,7 +89,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("family", ["marian", "gpt2", "llama"])
-def test_options(variant: str, family: str, options: str, beams: int, alone: list[int]) -> None:  # noqa: F811
+def test_options(variant: str, family: str, options: str, beams: int, alone: list[int]) -> None:
     model = zoo.build(family, torch.float32)
     for padding in ("none", "natural"):
         kwargs = (
@@ -109,7 +109,7 @@ def test_options(variant: str, family: str, options: str, beams: int, alone: lis
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("family", [*WRITTEN, *NOT_WRITTEN])
-def test_families(variant: str, family: str, beams: int) -> None:  # noqa: F811
+def test_families(variant: str, family: str, beams: int) -> None:
     model = zoo.build(family, torch.float32)
     for length, new in (
         (9, 3),
@@ -130,7 +130,7 @@ ENDS = [2, 7, 9, 30]
 
 
 @pytest.mark.parametrize("family", ["marian", "t5"])
-def test_sentences_leave(variant: str, family: str) -> None:  # noqa: F811
+def test_sentences_leave(variant: str, family: str) -> None:
     """Sentences whose texts are short leave, and the outcome is in their order; behind sweeps, too."""
     model = zoo.build(family, torch.float32)
     for beams in (1, 4):
@@ -166,7 +166,7 @@ def _mpt() -> Any:
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("family", ["t5", "mpt"])
 def test_biases_by_distance(
-    variant: str,  # noqa: F811
+    variant: str,
     family: str,
     beams: int,
     most: int,
@@ -189,7 +189,7 @@ def test_biases_by_distance(
 @pytest.mark.parametrize("beams", [1, 3])
 def test_equal_values_are_left_to_torch(
     variant: str, beams: int, monkeypatch: pytest.MonkeyPatch
-) -> None:  # noqa: F811
+) -> None:
     """Tokens with one embedding are tied in every step; which stands first is for `torch.topk` to say."""
     model = zoo.build("marian", torch.float32)
     with torch.no_grad():
@@ -203,7 +203,7 @@ def test_equal_values_are_left_to_torch(
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_values_that_are_no_numbers(variant: str, beams: int) -> None:  # noqa: F811
+def test_values_that_are_no_numbers(variant: str, beams: int) -> None:
     model = zoo.build("marian", torch.float32)
     with torch.no_grad():
         model.final_logits_bias[0, 20] = math.nan
@@ -214,7 +214,7 @@ def test_values_that_are_no_numbers(variant: str, beams: int) -> None:  # noqa: 
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_token_without_an_embedding(variant: str, beams: int) -> None:  # noqa: F811
+def test_a_token_without_an_embedding(variant: str, beams: int) -> None:
     """torch's own error, as step by step."""
     model = zoo.build("gpt2", torch.float32)
     head = nn.Linear(model.config.n_embd, zoo.VOCABULARY + 64)
@@ -235,7 +235,7 @@ def test_a_token_without_an_embedding(variant: str, beams: int) -> None:  # noqa
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_without_memory(variant: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_without_memory(variant: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch is split, and the result is the same."""
     model = zoo.build("marian", torch.float32)
     kwargs = zoo.batch(model, 4, 7, "none") | {"num_beams": beams, "max_new_tokens": 8}
@@ -259,7 +259,7 @@ def test_without_memory(variant: str, beams: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("family", "beams"), [("marian", 1), ("marian", 4), ("gpt2", 1), ("gpt2", 4)]
 )
-def test_nothing_is_allocated_between_steps(variant: str, family: str, beams: int) -> None:  # noqa: F811
+def test_nothing_is_allocated_between_steps(variant: str, family: str, beams: int) -> None:
     """From one look of Python's to the next, torch's allocator is not asked for anything."""
     model = zoo.build(family, torch.float32)
     kwargs = zoo.batch(model, 4, 9, "none") | {"num_beams": beams, "eos_token_id": None}
@@ -272,7 +272,7 @@ def test_nothing_is_allocated_between_steps(variant: str, family: str, beams: in
     assert len(many) <= len(few)
 
 
-def test_structures(variant: str) -> None:  # noqa: F811
+def test_structures(variant: str) -> None:
     """As large for Python as for C."""
     library = ctypes.CDLL(str(native.LIBRARIES / f"{variant}.so"))
     library.search_size.restype = ctypes.c_int64
@@ -304,7 +304,7 @@ class _Odd(StoppingCriteria):
 @pytest.mark.parametrize("beams", [1, 3])
 def test_whoever_looks_at_a_step_sees_it(
     variant: str, listening: dict[str, Any], beams: int
-) -> None:  # noqa: F811
+) -> None:
     model = zoo.build("marian", torch.float32)
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": beams, "max_new_tokens": 15} | listening
     if "output_scores" in listening:
@@ -318,7 +318,7 @@ def test_whoever_looks_at_a_step_sees_it(
     assert calls["search", "native"] == 0
 
 
-def test_what_the_caller_gives(variant: str) -> None:  # noqa: F811
+def test_what_the_caller_gives(variant: str) -> None:
     """Positions of another type; a length beyond the config's, which raises in transformers too."""
     model = zoo.build("gpt2", torch.float32)
     kwargs = zoo.batch(model, 4, 9) | {"max_new_tokens": 12}
@@ -411,7 +411,7 @@ def test_batches_that_refill(
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_keys_and_values_of_the_beams_that_are_returned(variant: str, beams: int) -> None:  # noqa: F811
+def test_keys_and_values_of_the_beams_that_are_returned(variant: str, beams: int) -> None:
     model = zoo.build("gpt2", torch.float32)
     kwargs = zoo.batch(model, 4, 9, "none") | {
         "num_beams": beams,
@@ -430,7 +430,7 @@ def test_keys_and_values_of_the_beams_that_are_returned(variant: str, beams: int
         torch.testing.assert_close(mine.values, theirs.values, atol=1e-3, rtol=1e-3)
 
 
-def test_drafted_steps_are_not_passed_over(variant: str) -> None:  # noqa: F811
+def test_drafted_steps_are_not_passed_over(variant: str) -> None:
     large, small = zoo.build("gpt2", torch.float32), zoo.build("gpt2", torch.float32)
     kwargs = zoo.batch(large, 1, 9, "none") | {
         "num_beams": 3,

@@ -675,8 +675,8 @@ def _encoder(model: Any) -> nn.Module:
     return model.get_encoder()
 
 
-_PROCESSOR = lambda fails: LogitsProcessorList([_FailingProcessor(fails)])  # noqa: E731
-_CRITERION = lambda fails: StoppingCriteriaList([_FailingCriterion(fails)])  # noqa: E731
+_PROCESSOR = lambda fails: LogitsProcessorList([_FailingProcessor(fails)])
+_CRITERION = lambda fails: StoppingCriteriaList([_FailingCriterion(fails)])
 STAGES: dict[str, tuple[str, type[BaseException], Callable[[Any], Any]]] = {
     "encoder": ("bart", Boom, _hooked(_encoder, Boom, 1)),
     "prefill": ("gpt2", Boom, _hooked(_decoder_layer, Boom, 1)),

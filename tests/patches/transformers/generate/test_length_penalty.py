@@ -9,7 +9,7 @@ import torch
 from fastgen.decoding.search.finishing_rules import TransformersRule
 from fastgen.ops import native
 from fastgen.ops.counts import calls
-from tests.models.test_in_c import _wide  # noqa: F401  a fixture for all
+from tests.models.test_in_c import _wide
 from tests.support import zoo
 from tests.support.parity import assert_same
 

@@ -207,7 +207,7 @@ def test_a_model_that_computes_otherwise(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_padding_that_fsmt_generates() -> None:
     """It has the position before its own, wherever it stands."""
     model = zoo.build("fsmt")
-    allowed = lambda _, ids: [zoo.PAD] if len(ids) in (2, 5, 6) else list(range(4, 40))  # noqa: E731
+    allowed = lambda _, ids: [zoo.PAD] if len(ids) in (2, 5, 6) else list(range(4, 40))
     kwargs = zoo.batch(model, 3, 9) | {
         "num_beams": 3,
         "max_new_tokens": 12,

@@ -280,7 +280,7 @@ def test_an_adapter_for_each_sentence(asked: str) -> None:
     peft = pytest.importorskip("peft")
     config = lambda: peft.LoraConfig(
         r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False
-    )  # noqa: E731
+    )
     model = peft.get_peft_model(zoo.build("llama"), config(), adapter_name="one")
     model.add_adapter("other", config())
     model.double().eval()

@@ -61,14 +61,14 @@ def expected(
         options.get("length_penalty", 1.0), options.get("early_stopping", False),
     )  # fmt: skip
     if "num_beam_groups" in options:
-        run: Callable[[oracle.Model], list[oracle.Beam]] = lambda r: oracle.diverse(  # noqa: E731
+        run: Callable[[oracle.Model], list[oracle.Beam]] = lambda r: oracle.diverse(
             r, settings, options["num_beam_groups"], options["diversity_penalty"]
         )
     else:
         words = [
             word if isinstance(word[0], list) else [word] for word in options["force_words_ids"]
         ]
-        run = lambda r: oracle.constrained(r, settings, words)  # noqa: E731
+        run = lambda r: oracle.constrained(r, settings, words)
     found = [kept for row in given for kept in run(row)]
     texts = oracle.padded([text for _, text in found], ends, PAD, prompt + longest)
     return texts, [score for score, _ in found]

@@ -239,7 +239,7 @@ def test_a_window_that_the_text_fits_into() -> None:
 def test_what_never_comes_to_a_patched_loop() -> None:
     model = zoo.build("gpt2")
     kwargs = zoo.batch(model, 1, 6, "none") | {"max_new_tokens": 4}
-    reason = lambda **more: _explain(model, kwargs | more).reason  # noqa: E731
+    reason = lambda **more: _explain(model, kwargs | more).reason
     assert reason(assistant_model=zoo.build("gpt2", seed=1)) == "_assisted_decoding is not patched"
     assert reason(prompt_lookup_num_tokens=2) == "_assisted_decoding is not patched"
     assert reason(custom_generate=lambda *_, **__: None) == "custom_generate is given"

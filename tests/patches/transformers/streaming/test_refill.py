@@ -148,7 +148,7 @@ def test_steps_made_together_are_reported(
     together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports = list[Any]()
-    note = lambda _patch, _model, report, *_: reports.append(report)  # noqa: E731
+    note = lambda _patch, _model, report, *_: reports.append(report)
     monkeypatch.setattr("fastgen.patches.transformers.streaming.suspend.note_served", note)
     _streamed(zoo.build("bart"), _sentences(40), OPTIONS["greedy"])
     assert sum(report.joined for report in reports) == sum(together) > 0
