@@ -216,6 +216,31 @@ def _write(package: Path, file: str, text: str) -> None:
     (package / file).write_text(text, encoding="utf-8")
 
 
+MOST_FILES = 16
+"""Modules of a folder."""
+
+CONTEXT_VARIABLES = 13
+"""Of the whole package; each is a value that functions get without being passed it."""
+
+
+def test_folders_are_small() -> None:
+    folders = {file.parent for part in ("fastgen", "tests") for file in (ROOT / part).rglob("*.py")}
+    for folder in sorted(folders - {ROOT / "tests" / "support"}):
+        modules = [file.name for file in folder.glob("*.py") if file.name != "__init__.py"]
+        assert len(modules) <= MOST_FILES, f"{folder.relative_to(ROOT)}: {len(modules)} modules"
+
+
+def test_context_variables_are_few() -> None:
+    trees = [ast.parse(file.read_text("utf-8")) for file in PACKAGE.rglob("*.py")]
+    made = [
+        ast.unparse(node)
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "ContextVar"
+    ]
+    assert len(made) <= CONTEXT_VARIABLES, made
+
+
 MEASURE = """
 import json, sys, time
 start = time.process_time()
